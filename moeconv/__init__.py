@@ -11,7 +11,7 @@ if TYPE_CHECKING:
     from typing_extensions import Unpack
 
     from moeconv.artifacts import ConversionReport
-    from moeconv.conversion.entries import Options
+    from moeconv.conversion.settings import Options
     from moeconv.errors import ConversionError
     from moert.pack.errors import Error
 
@@ -46,7 +46,7 @@ def quantize(
 
     lines = say or (on_stderr if progress else lambda line: None)
     try:
-        from moeconv.conversion.api import quantize as run
+        from moeconv.conversion.conversion import quantize as run
 
         return run(model, out, work, (lines, bar if progress else unseen), settings)
     except ModuleNotFoundError as error:

@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from typing import Annotated, Any, NamedTuple
 
-from moeconv.fields import among, amount, listed, maybe, named, number, positive, share, text
+from moeconv.strict_json import among, amount, listed, maybe, named, number, positive, share, text
 from moert.pack.codec import WIDTHS
 from moert.pack.documents import Read, brief, mapping
 from moert.pack.errors import ManifestInvalid

@@ -95,8 +95,8 @@ def show(chosen: Sequence[Part], name: str) -> int:
 def run_part(part: Part) -> dict[str, Any]:
     """Converts one model, profiles its paths, runs the pack at each budget and eviction policy."""
     from moeconv.command.recipe import Recipe
+    from moeconv.conversion.additions import profile_paths
     from moeconv.conversion.conversion import Conversion
-    from moeconv.conversion.profile import profile_paths
     from moeconv.progress import bar
     from moert.pack.reader import Pack
 

@@ -4,4 +4,4 @@ import torch  # noqa: F401
 from transformers import OlmoeForCausalLM, SwitchTransformersForConditionalGeneration  # noqa: F401
 
 import moeconv.command.cli
-import moeconv.conversion.api  # noqa: F401
+import moeconv.conversion.conversion  # noqa: F401

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
-from moeconv.measure.journal import Journal
+from moeconv.measure.workdir import Journal
 
 
 def reseal(file: Path) -> None:

@@ -8,16 +8,12 @@ from pathlib import Path
 from typing import Any
 
 from moeconv.calibration import Sample
-from moeconv.measure.loaded import LoadedModel
 from moeconv.measure.metrics import METRICS
-from moeconv.measure.scorers.build import Extent, build_scorers, load_tokenizer
-from moeconv.measure.scorers.generated import GeneratedScorer
-from moeconv.measure.scorers.text import TextScorer
-from moeconv.measure.trial import Trial
+from moeconv.measure.scoring import Extent, GeneratedScorer, TextScorer, build_scorers, load_tokenizer
+from moeconv.measure.trial import LoadedModel, Trial
 from moeconv.quantizers import QUANTIZERS
-from moeconv.quantizers.coder import ExpertCoder
-from moeconv.quantizers.dense import DenseCoder
-from moeconv.quantizers.dense_bits import dense_of
+from moeconv.quantizers.coder import DenseCoder, ExpertCoder
+from moeconv.quantizers.quantizer import dense_of
 from moeconv.source.checkpoint import Checkpoint
 
 

@@ -1,23 +1,277 @@
-"""Rows of parquet files and data sets, read by a process with bounded time and memory.
-
-What they take when they are read has nothing to do with what they take on disk: a page of a kilobyte may stand for a
-gigabyte of text. So nothing but rows comes here, one at a time, and each is counted.
-"""
+"""Rows of parquet files and data sets, read by a process of its own with bounded time and memory."""
 
 from __future__ import annotations
 
 import json
 import os
+import selectors
+import signal
+import subprocess
 import sys
-from collections.abc import Callable, Collection
-from dataclasses import replace
+import time
+from collections.abc import Callable, Collection, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, replace
 from pathlib import Path
+from types import TracebackType
+from typing import IO, Any
 
-from moeconv.calibration.datasets import HUB, is_dataset, read_dataset
-from moeconv.calibration.parquet import read_parquet
-from moeconv.calibration.process import Limits, Overlong, Process, bound, say
-from moeconv.calibration.rows import MAX_ROW_BYTES, MAX_TEXT_BYTES, Rows
+from moeconv.calibration.samples import MAX_ROW_BYTES, MAX_ROWS, MAX_TEXT_BYTES, Rows
 from moeconv.errors import CalibrationError, missing_extra
+
+# A process of its own for what can't be bounded in this one: it has so much time and memory, and says lines.
+
+_PROGRAM = "import json, sys; sys.path[:0] = json.loads(sys.argv[1]); from {module} import main; main(*sys.argv[2:])"
+_PART = 1 << 20
+_ENDING_S = 10.0
+
+
+@dataclass(frozen=True)
+class Limits:
+    """Seconds of the processor, seconds without a line, bytes of memory of its own, and bytes of a line. Where a system
+    does not know the first or the third, `idle_s` and what the program itself counts are left."""
+
+    cpu_s: int
+    idle_s: float
+    data_bytes: int
+    line_bytes: int
+
+
+class Overlong(Exception):
+    """It said a line that is longer than any should be."""
+
+
+class Process:
+    """Runs `main(*arguments)` of a module, which calls `bound` first. Use it in a with block, whose end is its own."""
+
+    def __init__(
+        self, module: str, arguments: Sequence[str], limits: Limits, shown: bool = False,
+        environment: Mapping[str, str] | None = None,
+    ) -> None:  # fmt: skip
+        """`shown`: whether a person sees what it says on stderr; `environment`: all that it is told, None for what
+        this process was."""
+        self._limits, self._found = limits, bytearray()
+        paths = [str(Path(__file__).parents[2]), *(os.path.realpath(path) for path in sys.path)]
+        bounds = json.dumps({"cpu_s": limits.cpu_s, "data_bytes": limits.data_bytes})
+        self._process = subprocess.Popen(
+            [sys.executable, "-I", "-c", _PROGRAM.format(module=module), json.dumps(paths), bounds, *arguments],
+            stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=None if shown else subprocess.DEVNULL,
+            start_new_session=True, bufsize=0,
+            env={**(os.environ if environment is None else environment), "ARROW_DEFAULT_MEMORY_POOL": "system"},
+        )  # fmt: skip
+        assert self._process.stdout is not None
+        self._waiting = selectors.DefaultSelector()
+        self._waiting.register(self._process.stdout, selectors.EVENT_READ)
+
+    def __enter__(self) -> Process:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._process.kill()
+        self._process.wait()
+        self._waiting.close()
+        for stream in (self._process.stdin, self._process.stdout):
+            if stream is not None:
+                with suppress(OSError):
+                    stream.close()
+
+    def send(self, line: bytes) -> None:
+        """Where it reads no more, `line` will tell."""
+        assert self._process.stdin is not None
+        left = memoryview(line + b"\n")
+        with suppress(OSError):
+            while left:
+                left = left[self._process.stdin.write(left) or 0 :]
+
+    def line(self) -> bytes | None:
+        """What it says next; None where it has ended. Raises TimeoutError or Overlong."""
+        stream = self._process.stdout
+        assert stream is not None
+        looked, deadline = 0, time.monotonic() + self._limits.idle_s
+        while (end := self._found.find(b"\n", looked)) < 0:
+            looked = len(self._found)
+            if looked > self._limits.line_bytes:
+                raise Overlong
+            if not self._waiting.select(max(0.0, deadline - time.monotonic())):
+                raise TimeoutError
+            part = os.read(stream.fileno(), _PART)
+            if not part:
+                return None
+            self._found += part
+        line = bytes(self._found[:end])
+        del self._found[: end + 1]
+        return line
+
+    def ended(self) -> str:
+        """How, in words, after `line` gave None."""
+        with suppress(subprocess.TimeoutExpired):
+            self._process.wait(_ENDING_S)
+        status = self._process.poll()
+        if status is None:
+            return "it closed its output and did not end"
+        if hasattr(signal, "SIGXCPU") and status == -signal.SIGXCPU:
+            return f"it took more than {self._limits.cpu_s} s of the processor"
+        return f"it was ended by signal {-status}" if status < 0 else f"it ended with status {status}"
+
+
+def bound(bounds: str) -> None:
+    """From here on the process that this is called in has so much time of the processor and memory in all."""
+    asked: Mapping[str, int] = json.loads(bounds)
+    with suppress(ImportError):
+        import resource
+
+        cpu_s, data_bytes = asked["cpu_s"], asked["data_bytes"]
+        for name, soft, wanted in (
+            ("RLIMIT_CPU", cpu_s, cpu_s + 1), ("RLIMIT_DATA", data_bytes, data_bytes), ("RLIMIT_CORE", 0, 0),
+        ):  # fmt: skip
+            with suppress(AttributeError, ValueError, OSError):  # not every system knows all of them
+                _, hard = resource.getrlimit(getattr(resource, name))
+                most = wanted if hard == resource.RLIM_INFINITY else min(wanted, hard)
+                resource.setrlimit(getattr(resource, name), (min(soft, most), most))
+
+
+def say(out: IO[bytes], answer: Any) -> None:
+    """One line."""
+    out.write(json.dumps(answer, default=_strange).encode() + b"\n")
+
+
+def _strange(value: Any) -> list[str]:
+    """For what JSON can't hold: something that is no text either, and says in messages what was there."""
+    return [f"{value!r:.60}"]
+
+
+# Rows of a parquet file, one at a time: what it says of its size first, and texts that repeat only once in memory.
+
+_AT_ONCE = 256  # rows
+_FOLDED_BYTES = 1 << 24  # of a column: writers begin no dictionary that is larger, and of plain texts all would be kept
+
+
+def read_parquet(path: Path, wanted: Collection[str]) -> Rows:
+    """Fields that are not `wanted` are there, and empty. Raises CalibrationError."""
+    import pyarrow
+    import pyarrow.parquet
+
+    try:
+        with _opened(pyarrow.parquet, path) as file:
+            names = list(dict.fromkeys(file.schema_arrow.names))
+            read = [name for name in names if name in wanted]
+            _check_sizes(path, file.metadata, set(read))
+            number = 0
+            for batch in file.iter_batches(_AT_ONCE, columns=read, use_threads=False):
+                columns = {name: batch.column(at) for at, name in enumerate(batch.schema.names)}
+                for at in range(batch.num_rows):
+                    number += 1
+                    here = {name: column[at].as_py() for name, column in columns.items()}
+                    yield f"{path}: row {number}", {name: here.get(name, "") for name in names}
+    except MemoryError:
+        raise
+    except (pyarrow.ArrowException, OSError, UnicodeDecodeError) as error:
+        reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
+        raise CalibrationError(f"{path}: not a readable parquet file ({reason[:200]})") from None
+
+
+def _opened(parquet: Any, path: Path) -> Any:
+    """With texts as places in lists of different ones, as far as the file has them so."""
+    import pyarrow
+
+    with parquet.ParquetFile(path) as file:
+        schema, metadata = file.schema_arrow, file.metadata
+        columns = (
+            metadata.row_group(at).column(place)
+            for at in range(metadata.num_row_groups)
+            for place in range(metadata.num_columns)
+        )
+        large = {column.path_in_schema for column in columns if column.total_uncompressed_size > _FOLDED_BYTES}
+    texts = [field.name for field in schema if pyarrow.types.is_string(field.type) and field.name not in large]
+    return parquet.ParquetFile(path, read_dictionary=texts)
+
+
+def _check_sizes(path: Path, metadata: Any, read: Collection[str]) -> None:
+    """Before anything is unpacked. What they say may be a lie: the rows are counted too."""
+    if metadata.num_rows > MAX_ROWS:
+        raise CalibrationError(f"{path}: has {metadata.num_rows} rows, at most {MAX_ROWS} are read: give a part of it")
+    nbytes = 0
+    for at in range(metadata.num_row_groups):
+        group = metadata.row_group(at)
+        columns = (group.column(place) for place in range(group.num_columns))
+        nbytes += sum(each.total_uncompressed_size for each in columns if each.path_in_schema.split(".")[0] in read)
+    if nbytes > MAX_TEXT_BYTES:
+        raise CalibrationError(
+            f"{path}: unpacks to {nbytes >> 20} MiB, at most {MAX_TEXT_BYTES >> 20} are read: give a part of it"
+        )
+
+
+# Rows of a data set of the `datasets` library: by its name on the hub, or from a folder made by `save_to_disk`.
+
+HUB = "hf:"
+
+
+def is_dataset(named: str) -> bool:
+    return named.startswith(HUB) or _folder(named) is not None
+
+
+def read_dataset(named: str, wanted: Collection[str]) -> Rows:
+    """`hf:OWNER/NAME`, `hf:OWNER/NAME/CONFIG` or a folder, each with `@SPLIT` behind it where there are several
+    splits. One column of class labels gives the names of its classes as `choices`, where rows have none. Fields that
+    are not `wanted` are there, and empty.
+
+    Raises CalibrationError.
+    """
+    data = _split_of(named, _loaded(named))
+    classes = [kind.names for kind in data.features.values() if type(kind).__name__ == "ClassLabel"]
+    extra = {"choices": classes[0]} if len(classes) == 1 else {}
+    names = list(data.column_names)
+    if len(data) > MAX_ROWS:
+        raise CalibrationError(f"{named}: has {len(data)} rows, at most {MAX_ROWS} are read: give a part of it")
+    read = [name for name in names if name in wanted]
+    rows = data.select_columns(read) if read else ({} for _ in range(len(data)))
+    for number, row in enumerate(rows, 1):
+        yield f"{named}: row {number}", {**extra, **{name: row.get(name, "") for name in names}}
+
+
+def _folder(named: str) -> Path | None:
+    """The folder that is meant; a name may have a split behind it."""
+    for path in (Path(named), Path(named.rpartition("@")[0] or named)):
+        if any((path / name).is_file() for name in ("state.json", "dataset_dict.json")):
+            return path
+    return None
+
+
+def _loaded(named: str) -> Any:
+    parts = named.removeprefix(HUB).partition("@")[0].split("/")
+    if _folder(named) is None and not all(parts):
+        raise CalibrationError(
+            f"{named}: expected hf:OWNER/NAME or hf:OWNER/NAME/CONFIG, with @SPLIT if it has several"
+        )
+    import datasets
+
+    try:
+        folder = _folder(named)
+        if folder is not None:
+            return datasets.load_from_disk(str(folder))
+        return datasets.load_dataset("/".join(parts[:2]), *parts[2:3])
+    except Exception as error:  # no network, no such name, a damaged file: the library has a type for each
+        reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
+        raise CalibrationError(f"{named}: the data set can't be loaded ({reason[:200]})") from None
+
+
+def _split_of(named: str, loaded: Any) -> Any:
+    if not isinstance(loaded, dict):
+        return loaded
+    split = named.rpartition("@")[2] if "@" in named else ""
+    if len(loaded) == 1 and not split:
+        return next(iter(loaded.values()))
+    if split not in loaded:
+        known = ", ".join(loaded)
+        raise CalibrationError(f"{named}: there are the splits {known}: name one as {named.partition('@')[0]}@SPLIT")
+    return loaded[split]
+
+
+# Rows of parquet files and data sets, read by a process with bounded time and memory.
+# What they take when they are read has nothing to do with what they take on disk: a page of a kilobyte may stand
+# for a gigabyte of text. So nothing but rows comes here, one at a time, and each is counted.
 
 USUAL = Limits(cpu_s=900, idle_s=600.0, data_bytes=1 << 30, line_bytes=7 * MAX_ROW_BYTES)
 FETCHING = replace(USUAL, cpu_s=7200, idle_s=7200.0, data_bytes=4 << 30)

@@ -1,21 +1,113 @@
-"""Calibration text from wherever it lies, checked, as two splits that share no sample."""
+"""Calibration text by name: sets of the catalogue, files, data sets."""
 
 from __future__ import annotations
 
+import hashlib
+import sys
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
-from moeconv.calibration.apart import rows_apart
-from moeconv.calibration.catalogue import CATALOGUE, find_entry, names
-from moeconv.calibration.chat import ChatTemplate
-from moeconv.calibration.datasets import is_dataset
-from moeconv.calibration.division import divide
-from moeconv.calibration.documents import with_documents
-from moeconv.calibration.fields import FIELDS, RUNNING, Render, kind_of, renamed, to_sample
-from moeconv.calibration.rows import MAX_ROWS, MAX_TEXT_BYTES, PARQUET, READERS, Rows, check_row
-from moeconv.calibration.sample import Sample, Splits
-from moeconv.errors import CalibrationError
+from moeconv.calibration.apart import is_dataset, rows_apart
+from moeconv.calibration.rendering import ChatTemplate
+from moeconv.calibration.samples import (
+    FIELDS,
+    MAX_ROWS,
+    MAX_TEXT_BYTES,
+    PARQUET,
+    READERS,
+    RUNNING,
+    Render,
+    Rows,
+    Sample,
+    Splits,
+    check_row,
+    divide,
+    kind_of,
+    renamed,
+    to_sample,
+    with_documents,
+)
+from moeconv.errors import CalibrationError, SettingsError
+from moeconv.strict_json import bounded
+
+# TOML from the standard library, or from its backport where Python is older than 3.11.
+
+if sys.version_info >= (3, 11):
+    import tomllib
+else:
+    import tomli as tomllib
+
+
+_MOST_BYTES = 1 << 20
+
+
+def read_toml(path: Path) -> dict[str, Any]:
+    """Raises SettingsError."""
+    try:
+        document: dict[str, Any] = tomllib.loads(bounded(path, _MOST_BYTES).decode("utf-8-sig"))
+        return document
+    except FileNotFoundError:
+        raise SettingsError(f"{path}: no such file") from None
+    except (OSError, ValueError, RecursionError) as error:
+        raise SettingsError(f"{path}: can't be read as TOML ({error})") from None
+
+
+# Data sets with a manifest in calib_data/: built by their builders, and used only as the manifest describes them.
+
+CATALOGUE = Path("calib_data")  # where conversions are started from, as are the paths in its manifests
+
+
+@dataclass(frozen=True)
+class Entry:
+    """The files of the two splits, each with the hash that the manifest has for it, and the metric to judge by."""
+
+    calibration: Path
+    heldout: Path
+    metric: str | None
+
+
+def names() -> list[str]:
+    return sorted(path.stem for path in CATALOGUE.glob("*.toml"))
+
+
+def find_entry(name: str) -> Entry | None:
+    """None when the name is not in the catalogue. Raises CalibrationError for a split that is not as in its manifest,
+    SettingsError for a manifest that is no TOML."""
+    path = CATALOGUE / f"{name}.toml"
+    if Path(name).suffix or not path.is_file():
+        return None
+    manifest = read_toml(path)
+    try:
+        builder = f"build it with `python {_line(manifest['builder'])}`"
+        splits = [manifest["splits"][name] for name in ("calibration", "heldout")]
+        files = [(Path(_line(split["file"])), split["sha256"]) for split in splits]
+        metric = _line(manifest["metric"]) if "metric" in manifest else None
+    except (KeyError, TypeError):
+        raise CalibrationError(
+            f"{path}: needs a builder, and a file and its sha256 for both splits, each in one line"
+        ) from None
+    for file, sha256 in files:
+        try:
+            found = hashlib.sha256(file.read_bytes()).hexdigest() if file.is_file() else None
+        except OSError as error:
+            raise CalibrationError(f"{str(file)[:100]} can't be read ({error.strerror}): {builder}") from None
+        if found is None:
+            raise CalibrationError(f"{file} is not there: {builder}")
+        if found != sha256:
+            raise CalibrationError(f"{file} differs from its manifest {path}: {builder}")
+    return Entry(files[0][0], files[1][0], metric)
+
+
+def _line(value: object) -> str:
+    """Raises TypeError for what is not one line of text."""
+    if not isinstance(value, str) or not value.isprintable():
+        raise TypeError
+    return value
+
+
+# Calibration text from wherever it lies, checked, as two splits that share no sample.
 
 MIN_SAMPLES = 8
 ALONE = "give more, or --heldout"

@@ -1,8 +1,4 @@
-"""Chat templates rendered in a process that can reach nothing, and has only so much time and memory.
-
-A template comes with a model, and so from strangers. One process renders all conversations of a text, as moert does it
-for one (moert.chat.sandbox): as transformers would.
-"""
+"""Conversations as text, by the chat templates of models."""
 
 from __future__ import annotations
 
@@ -10,10 +6,18 @@ import json
 import os
 import sys
 from collections.abc import Mapping, Sequence
+from pathlib import Path
+from types import TracebackType
 from typing import Any
 
-from moeconv.calibration.process import Limits, Overlong, Process, say
-from moeconv.calibration.rows import MAX_ROW_BYTES
+from moeconv.calibration.apart import Limits, Overlong, Process, say
+from moeconv.calibration.samples import MAX_ROW_BYTES
+from moeconv.errors import CalibrationError
+from moeconv.tokenizers import chat_tokenizer
+
+# Chat templates rendered in a process that can reach nothing, and has only so much time and memory.
+# A template comes with a model, and so from strangers. One process renders all conversations of a text, as moert
+# does it for one (moert.chat.sandbox): as transformers would.
 
 LIMITS = Limits(cpu_s=600, idle_s=60.0, data_bytes=1 << 29, line_bytes=7 * MAX_ROW_BYTES)
 _THOUGHTS = ("reasoning_content", "thinking", "reasoning")
@@ -106,3 +110,60 @@ def main(bounds: str) -> None:
                 say(out, {"failed": "".join(letter if letter.isprintable() else "?" for letter in text)})
             out.flush()
     os._exit(0)
+
+
+# Chat messages as running text, by the chat template that comes with the model's tokenizer.
+
+_DEFAULT = "default"
+
+
+class ChatTemplate:
+    """`folder` holds the model's tokenizer; it is read when the first messages are. Use it in a with block, at whose
+    end what renders has ended too."""
+
+    def __init__(self, folder: Path | None) -> None:
+        self.folder = folder
+        self._rendering: Rendering | None = None
+
+    def __enter__(self) -> ChatTemplate:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if self._rendering is not None:
+            self._rendering.close()
+
+    def render(self, messages: Any, place: str) -> str:
+        """Messages, a list of {"role", "content"}, as the text that the model was trained on. Raises
+        CalibrationError."""
+        if not isinstance(messages, (list, tuple)) or not messages or not all(map(_is_message, messages)):
+            raise CalibrationError(f"{place}: expected a list of {{role, content}} in the field 'messages'")
+        if self._rendering is None:
+            self._rendering = self._loaded(place)
+        try:
+            return self._rendering.render(messages)
+        except RenderFailed as error:
+            raise CalibrationError(
+                f"{place}: the model's chat template refuses the messages ({error}): mend them or the template, or "
+                "give the field 'text' instead"
+            ) from None
+
+    def _loaded(self, place: str) -> Rendering:
+        if self.folder is None:
+            raise CalibrationError(f"{place}: chat messages need the model's chat template, and there is no model here")
+        try:
+            tokenizer = chat_tokenizer(self.folder)
+        except Exception as error:  # the library raises nothing more precise
+            reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
+            raise CalibrationError(f"{self.folder}: the tokenizer can't be loaded ({reason[:200]})") from None
+        found = tokenizer.chat_template
+        if isinstance(found, dict):
+            found = found.get(_DEFAULT)
+        if not found or not isinstance(found, str):
+            raise CalibrationError(f"{place}: {self.folder} has no chat template: give the field 'text' instead")
+        return Rendering(found, tokenizer.special_tokens_map)
+
+
+def _is_message(value: Any) -> bool:
+    return isinstance(value, dict) and isinstance(value.get("role"), str) and isinstance(value.get("content"), str)

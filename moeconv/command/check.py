@@ -7,16 +7,14 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from moeconv.conversion.layouts import LAYOUTS, neurons_of
-from moeconv.conversion.settings import DEFAULT_LAYOUT, DEFAULT_QUANTIZER, Settings, check_choice
+from moeconv.conversion.settings import DEFAULT_LAYOUT, DEFAULT_QUANTIZER, LAYOUTS, Settings, check_choice, neurons_of
 from moeconv.plan.outlook import NEW_TOKENS, PROMPT_TOKENS, Host, Outlook, Parameters, outlooks, parameters
 from moeconv.plan.problem import Storage
 from moeconv.quantizers import group_size_of
-from moeconv.quantizers.dense_bits import dense_of
-from moeconv.report.units import many, size
+from moeconv.quantizers.quantizer import dense_of
+from moeconv.report.page import many, size
 from moeconv.source.checkpoint import Checkpoint
-from moeconv.source.features import features
-from moeconv.source.outline import CONFIG, Outline, find
+from moeconv.source.outline import CONFIG, Outline, features, find
 from moeconv.source.tensors import FileTensors, has_weights
 from moert.pack.model_spec import ModelSpec
 

@@ -271,8 +271,8 @@ def recipe_run(
 
 def _run_recipe(recipe: Recipe, as_json: bool) -> list[str]:
     from moeconv.command.present import conversion_table
+    from moeconv.conversion.additions import profile_paths as profile
     from moeconv.conversion.conversion import Conversion
-    from moeconv.conversion.profile import profile_paths as profile
     from moert.pack.reader import Pack
 
     _, report = Conversion(recipe.settings, say, bar, profiled_next=recipe.paths).run()

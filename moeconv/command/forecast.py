@@ -9,21 +9,32 @@ from typing import Any
 
 from moeconv.command.check import DENSE_BITS, absent_notes, located, opened
 from moeconv.command.options import bytes_of
-from moeconv.conversion.host import facts, host_of
+from moeconv.conversion.host import Timing, facts, host_of, timing
 from moeconv.conversion.settings import DEFAULT_QUANTIZER, TEXTLESS_QUANTIZER, Settings
-from moeconv.conversion.timing import Timing, timing
 from moeconv.errors import SettingsError
-from moeconv.plan.effort import Effort, Subject, Tools, with_text, without_text
-from moeconv.plan.forecast import Forecast, forecasts, prospect, ways
-from moeconv.plan.likeness import Reference, nearest, references
-from moeconv.plan.machine import DEFAULT_DRIVE, processor_of
-from moeconv.plan.mixture import uniform
-from moeconv.plan.outlook import NEW_TOKENS, PROMPT_TOKENS, Parameters, parameters
-from moeconv.plan.pace import Drive, Processor
+from moeconv.plan.forecast import (
+    DEFAULT_DRIVE,
+    Drive,
+    Effort,
+    Forecast,
+    Processor,
+    Reference,
+    Subject,
+    Tools,
+    forecasts,
+    nearest,
+    processor_of,
+    prospect,
+    references,
+    ways,
+    with_text,
+    without_text,
+)
+from moeconv.plan.outlook import NEW_TOKENS, PROMPT_TOKENS, Parameters, parameters, uniform
 from moeconv.plan.problem import Storage
 from moeconv.quantizers import group_size_of
-from moeconv.quantizers.dense_bits import dense_of
-from moeconv.report.units import duration, many, size
+from moeconv.quantizers.quantizer import dense_of
+from moeconv.report.page import duration, many, size
 from moeconv.source.checkpoint import Checkpoint
 from moeconv.source.outline import CONFIG, Outline, json_object
 from moert.pack.documents import MAX_BYTES

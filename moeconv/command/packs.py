@@ -57,7 +57,7 @@ def profile_paths(
     Without --calib, the text that the pack was converted with.
     """
     from moeconv.command.present import path_table
-    from moeconv.conversion.profile import profile_paths as run
+    from moeconv.conversion.additions import profile_paths as run
     from moert.pack.reader import Pack
 
     found, nbytes = run(
@@ -100,8 +100,8 @@ def train_hash(
     Without --calib, on the text that the pack was converted with.
     """
     from moeconv.command.present import hash_json, hash_table
-    from moeconv.conversion.hashing import HashAsked
-    from moeconv.conversion.hashing import train_hash as run
+    from moeconv.conversion.additions import HashAsked
+    from moeconv.conversion.additions import train_hash as run
     from moert.pack.reader import Pack
 
     asked = HashAsked(calib, heldout, seed, samples, context, epochs, work, against, metric, width)
@@ -149,8 +149,8 @@ def train_neurons(
     converted with.
     """
     from moeconv.command.present import neurons_json, neurons_table
-    from moeconv.conversion.neurons import NeuronsAsked
-    from moeconv.conversion.neurons import train_neurons as run
+    from moeconv.conversion.additions import NeuronsAsked
+    from moeconv.conversion.additions import train_neurons as run
     from moeconv.conversion.settings import parse_share
     from moert.pack.reader import Pack
 
@@ -167,7 +167,7 @@ def verify(
 ) -> None:
     """Check every hash of a pack, and with --against that each expert is its source within its width's error."""
     from moeconv.command.present import verified
-    from moeconv.packing.verify import verify as check
+    from moeconv.packing.packed import verify as check
     from moeconv.source.checkpoint import Checkpoint
     from moert.pack.reader import Pack
 

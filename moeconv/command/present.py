@@ -9,13 +9,12 @@ from dataclasses import asdict, replace
 from pathlib import Path
 
 from moeconv.artifacts import ConversionReport, CurvePoint, Residence, Target
-from moeconv.conversion.hashing import HashFigures
-from moeconv.conversion.neurons import NeuronFigures
+from moeconv.conversion.additions import HashFigures, NeuronFigures
 from moeconv.conversion.planning import Planned
+from moeconv.packing.packed import Verified
 from moeconv.packing.paths import PathFigures
-from moeconv.packing.verify import Verified
-from moeconv.quantizers.dense_bits import width_text
-from moeconv.report.units import size
+from moeconv.quantizers.quantizer import width_text
+from moeconv.report.page import size
 from moert.pack.hash import RoutedLoss
 from moert.pack.manifest import LossEstimate, in_words
 from moert.pack.neurons import PredictedLoss

@@ -7,11 +7,9 @@ from pathlib import Path
 from typing import Any
 
 from moeconv.artifacts import ConversionReport
-from moeconv.calibration.catalogue import names
-from moeconv.calibration.toml import read_toml
+from moeconv.calibration.load import names, read_toml
 from moeconv.command.present import missed_target
-from moeconv.conversion.entries import ENTRIES, as_entries, settings_of, table
-from moeconv.conversion.settings import Settings
+from moeconv.conversion.settings import ENTRIES, Settings, as_entries, settings_of, table
 from moeconv.errors import SettingsError
 from moeconv.measure.metrics import is_module
 from moert.pack.messages import unknown

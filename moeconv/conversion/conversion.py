@@ -2,43 +2,104 @@
 
 from __future__ import annotations
 
+import hashlib
+import json
 import math
-from collections.abc import Callable, Sequence
+import os
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, replace
+from pathlib import Path
+from typing import Any
 
 from moeconv.artifacts import ConversionReport
-from moeconv.conversion.account import Account
-from moeconv.conversion.bench import Bench
-from moeconv.conversion.choice import Choice
-from moeconv.conversion.coding import Coding
-from moeconv.conversion.delivery import PROFILE_PATHS, Outcome, deliver
-from moeconv.conversion.examples import side_by_side
-from moeconv.conversion.limits import end_note, module_note, notes, vocabulary_note
-from moeconv.conversion.material import Material
-from moeconv.conversion.ordering import neuron_order
-from moeconv.conversion.predicting import taught_neurons
-from moeconv.conversion.references import References, evaluated, measured_references, value_text
-from moeconv.conversion.replacing import check_replaced
-from moeconv.conversion.residence import check_resident, fitted
+from moeconv.conversion.choosing import Choice, check_resident, fitted, textless_widths
+from moeconv.conversion.delivery import PROFILE_PATHS, Outcome, check_replaced, deliver
+from moeconv.conversion.material import Coding, Material, end_note, module_note, notes, vocabulary_note
+from moeconv.conversion.measuring import (
+    Account,
+    Bench,
+    References,
+    dense_alone,
+    evaluated,
+    job_of,
+    measured_references,
+    side_by_side,
+    swept,
+    value_text,
+    widths_worth_probing,
+)
 from moeconv.conversion.room import check_layered, check_room, memory_of, work_bytes
-from moeconv.conversion.routing import check_route, taught_routing
-from moeconv.conversion.settings import Settings
-from moeconv.conversion.subject import conversion_of, directory_of, subject_of
-from moeconv.conversion.sweeping import job_of, swept
-from moeconv.conversion.taught import Taught, loses_alone, reported
-from moeconv.conversion.textless import textless_widths
-from moeconv.conversion.widths import dense_alone, widths_worth_probing
+from moeconv.conversion.settings import ENTRIES, Settings, as_entries, settings_of
+from moeconv.conversion.taught import (
+    Taught,
+    check_route,
+    course_values,
+    loses_alone,
+    neuron_course_values,
+    neuron_order,
+    reported,
+    taught_neurons,
+    taught_routing,
+)
+from moeconv.errors import ConversionError, SettingsError
 from moeconv.measure.workdir import INPUTS, RESIDENCES, WorkDir
 from moeconv.plan.problem import Plan
 from moeconv.progress import Progress
-from moeconv.promise.judging import Judge, estimate
-from moeconv.promise.looks import look
-from moeconv.promise.standing import bound_doubt, looks_text, standing
-from moeconv.report.units import size
-from moeconv.sweep.worker import SweepJob
+from moeconv.promise.judging import Judge, bound_doubt, estimate, look, looks_text, standing
+from moeconv.report.page import size
+from moeconv.sweep.sensitivity import SweepJob
+from moert.pack.errors import PackError
+from moert.pack.files import beside, placed
 from moert.pack.manifest import Manifest
+from moert.pack.messages import unknown
 from moert.pack.neurons import NeuronOrder
 from moert.pack.writer import check_target
+
+# Which measurements and which conversions are the same: digests of all that decides them.
+
+MEASURES = 2  # goes up when quantizers or scorers change what they give, so that old journals are left alone
+_ASKED = (
+    "margin", "confidence", "allocation", "signal", "per_projection", "bits", "samples", "sweep_samples",
+    "heldout_samples", "racing",
+)  # fmt: skip
+"""Settings that decide a conversion, beside its target and what its journal is about."""
+
+
+def subject_of(material: Material, coding: Coding) -> dict[str, Any]:
+    """What a journal is about, as JSON values: if anything of this changes, its measurements no longer hold."""
+    settings, checkpoint, quantizer, dense = material.settings, coding.checkpoint, coding.quantizer, coding.dense_widths
+    return {
+        "model_sha256": checkpoint.sha256,
+        "tokenizer_sha256": checkpoint.tokenizer_sha256,
+        "quantizer": quantizer.name,
+        "group_size": quantizer.group_size,
+        "metric": material.metric_name,
+        "metric_sha256": material.metric_sha256,
+        "measures": MEASURES,
+        "calibration_sha256": material.splits.digest("calibration"),
+        "heldout_sha256": material.splits.digest("heldout"),
+        "seed": settings.seed,
+        "context": settings.context,
+        "max_new_tokens": settings.max_new_tokens,
+        "documents_sha256": material.documents_sha256,
+        **({} if dense is None else {"dense": asdict(dense)}),
+        **({} if coding.neurons is None else {"down": "columns"}),  # whose codes are others
+        **({} if not settings.by_hash else {"route": course_values(settings, coding.spec)}),
+        **({} if not settings.predicts else {"predicted": neuron_course_values(settings, coding.spec)}),
+    }
+
+
+def directory_of(subject: dict[str, Any]) -> str:
+    """Name of the folder in the work directory that holds the measurements of this subject."""
+    return hashlib.sha256(json.dumps(subject).encode()).hexdigest()[:12]
+
+
+def conversion_of(subject: dict[str, Any], settings: Settings) -> str:
+    """sha256 of all that a conversion is decided by: equal for the same command, resumed or repeated."""
+    asked = {name: getattr(settings, name) for name in _ASKED} | {"target": asdict(settings.target)}
+    if settings.resident:
+        asked["resident"] = list(settings.resident)
+    return hashlib.sha256(json.dumps([subject, asked]).encode()).hexdigest()
 
 
 class Conversion:
@@ -187,3 +248,38 @@ class Conversion:
                     f"note: {out} had what moeconv {command} added for other weights, and that is gone: run moeconv "
                     f"{command} {out} again"
                 )
+
+
+# A conversion as Python programs ask for it.
+
+Place = str | os.PathLike[str]
+
+
+def quantize(
+    model: Place,
+    out: Place,
+    work: Place | None,
+    told: tuple[Callable[[str], None], Progress],
+    entries: Mapping[str, Any],
+) -> ConversionReport:
+    """See moeconv.quantize. `told`: what gets a line about each step, and what shows how far it is."""
+    said = {name: os.fspath(value) if isinstance(value, os.PathLike) else value for name, value in entries.items()}
+    try:
+        place = placed(_path("out", out))
+        known = [name for name in ENTRIES if name != "model"]
+        for name in said:
+            if name not in known:
+                raise SettingsError(f"{name} {unknown(name, known)}")
+        kept = Path(_path("work", work)) if work is not None else beside(place, "work")
+        settings = settings_of({"model": _path("model", model), **said}, place, kept)
+        return Conversion(settings, *told).run()[1]
+    except (ConversionError, PackError) as error:
+        error.args = (as_entries(str(error)), *error.args[1:])
+        raise
+
+
+def _path(name: str, value: Place) -> str:
+    """Raises SettingsError for what is none."""
+    if not isinstance(value, (str, os.PathLike)):
+        raise SettingsError(f"{name} = {value!r}: expected text or a path")
+    return os.fspath(value)

@@ -1,24 +1,97 @@
-"""What a conversion measures on: text in its parts, tokenizer and metric, checked before anything is measured."""
+"""What a conversion starts from: checkpoint and quantizer, text, tokenizer, metric."""
 
 from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Sequence
-from dataclasses import dataclass
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import numpy as np
 
 from moeconv.calibration import RANKING_SHARE, Sample, Splits, divide, load_splits, samples_digest
-from moeconv.conversion.settings import Settings
-from moeconv.errors import SettingsError
+from moeconv.conversion.settings import DEFAULT_CONTEXT, DEFAULT_MEMORY, Settings, neurons_of
+from moeconv.errors import CalibrationError, ConversionError, SettingsError
 from moeconv.measure.metrics import Metric, default_metric, find_metric, is_module
-from moeconv.measure.scorers import Scorer, Subject
-from moeconv.measure.scorers.build import Extent, Volume, build_scorer, check_fit, load_tokenizer, volume
-from moeconv.measure.tokenizer import Tokenizer
+from moeconv.measure.scorers import Scorer, Subject, Tokenizer
+from moeconv.measure.scoring import Extent, Volume, build_scorer, check_fit, load_tokenizer, volume
+from moeconv.packing.emit import chat_of
+from moeconv.plan.problem import Storage
+from moeconv.plan.search import check_budget
+from moeconv.quantizers import QUANTIZERS, Quantizer
+from moeconv.quantizers.coder import DenseCoder, ExpertCoder
+from moeconv.quantizers.moments import Moments, moments_bytes
+from moeconv.quantizers.quantizer import dense_of
+from moeconv.report.writer import read_report
 from moeconv.source.checkpoint import Checkpoint
+from moeconv.source.outline import json_object
+from moert.pack.layout import Neurons
+from moert.pack.manifest import Dense
+from moert.pack.model_spec import ModelSpec
+from moert.pack.reader import Pack
 from moert.pack.tensors import TOKENIZER
+
+# How the weights of one checkpoint become codes: its quantizer, and the widths of what lies outside its experts.
+
+
+@dataclass(frozen=True)
+class Coding:
+    checkpoint: Checkpoint
+    quantizer: Quantizer
+    dense: DenseCoder
+    neurons: Neurons | None = None
+    """How experts lie in blocks of neurons."""
+
+    @classmethod
+    def open(cls, settings: Settings) -> Coding:
+        """Raises CheckpointError, UnsupportedModel or SettingsError."""
+        checkpoint = Checkpoint.open(settings.model)
+        chat_of(checkpoint.path)  # so that a template that can't be used is not found after hours
+        quantizer = QUANTIZERS[settings.coded_by](settings.group_size)
+        neurons = neurons_of(settings.laid_out, checkpoint.spec, checkpoint.description.mxfp4, settings.piece_bytes)
+        if neurons is not None and settings.predicts:
+            neurons = replace(neurons, together=False)  # of rows, too, only some are read
+        dense = DenseCoder(checkpoint, dense_of(checkpoint.spec, settings.dense_bits))
+        return cls(checkpoint, quantizer, dense, neurons)
+
+    @property
+    def spec(self) -> ModelSpec:
+        return self.checkpoint.spec
+
+    @property
+    def storage(self) -> Storage:
+        return Storage(self.quantizer.group_size, self.checkpoint.description.mxfp4, self.neurons)
+
+    @property
+    def dense_widths(self) -> Dense | None:
+        """None where nothing outside the experts is quantised."""
+        return self.dense.dense
+
+    def check(self, settings: Settings, layered: bool = False) -> None:
+        """Raises TargetMissed for a size that no plan has, SettingsError where the moments that the quantizer needs do
+        not fit in --memory."""
+        check_budget(settings.target, self.spec, min(settings.bits), self.storage)
+        wants = self.quantizer.wants
+        needed = 0 if wants == "nothing" or layered else moments_bytes(self.spec, wants)
+        if needed > (settings.memory_bytes or DEFAULT_MEMORY):
+            raise SettingsError(
+                f"--quantizer {self.quantizer.name} collects {needed / 1e6:,.0f} MB about the inputs of this model's "
+                f"experts: give --memory {math.ceil(needed / 1e6):,}MB or more, or take --quantizer group"
+            )
+
+    def moments_in(self, folder: Path) -> Path | None:
+        """File with what the quantizer knows of the experts' inputs; None where it needs nothing."""
+        wants = self.quantizer.wants
+        return None if wants == "nothing" else folder / f"moments-{wants}.safetensors"
+
+    def experts(self, moments: Path | None) -> ExpertCoder:
+        known = None if moments is None else Moments.load(moments)
+        return ExpertCoder(self.checkpoint, self.quantizer, known, neurons=self.neurons)
+
+
+# What a conversion measures on: text in its parts, tokenizer and metric, checked before anything is measured.
 
 LEARNING_SHARE = 0.5
 """Of the calibration text trains a hash function, or a predictor of neurons, where there is one."""
@@ -117,3 +190,129 @@ def _extent(settings: Settings, limit: int | None) -> Extent:
 def _absolute(metric: str) -> str:
     """A metric that is the path of a module, wherever a sweep's worker may be started; others as they are."""
     return str(Path(metric).absolute()) if ".py" in metric else metric
+
+
+# Notes on options that ask for more than there is, or that have no effect: what is done instead; and on a tokenizer
+# that does not go with its model.
+
+_MOST_TOKENS = 0.9  # of a vocabulary, whose last rows are often there to fill it up
+
+
+def samples_note(option: str, asked: int | None, there: int, what: str) -> str | None:
+    """`there` is what is used; less than was asked for only where there is no more. None where nothing was cut."""
+    if asked is None or there >= asked:
+        return None
+    return f"note: {option} {asked:,}: there are only {there:,} {what}, all of them are used"
+
+
+def module_note(metric: str | None) -> str | None:
+    """What is to be known of a metric that is the path of a module, before it runs; None for others."""
+    if metric is None or not is_module(metric):
+        return None
+    return (
+        f"note: --metric {metric} is a program: it runs now, here, and may do everything that you may; take only one "
+        "that you trust"
+    )
+
+
+def context_note(context: int | None, spec: ModelSpec) -> str | None:
+    """What `--context` does not do; None where it was not given, or windows are as long as was asked for."""
+    limit = spec.max_positions
+    if context is None:
+        return None
+    if spec.encoder is not None:
+        return f"note: --context {context:,} has no effect: an encoder-decoder model takes each input whole"
+    if limit is None or context <= limit:
+        return None
+    return (
+        f"note: --context {context:,}: the model takes at most {limit:,} tokens (its config.json), windows have as many"
+    )
+
+
+def end_note(checkpoint: Checkpoint) -> str | None:
+    """Returns a line on an end token of the tokenizer at which texts of the model do not end; None without one."""
+    said = (json_object(checkpoint.path / "tokenizer_config.json") or {}).get("eos_token")
+    name = said.get("content") if isinstance(said, dict) else said
+    if not isinstance(name, str) or not (checkpoint.spelled or (checkpoint.path / TOKENIZER).is_file()):
+        return None
+    try:
+        number = Tokenizer.read(checkpoint.path / TOKENIZER, checkpoint.spelled).get_vocab().get(name)
+    except SettingsError:  # whoever needs it says so
+        return None
+    ends = checkpoint.spec.tokens.eos
+    if number is None or number in ends:
+        return None
+    own = ", ".join(map(str, ends)) or "none"
+    return (
+        f"note: the tokenizer's end token is {name!r} ({number}), the model's by generation_config.json or config.json "
+        f"{own}; moert chat stops at all of them, moert run at the model's alone"
+    )
+
+
+def vocabulary_note(tokenizer: Tokenizer, spec: ModelSpec) -> str | None:
+    """What a tokenizer has that the model has not, or lacks; None where they go together. Text with a token of the
+    first kind is refused, a few tokens are always missing."""
+    numbers = tokenizer.get_vocab(with_added_tokens=True)
+    beyond = sorted((number, name) for name, number in numbers.items() if number >= spec.vocab_size)
+    if beyond:
+        number, name = beyond[0]
+        return (
+            f"note: {len(beyond):,} token(s) of tokenizer.json have no place in the model, whose vocab_size is "
+            f"{spec.vocab_size:,}: {name!r} is token {number:,}; text with them is refused"
+        )
+    if len(numbers) < _MOST_TOKENS * spec.vocab_size:
+        return (
+            f"note: tokenizer.json knows {len(numbers):,} of the model's {spec.vocab_size:,} tokens: is it the "
+            "model's own"
+        )
+    return None
+
+
+def notes(settings: Settings, spec: ModelSpec, ranked: int, judged: int, heldout: int) -> Iterator[str]:
+    """One line for each option of a conversion that is cut; the numbers are those of the samples that are used."""
+    found = (
+        context_note(None if settings.context == DEFAULT_CONTEXT else settings.context, spec),
+        samples_note("--samples", settings.samples, judged, "calibration samples to judge plans by"),
+        samples_note("--sweep-samples", settings.sweep_samples, ranked, "calibration samples to rank experts by"),
+        samples_note("--heldout-samples", settings.heldout_samples, heldout, "held-out samples"),
+    )
+    return (note for note in found if note)
+
+
+# The text that a finished pack is worked on with: what was asked for, or what it was converted with.
+
+
+@dataclass(frozen=True)
+class PackText:
+    """`context`: tokens in a window of running text."""
+
+    splits: Splits
+    context: int
+
+
+def text_of(pack: Pack, calib: str | None, heldout: str | None, seed: int | None) -> PackText:
+    """Raises ConversionError."""
+    if calib is None and (heldout is not None or seed is not None):
+        raise SettingsError("--heldout and --seed go with --calib: without it the pack's own text is used")
+    try:
+        report = read_report(pack)
+    except ConversionError as error:
+        if calib is None:
+            raise SettingsError(
+                f"the pack does not say what text it was converted with ({error}): give --calib"
+            ) from None
+        report = None
+    context = DEFAULT_CONTEXT if report is None else report.context
+    if calib is not None:
+        return PackText(load_splits(calib, heldout, seed=seed or 0, tokenizer=pack.root), context)
+    assert report is not None
+    if not report.calibration_source:
+        raise SettingsError("--calib is missing: the pack does not say what text it was converted with")
+    try:
+        splits = load_splits(
+            report.calibration_source, report.heldout_source, seed=report.seed, fields=report.fields,
+            tokenizer=pack.root,
+        )  # fmt: skip
+    except CalibrationError as error:
+        raise SettingsError(f"the pack's own calibration text can't be used ({error}): give --calib") from None
+    return PackText(splits, context)

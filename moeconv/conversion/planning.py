@@ -12,23 +12,17 @@ from typing import Any
 import numpy as np
 
 from moeconv.artifacts import CurvePoint, Probe, Residence, SensitivityTable, Summary, Target
-from moeconv.conversion.layouts import PIECE_BYTES
-from moeconv.conversion.settings import check_ranking, check_target
+from moeconv.conversion.settings import PIECE_BYTES, check_ranking, check_target
 from moeconv.errors import SettingsError, TargetMissed
-from moeconv.fields import amount, listed, named, text
-from moeconv.fields import number as finite
-from moeconv.measure.assignments import known_plans, unquantised
-from moeconv.measure.journal import Journal
 from moeconv.measure.metrics import Metric, recorded_metric
-from moeconv.measure.workdir import INPUTS, RESIDENCES, finished_work
-from moeconv.plan.curve import curve
-from moeconv.plan.frontier import Frontier
-from moeconv.plan.lossmap import LossMap
-from moeconv.plan.problem import Plan, Storage
-from moeconv.plan.question import Question, check_budget, uniform_bytes, weights_of
-from moeconv.plan.search import MeasuredPlan
+from moeconv.measure.trial import known_plans, unquantised
+from moeconv.measure.workdir import INPUTS, RESIDENCES, Journal, finished_work
+from moeconv.plan.problem import Frontier, LossMap, Plan, Storage
+from moeconv.plan.search import MeasuredPlan, Question, check_budget, curve, uniform_bytes, weights_of
 from moeconv.quantizers import GROUP_SIZES
 from moeconv.source.checkpoint import Checkpoint
+from moeconv.strict_json import amount, listed, named, text
+from moeconv.strict_json import number as finite
 from moert.pack.codec import WIDTHS
 from moert.pack.documents import read
 from moert.pack.errors import PackError

@@ -9,19 +9,17 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from moeconv.artifacts import FISHER
-from moeconv.conversion.coding import Coding
-from moeconv.conversion.material import Material
+from moeconv.conversion.material import Coding, Material
 from moeconv.conversion.settings import DEFAULT_MEMORY, Settings
 from moeconv.errors import ConversionError, SettingsError
 from moeconv.measure.passes import LEAST_TOKENS, Room, token_bytes
 from moeconv.plan.outlook import parameters
-from moeconv.plan.question import uniform_bytes
-from moeconv.report.units import size
+from moeconv.plan.search import uniform_bytes
+from moeconv.report.page import size
 from moeconv.source.checkpoint import Checkpoint
 from moeconv.source.skeleton import by_layers
-from moeconv.sweep.fisher import DRAWS, have_gradients
-from moeconv.sweep.memory import blocks_for
-from moeconv.sweep.scales import WINDOWS
+from moeconv.sweep.fisher import DRAWS, WINDOWS, have_gradients
+from moeconv.sweep.probes import blocks_for
 from moert.machine import most_bytes
 from moert.pack.model_spec import ModelSpec
 

@@ -1,23 +1,92 @@
-"""What a user asks of a conversion, checked before anything long starts."""
+"""What a user asks of a conversion by options or by name, checked before anything long starts."""
 
 from __future__ import annotations
 
 import math
+import os
 import re
-from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, fields
+import sys
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import MISSING, dataclass, fields
 from pathlib import Path
+from typing import Any, TypedDict, get_type_hints
 
 from moeconv.artifacts import FISHER, SIGNALS, Target
-from moeconv.conversion.layouts import BY_NEURONS, LAYOUTS, check_piece_bytes
 from moeconv.errors import SettingsError
 from moeconv.measure.metrics import find_metric, is_module
 from moeconv.plan import ALLOCATORS
 from moeconv.quantizers import GROUP_SIZES, QUANTIZERS
-from moeconv.quantizers.dense_bits import dense_bits_text
+from moeconv.quantizers.quantizer import dense_bits_text
 from moert.pack.codec import WIDTHS
-from moert.pack.messages import NO_MEMORY, NotASize, parse_size
+from moert.pack.layout import MOST_PIECE_BYTES, SECTOR, Neurons
+from moert.pack.manifest import Files
+from moert.pack.messages import NO_MEMORY, NotASize, fits, parse_size, unknown, wanted
+from moert.pack.model_spec import ModelSpec
 from moert.pack.parts import ROLES
+
+# How experts lie in a pack, by the names that --layout has for it.
+
+BY_NEURONS: Mapping[str, bool] = {"neuron": True, "columns": False}
+"""Layout → whether columns lie beside the rows of their neurons."""
+PIECE_BYTES = 4096
+"""Of a block's columns at most: what drives read at once."""
+_TOGETHER = 2
+"""Neurons that a block is to have at 4 bits: with more of them, nearly all blocks have one that fires."""
+LAYOUTS = ("expert", "layer", *BY_NEURONS, "auto")
+PAYS_BYTES = 128 << 10
+"""Of an expert at 4 bits: below that it is read as soon as the few neurons of it that fire. So are, of any size, those
+that a router chooses: what is asked for often stays, which is more than what fires of it (recipes/LOG.md)."""
+
+
+def files_of(layout: str) -> Files:
+    """What has a file of its own."""
+    return "layer" if layout == "layer" else "expert"
+
+
+def check_piece_bytes(layout: str, piece_bytes: int | None) -> None:
+    """Raises SettingsError."""
+    if piece_bytes is None:
+        return
+    if layout not in (*BY_NEURONS, "auto"):
+        raise SettingsError(f"--piece-bytes has no effect on --layout {layout}: leave it out, or take --layout columns")
+    if piece_bytes % SECTOR or not SECTOR <= piece_bytes <= MOST_PIECE_BYTES:
+        raise SettingsError(
+            f"--piece-bytes {piece_bytes}: expected a multiple of {SECTOR}, {SECTOR} to {MOST_PIECE_BYTES}"
+        )
+
+
+def neurons_of(layout: str, spec: ModelSpec, mxfp4: bool, piece_bytes: int | None = None) -> Neurons | None:
+    """How neurons lie in blocks, whose columns take at most `piece_bytes` (None: as many as is usual); None where they
+    do not. Raises SettingsError for a model that can't have them so."""
+    act = spec.moe.ffn.act
+    if layout == "auto":
+        large = spec.weights_per_expert() // 2 >= PAYS_BYTES
+        pays = large and act.exact_zeros and not mxfp4 and not spec.moe.chooses
+        return blocks_of(spec, False, piece_bytes) if pays else None
+    if layout not in BY_NEURONS:
+        return None
+    if not act.exact_zeros:
+        raise SettingsError(
+            f"--layout {layout} is for experts whose neurons are often exactly zero (relu, relu2), and this model's "
+            f"activation is {act.name}: leave it out"
+        )
+    if mxfp4:
+        raise SettingsError(f"--layout {layout} does not go with a source in MXFP4: leave it out")
+    return blocks_of(spec, BY_NEURONS[layout], piece_bytes)
+
+
+def blocks_of(spec: ModelSpec, bundled: bool, piece_bytes: int | None = None) -> Neurons:
+    """Blocks as small as they are worth it, unless it is said: of a few neurons, and of no less than a drive reads."""
+    if piece_bytes is not None:
+        return Neurons(piece_bytes, bundled, together=not bundled)
+    few = _TOGETHER * spec.expert_width // 2
+    nbytes = SECTOR
+    while nbytes < min(few, PIECE_BYTES):
+        nbytes *= 2
+    return Neurons(nbytes, bundled, together=not bundled)
+
+
+# What a user asks of a conversion, checked before anything long starts.
 
 DEFAULT_CONTEXT = 256
 DEFAULT_MEMORY = 2 << 30
@@ -366,3 +435,138 @@ def parse_fields(text: str | None) -> dict[str, str] | None:
     if not all(name.strip() and value.strip() for name, _, value in pairs):
         raise SettingsError(f"--fields {text!r}: expected pairs such as input=question,target=answer")
     return {name.strip(): value.strip() for name, _, value in pairs}
+
+
+# What a conversion is asked by name, in a recipe or in Python: text as on the command line, or numbers.
+
+
+class Options(TypedDict, total=False):
+    """What a conversion is asked by name, but for the model and where the pack goes: the options of `moeconv quantize`,
+    as text as they are written there or as numbers."""
+
+    loss: str | float
+    size: str | float
+    bits_per_weight: str | float
+    margin: str | float
+    confidence: str | float
+    strict: bool
+    resident: str | float | Sequence[str | float]
+    calib: str | os.PathLike[str] | None
+    heldout: str | os.PathLike[str] | None
+    fields: str | Mapping[str, str] | None
+    metric: str | os.PathLike[str] | None
+    quantizer: str | None
+    group_size: str | int | None
+    allocation: str
+    signal: str
+    per_projection: bool
+    bits: str | int | Sequence[str | int]
+    dense_bits: str | int | Mapping[str, int] | None
+    samples: str | int | None
+    sweep_samples: str | int | None
+    heldout_samples: str | int | None
+    context: str | int
+    max_new_tokens: str | int | None
+    memory: str | int
+    racing: str | float
+    cluster: str | None
+    layout: str | None
+    piece_bytes: str | int | None
+    route: str
+    neurons: str
+    seed: str | int
+    overwrite: bool
+
+
+ENTRIES = sorted({"model", *Options.__annotations__})
+"""All that there is to say in a recipe, but for `overwrite`."""
+Parse = Callable[[str, str], float | Mapping[str, int] | None]
+
+
+def _plain_number(text: str, name: str) -> float:
+    """Raises SettingsError."""
+    try:
+        return float(text)
+    except ValueError:
+        raise SettingsError(f"{name} {text!r}: expected a number") from None
+
+
+def _bits(value: Any) -> tuple[int, ...]:
+    """Raises SettingsError."""
+    return parse_bits(",".join(map(str, value if isinstance(value, (list, tuple)) else (value,))))
+
+
+def _resident_shares(value: Any) -> tuple[float, ...]:
+    """Raises SettingsError."""
+    parts = value if isinstance(value, (list, tuple)) else (value,)
+    return tuple(one for part in parts for one in (parse_resident(part) if isinstance(part, str) else (part,)))
+
+
+_PARSERS: Mapping[str, Parse] = {
+    "loss": parse_share, "size": parse_bytes, "bits_per_weight": _plain_number, "margin": parse_share,
+    "racing": parse_share, "confidence": parse_confidence, "memory": parse_bytes, "dense_bits": parse_dense_bits,
+}  # fmt: skip
+"""Entries that are numbers, or text as on the command line; (text, name of the entry) → value."""
+_FORMS: Mapping[str, Callable[[Any], Any]] = {
+    "bits": _bits, "resident": _resident_shares,
+    "fields": lambda value: parse_fields(value) if isinstance(value, str) else value,
+}  # fmt: skip
+"""Entries that are one or several of something, or text as on the command line."""
+
+
+def settings_of(entries: Mapping[str, Any], out: Path, work: Path) -> Settings:
+    """Raises SettingsError, which still names options: see `as_entries`."""
+    settings: Settings = table(_parsed(dict(entries)) | {"out": out, "work": work}, Settings, "")
+    return settings
+
+
+def _parsed(values: dict[str, Any]) -> dict[str, Any]:
+    """Entries that are written as on the command line become what Settings hold. Raises SettingsError."""
+    if "target" in values:
+        raise SettingsError("target: a recipe says it as loss, size or bits_per_weight")
+    for name, parse in _PARSERS.items():
+        if name in values:
+            values[name] = _number(name, values[name], parse)
+    for name, form in _FORMS.items():
+        if name in values:
+            values[name] = form(values[name])
+    values["target"] = one_target(*(values.pop(name, None) for name in ("loss", "size", "bits_per_weight")))
+    if "memory" in values:
+        values["memory_bytes"] = int(values.pop("memory"))
+    return values
+
+
+def _number(name: str, value: Any, parse: Parse) -> float | Mapping[str, int] | None:
+    """Text is parsed, a number is what it says. Raises SettingsError; true is not a number."""
+    if isinstance(value, str):
+        return parse(value, name)
+    if name == "dense_bits" and isinstance(value, Mapping):
+        return value
+    if isinstance(value, bool) or not isinstance(value, (int, float)) or not abs(value) < sys.maxsize:
+        raise SettingsError(f"{name} = {value!r}: expected a number or text")
+    return value
+
+
+def as_entries(message: str) -> str:
+    """Options by the names that they have in a recipe: --group-size is group_size there."""
+    return re.sub(r"--([a-z][a-z-]*)", lambda option: option[1].replace("-", "_"), message)
+
+
+def table(values: Any, kind: Any, where: str) -> Any:
+    """A TOML table as a dataclass; whole numbers may be text. Unknown, missing and wrongly typed entries raise
+    SettingsError, `where` first."""
+    if not isinstance(values, dict):
+        raise SettingsError(f"{where}should be a table, found {values!r}")
+    known = {field.name: field for field in fields(kind)}
+    types = get_type_hints(kind)
+    for name, value in values.items():
+        if name not in known:
+            raise SettingsError(f"{where}{name} {unknown(name, sorted(known))}")
+        if isinstance(value, str) and not fits(value, types[name]) and re.fullmatch(r"\s*\d{1,18}\s*", value):
+            value = values[name] = int(value)
+        if not fits(value, types[name]):
+            raise SettingsError(f"{where}{name} = {value!r}: expected {wanted(types[name])}")
+    missing = [name for name, field in known.items() if field.default is MISSING and name not in values]
+    if missing:
+        raise SettingsError(f"{where}{missing[0]} is missing")
+    return kind(**values)

@@ -1,29 +1,277 @@
-"""What is trained before a conversion is measured, once for a work directory, and then is a part of every plan: it
-takes the place of routers, or says which neurons are computed."""
+"""What is trained before a conversion is measured, and then is a part of every plan: routing, predictors, an order."""
 
 from __future__ import annotations
 
+import hashlib
+import json
 import shutil
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, TypeVar
 
+import numpy as np
+
 from moeconv.artifacts import NeuronsReport, RouteReport, uniform
-from moeconv.conversion.account import Account
-from moeconv.conversion.bench import Bench
-from moeconv.conversion.references import References
-from moeconv.conversion.room import check_room
-from moeconv.errors import ConversionError, TargetMissed
-from moeconv.measure.assignments import Instead
-from moeconv.measure.scorers.build import build_scorer
+from moeconv.conversion.measuring import Account, Bench, References
+from moeconv.conversion.room import check_room, whole_bytes, within
+from moeconv.conversion.settings import Settings
+from moeconv.errors import ConversionError, SettingsError, TargetMissed
+from moeconv.foresight.examples import (
+    Examples,
+    Firings,
+    Routing,
+    collected,
+    firing_bytes,
+    firings,
+    stacks_of,
+    token_bytes,
+)
+from moeconv.foresight.network import HashRouting, Shape, refusal
+from moeconv.foresight.neurons import (
+    NeuronCourse,
+    NeuronLesson,
+    PredictedNeurons,
+    kept_text,
+    per_block,
+    trained_neurons,
+)
+from moeconv.foresight.training import Course, Lesson, trained
+from moeconv.measure.firing import Reads, by_frequency, covered
+from moeconv.measure.scorers import Subject
+from moeconv.measure.scoring import Volume, build_scorer, volume
+from moeconv.measure.trial import Instead
 from moeconv.measure.workdir import WorkDir
 from moeconv.plan.problem import Plan
+from moeconv.plan.search import uniform_bytes
+from moeconv.progress import Progress
 from moeconv.promise.judging import estimate
 from moeconv.quantizers.coder import ORIGINAL
-from moeconv.source.archs.errors import transformers_model
+from moeconv.report.page import size
+from moeconv.source.archs.config import transformers_model
+from moeconv.source.archs.description import Description
+from moeconv.source.archs.weights import parameter
+from moeconv.source.experts import Biases, Weights
 from moert.pack.errors import PackError
+from moert.pack.hash import HASH, HashFunction, RoutedLoss
+from moert.pack.layout import Neurons
 from moert.pack.manifest import LossEstimate
+from moert.pack.model_spec import ExpertKey, LayerKey, ModelSpec
+from moert.pack.neurons import PREDICTOR, Kept, NeuronOrder, NeuronPredictor, PredictedLoss
+
+# What a hash function is trained on and how: routing of text as examples on disk, a width, and what both take.
+
+HELD_TOKENS = 32768
+"""Of held-out text, which each epoch is judged on, where nothing else is asked for."""
+MOST_SHARE = 0.02
+"""Of a pack, which a function takes where that leaves it LEAST_WIDTH."""
+USUAL_WIDTH, LEAST_WIDTH = 256, 128
+_STEP = 32
+_GUESSED_BITS = 4  # for the size of a pack before there is one
+_COPIES = 4  # of all numbers, in a checkpoint: those, two of the optimizer's, and what was best
+
+
+def usual_width(spec: ModelSpec, pack_bytes: int) -> int:
+    """Of the functions of a model in a pack of so many bytes without it."""
+    widest = max(2, min(USUAL_WIDTH, spec.d_model) // 2 * 2)
+    fitting = (
+        width
+        for width in range(widest, LEAST_WIDTH - 1, -_STEP)
+        if 2 * _numbers(spec, width) <= MOST_SHARE * pack_bytes
+    )
+    return next(fitting, min(widest, LEAST_WIDTH))
+
+
+def _numbers(spec: ModelSpec, width: int) -> int:
+    return sum(Shape.of(spec, stack, width).numbers for stack in stacks_of(spec))
+
+
+def held_samples(there: Volume) -> int:
+    """How many held-out samples have about HELD_TOKENS."""
+    return samples_of(there, HELD_TOKENS)
+
+
+def samples_of(there: Volume, tokens: int) -> int:
+    """How many samples of a text have about so many tokens."""
+    whole = max(there.encoder_tokens, there.decoder_tokens)
+    return max(1, min(there.samples, tokens * there.samples // whole))
+
+
+def lesson_bytes(spec: ModelSpec, texts: Sequence[Volume], course: Course) -> int:
+    """What examples and checkpoints take on the disk, at most."""
+    tokens = sum(text.encoder_tokens + text.decoder_tokens for text in texts)
+    return tokens * token_bytes(spec) + _COPIES * 4 * _numbers(spec, course.width)
+
+
+def check_memory(spec: ModelSpec, what: str, models: int) -> None:
+    """Raises SettingsError where so many models of this shape do not fit what is free; `what` is trained on one."""
+    limit, whole = within(None), models * whole_bytes(spec)
+    if limit is not None and whole > limit:
+        raise SettingsError(
+            f"{what} is trained on a model in memory, which takes {size(whole)}, and {size(limit)} are free: "
+            "train it on a larger machine"
+        )
+
+
+def lesson_of(
+    subject: Subject, description: Description, scorers: tuple[Routing, Routing], course: Course, folder: Path,
+    about: Mapping[str, Any], show: Progress,
+) -> Lesson:  # fmt: skip
+    """Examples of the routing of `subject` on the text of both scorers, to train on and held out, in a folder; `about`
+    is all that decides what they are. Those that are there are taken. Raises ConversionError."""
+    told = digest_of(about)
+
+    def examples(name: str, scorer: Routing) -> Examples:
+        with show(f"routing {name}", scorer.n_samples, "sample") as bar:
+            return collected(folder / name.replace(" ", "-"), told, subject, description, scorer, bar)
+
+    train, heldout = examples("to learn", scorers[0]), examples("to judge by", scorers[1])
+    embedding = parameter(subject.model, description, "embed.weight").float()
+    return Lesson(description.spec, embedding, train, heldout, decided_by(about, course), folder / "checkpoint.pt")
+
+
+def course_of(settings: Settings, spec: ModelSpec) -> Course:
+    """Of a conversion whose pack is routed by a function."""
+    return Course(usual_width(spec, uniform_bytes(spec, _GUESSED_BITS)), seed=settings.seed)
+
+
+def course_values(settings: Settings, spec: ModelSpec) -> dict[str, Any]:
+    """All that decides how it is trained, as JSON values."""
+    return asdict(course_of(settings, spec))
+
+
+def decided_by(about: Mapping[str, Any], course: Course) -> str:
+    """Digest of all that decides a function; see lesson_of."""
+    return digest_of({"examples": digest_of(about), **asdict(course)})
+
+
+def digest_of(about: Mapping[str, Any]) -> str:
+    """sha256 of JSON values."""
+    return hashlib.sha256(json.dumps(about, sort_keys=True).encode()).hexdigest()
+
+
+# What predictors of neurons are trained on and how: firings of text on disk, a rank, and what both take.
+
+HELD_NEURON_TOKENS = 16384
+"""Of held-out text, which each epoch is judged on, where nothing else is asked for."""
+_ROWS, _MOST_TOKENS = 32768, 131072
+"""Tokens that each expert is to see, of as many tokens of the text at most."""
+_USUAL_SHARE, _LEAST_RANK, _MOST_RANK = 16, 8, 256
+
+
+def check_neurons(spec: ModelSpec, what: str) -> None:
+    """Raises SettingsError for experts of which no neuron gives exactly zero; `what` is about them."""
+    act = spec.moe.ffn.act
+    if not act.exact_zeros:
+        raise SettingsError(
+            f"{what}: a predictor names neurons of experts in which most are exactly zero (relu, relu2), and this "
+            f"model's activation is {act.name}"
+        )
+
+
+def usual_rank(spec: ModelSpec) -> int:
+    """A sixteenth of what enters experts."""
+    width = spec.expert_width
+    return min(width, max(_LEAST_RANK, min(_MOST_RANK, width // _USUAL_SHARE)))
+
+
+def tokens_wanted(spec: ModelSpec) -> int:
+    """Of text to learn, where nothing else is asked for."""
+    return min(_MOST_TOKENS, _ROWS * spec.moe.n // spec.moe.router.top_k)
+
+
+def samples_wanted(spec: ModelSpec, learning: Volume, heldout: Volume) -> tuple[int, int]:
+    """How many samples of both texts are taken where nothing else is asked for."""
+    return samples_of(learning, tokens_wanted(spec)), samples_of(heldout, HELD_NEURON_TOKENS)
+
+
+def neuron_lesson_bytes(spec: ModelSpec, texts: Sequence[Volume], limits: Sequence[int], course: NeuronCourse) -> int:
+    """What firings of so many samples of texts, and checkpoints, take on the disk, at most."""
+    tokens = sum(
+        (text.encoder_tokens + text.decoder_tokens) * limit // text.samples + 1
+        for text, limit in zip(texts, limits, strict=True)
+    )
+    heads = spec.moe.n * spec.moe.ffn.d_ff * (course.rank + 1)
+    numbers = len(spec.moe_layers()) * (heads + course.rank * spec.expert_width)
+    return tokens * firing_bytes(spec) + _COPIES * 4 * numbers
+
+
+def neuron_lesson_of(
+    subject: Subject, scorers: tuple[Reads, Reads], block: Callable[[ExpertKey], int], course: NeuronCourse,
+    folder: Path, about: Mapping[str, Any], show: Progress, order: NeuronOrder | None = None,
+) -> NeuronLesson:  # fmt: skip
+    """What the experts of `subject` are asked and what fires, on the text of both scorers, to train on and held out, in
+    a folder; `about` is all that decides what these are. Those that are there are taken. `block`: the neurons of an
+    expert's block, `order`: that in which they will lie there (None: their own). Raises ConversionError."""
+    spec, told = subject.spec, digest_of(about)
+
+    def examples(name: str, scorer: Reads) -> Firings:
+        with show(f"neurons {name}", scorer.n_samples, "sample") as bar:
+            return firings(folder / name.replace(" ", "-"), told, subject, scorer, bar)
+
+    def first(place: LayerKey) -> list[tuple[Weights, Biases]]:
+        supply = subject.calls.supply
+        return [(supply.weights(key), supply.biases(key)) for key in _experts(spec, place)]
+
+    blocks = {place: [block(key) for key in _experts(spec, place)] for place in spec.moe_layers()}
+    train, heldout = examples("to learn", scorers[0]), examples("to judge by", scorers[1])
+    return NeuronLesson(train, heldout, first, blocks, neurons_decided_by(about, course), folder, order)
+
+
+def _experts(spec: ModelSpec, place: LayerKey) -> list[ExpertKey]:
+    return [place.expert(number) for number in range(spec.moe.n)]
+
+
+def guessed_block(spec: ModelSpec, group_size: int, neurons: Neurons) -> int:
+    """Neurons of a block where widths are not known yet."""
+    return per_block(spec, (_GUESSED_BITS,) * len(spec.moe.ffn.projections), group_size, "F16", neurons)
+
+
+def neuron_course_of(settings: Settings, spec: ModelSpec) -> NeuronCourse:
+    """Of a conversion whose pack is to compute what a predictor names."""
+    return NeuronCourse(usual_rank(spec), seed=settings.seed)
+
+
+def neuron_course_values(settings: Settings, spec: ModelSpec) -> dict[str, Any]:
+    """All that decides how it is trained, as JSON values."""
+    return asdict(neuron_course_of(settings, spec))
+
+
+def neurons_decided_by(about: Mapping[str, Any], course: NeuronCourse) -> str:
+    """Digest of all that decides a predictor; see neuron_lesson_of."""
+    return digest_of({"examples": digest_of(about), **asdict(course)})
+
+
+# The order in which the neurons of each expert lie in a pack by neurons: those that fire most often on the
+# calibration text come first, so that few blocks hold most of what fires.
+
+_FEW = 0.1
+
+
+def neuron_order(bench: Bench, work: WorkDir, account: Account) -> NeuronOrder | None:
+    """None where experts do not lie by neurons. It is kept in the work directory. Raises ConversionError."""
+    if bench.coding.neurons is None:
+        return None
+    about = {"subject": work.path.name, "samples": bench.moment_samples}
+    path = work.path / f"order-{digest_of(about)[:12]}.safetensors"
+    with account.step("order of neurons", bench.journal):
+        if bench.journal.sealed(path):
+            try:
+                found = NeuronOrder.from_bytes(path.read_bytes())
+                found.check(bench.spec)
+            except (OSError, PackError) as error:
+                raise ConversionError(f"{path} can't be read ({error}): delete it, and it is counted again") from None
+            return found
+        counts = bench.firing_counts()
+        found = by_frequency(counts)
+        work.save_bytes(path.name, found.to_bytes(), bench.journal)
+    first = covered(counts, _FEW)
+    account.say(f"neurons lie by how often they fire: of an expert's, the first {_FEW:.0%} do {first:.0%} of it")
+    return found
+
+
+# What is trained before a conversion is measured, once for a work directory, and then is a part of every plan: it
+# takes the place of routers, or says which neurons are computed.
 
 T = TypeVar("T")
 Report = RouteReport | NeuronsReport
@@ -107,3 +355,97 @@ def reported(taught: Taught, bench: Bench, references: References, plan: Plan, a
     heldout, used = references.heldout, references.judge.used
     own = heldout.by_itself(plan.assignment, f"the plan without {taught.option}")
     return taught.report(alone, estimate(heldout, own, used.heldout, bench.settings.seed))
+
+
+# A conversion whose pack is routed by a hash function, trained on the unquantised model's own routing.
+
+
+def check_route(settings: Settings, spec: ModelSpec) -> None:
+    """Raises SettingsError for routers that a function can't stand for."""
+    if settings.by_hash and (why := refusal(spec.moe)) is not None:
+        raise SettingsError(f"--route hash {why}: leave it out")
+
+
+def taught_routing(bench: Bench, work: WorkDir, account: Account) -> Taught:
+    """What takes the routers' place. Raises ConversionError."""
+    spec, material = bench.spec, bench.material
+    course = course_of(bench.settings, spec)
+    about = {"subject": work.path.name, "text": "learning and ranking"}
+    needed = lesson_bytes(spec, [material.learned, material.ranked], course)
+
+    def train(folder: Path, scorers: tuple[Any, Any]) -> HashFunction:
+        trial = bench.trial
+        description = trial.checkpoint.description
+        lesson = lesson_of(trial, description, scorers, course, folder, about, account.progress)
+        return trained(lesson, course, account.say, account.progress)
+
+    with account.step("hash function", bench.journal):
+        school = School(bench, work, account, "hash", decided_by(about, course), needed)
+        function = school.learnt(HashFunction.from_bytes, HashFunction.to_bytes, train)
+    hits = list(function.layer_hits(spec).values())
+    first, more = (sum(column) / len(hits) for column in zip(*hits, strict=True))
+    account.say(f"hash function: {first:.1%} of choices among the first it names, {more:.1%} among three times as many")
+    top_k = spec.moe.router.top_k
+
+    def body(found: LossEstimate) -> bytes:
+        return replace(function, routed=RoutedLoss(top_k, found.loss, found.low, found.high)).to_bytes()
+
+    def report(alone: LossEstimate, routers: LossEstimate) -> RouteReport:
+        return RouteReport("hash", top_k, course.width, alone, routers)
+
+    does = "routing by the hash function"
+    return Taught("hash function", does, "--route", HashRouting(function), HASH, body, report)
+
+
+# A conversion of whose pack only those neurons are computed that a predictor names, trained on what fires in the
+# unquantised model.
+
+
+def taught_neurons(bench: Bench, work: WorkDir, account: Account, order: NeuronOrder | None) -> Taught:
+    """What says which neurons are computed, and with them those of their blocks, in which they will lie in this order.
+    It is trained in the checkpoint's own. Raises ConversionError."""
+    spec, material, coding = bench.spec, bench.material, bench.coding
+    assert coding.neurons is not None, "settings have seen to that"
+    course, neurons = neuron_course_of(bench.settings, spec), coding.neurons
+    block = guessed_block(spec, coding.quantizer.group_size, neurons)
+    about = {"subject": work.path.name, "text": "learning and ranking", "per_block": block}
+    about |= {} if order is None else {"order": order.digest}
+    learning, ranking = (
+        volume(spec, material.tokenizer, text, material.extent(None)) for text in (material.learning, material.ranking)
+    )
+    limits = samples_wanted(spec, learning, ranking)
+    needed = neuron_lesson_bytes(spec, (learning, ranking), limits, course)
+
+    def train(folder: Path, scorers: tuple[Any, Any]) -> NeuronPredictor:
+        lesson = neuron_lesson_of(
+            bench.trial, scorers, lambda key: block, course, folder, about, account.progress, order
+        )  # fmt: skip
+        return trained_neurons(lesson, course, account.say, account.progress)
+
+    with account.step("predictor of neurons", bench.journal):
+        school = School(bench, work, account, "neurons", neurons_decided_by(about, course), needed, limits)
+        predictor = school.learnt(NeuronPredictor.from_bytes, NeuronPredictor.to_bytes, train)
+    kept = Kept(*np.mean([layer.kept for layer in predictor.layers.values()], axis=0).tolist())
+    account.say(f"predictor of neurons: of rank {course.rank}, {kept_text(kept)} of {block}")
+
+    def body(found: LossEstimate) -> bytes:
+        loss = PredictedLoss(found.loss, found.low, found.high)
+        return replace(placed(predictor, order), loss=loss).to_bytes()
+
+    def report(alone: LossEstimate, exact: LossEstimate) -> NeuronsReport:
+        return NeuronsReport(course.rank, course.missed, *kept, block, alone, exact)
+
+    does, instead = "computing only named neurons", PredictedNeurons(predictor, neurons, order)
+    return Taught("predictor of neurons", does, "--neurons", instead, PREDICTOR, body, report)
+
+
+def placed(predictor: NeuronPredictor, order: NeuronOrder | None) -> NeuronPredictor:
+    """The same of neurons in this order; None: as they are."""
+    if order is None:
+        return predictor
+    layers = {}
+    for place, layer in predictor.layers.items():
+        rows = order.layers[place].astype(np.int64)
+        heads = np.take_along_axis(layer.heads, rows[:, :, None], axis=1)
+        layers[place] = replace(layer, heads=heads, bias=np.take_along_axis(layer.bias, rows, axis=1))
+    return replace(predictor, layers=layers)

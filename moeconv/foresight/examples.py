@@ -1,12 +1,13 @@
-"""What networks are trained on: the tokens of some text, and what every router said of each, on disk.
-
-Of a token and a layer these are the largest numbers that its router chooses by, which is what the truncated
-distillation of SiDA (section 3) wants, and its choice.
-"""
+"""What networks are trained on, on disk: what routers chose, what enters experts, which neurons fire."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+import hashlib
+import io
+import json
+import pickle
+import shutil
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -18,13 +19,121 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from moeconv.foresight.halves import half
-from moeconv.foresight.kept import believed, filled
+from moeconv.errors import ConversionError
+from moeconv.measure.firing import Reads, heard
 from moeconv.measure.scorers import Routed, Subject
+from moeconv.measure.workdir import digest_of, identity
 from moeconv.progress import Bar
 from moeconv.source.archs.description import Description
+from moeconv.source.experts import Call
 from moeconv.source.routers import Routers, RouterWeights, deciding_of, numbers_of, scores_of
-from moert.pack.model_spec import ModelSpec, StackName
+from moeconv.strict_json import NotJson, bounded, parse
+from moert.pack.files import write_atomically
+from moert.pack.hash import F16
+from moert.pack.model_spec import LayerKey, ModelSpec, StackName
+
+# Numbers as files of what is learnt hold them: in float16, or not at all.
+
+_MOST_LOST = 2.0**-9  # of a matrix' length; rounding loses at most 2^-11 of each number
+
+
+def half(numbers: Tensor) -> F16:
+    """Returns the numbers in float16. Raises ConversionError where float16 does not hold them; of a bias, which may be
+    next to nothing beside what it is added to, only where one is too large."""
+    exact = numbers.detach().numpy().astype(np.float64)
+    with np.errstate(over="ignore", invalid="ignore"):
+        made: F16 = exact.astype(np.float16)
+        lost = np.linalg.norm(made - exact) > _MOST_LOST * np.linalg.norm(exact)
+    if not np.isfinite(made).all() or (exact.ndim > 1 and lost):
+        largest = np.abs(exact).max()
+        raise ConversionError(
+            f"float16 does not hold numbers of what is learnt (the largest is {largest:.3g}): this model's own are too "
+            "large or too small to learn from; convert it without"
+        )
+    return made
+
+
+# What a training that was interrupted finds again: a folder of examples, and checkpoints.
+
+_DONE = "examples.json"
+_MOST_BYTES = 1 << 26
+_SEAL_BYTES = 32  # of a checkpoint, before all else: the sha256 of the rest
+
+
+def filled(folder: Path, about: str, fill: Callable[[], dict[str, Any]]) -> dict[str, Any]:
+    """What `fill` said of the examples that it put into the empty folder. They are taken if they are `about` the same,
+    and all of it is as it was; otherwise they are made anew. Raises ConversionError for what the disk refuses."""
+    try:
+        found = _said(folder)
+        if found is None or found.get("about") != about or found.pop("seal", None) != _seal(folder, found):
+            shutil.rmtree(folder, ignore_errors=True)
+            folder.mkdir(parents=True)
+            found = {"about": about, **fill()}
+            sealed = {**found, "seal": _seal(folder, found)}
+            write_atomically(folder / _DONE, json.dumps(sealed).encode())
+    except OSError as error:
+        raise ConversionError(
+            f"can't use {folder}: {error.strerror or error}; free it or give another --work"
+        ) from None
+    return found
+
+
+@contextmanager
+def believed(folder: Path) -> Iterator[None]:
+    """Around what opens the examples of a folder, which others may have written. Raises ConversionError."""
+    try:
+        yield
+    except (KeyError, IndexError, TypeError, ValueError, AttributeError, OverflowError, OSError) as error:
+        reason = f"{type(error).__name__}: {' '.join(str(error).split())[:100]}"
+        raise ConversionError(
+            f"{folder} holds examples that are none ({reason}): delete it, and they are made again"
+        ) from error
+
+
+def _said(folder: Path) -> dict[str, Any] | None:
+    try:
+        found = parse(bounded(folder / _DONE, _MOST_BYTES), finite=False)
+    except (FileNotFoundError, NotJson):
+        return None
+    return found if isinstance(found, dict) else None
+
+
+def _seal(folder: Path, said: Mapping[str, Any]) -> str:
+    """Returns the hash of what was said and of each file of examples."""
+    files = {path.name: digest_of(path) for path in folder.iterdir() if path.name != _DONE}
+    return identity(json.dumps(said, sort_keys=True), sorted(files.items()))
+
+
+def load_checkpoint(path: Path, about: str) -> dict[str, Any] | None:
+    """What `save_checkpoint` wrote; None where there is none, or one about another training. Raises ConversionError for
+    one that can't be read."""
+    try:
+        body = path.read_bytes()
+        if hashlib.sha256(body[_SEAL_BYTES:]).digest() != body[:_SEAL_BYTES]:
+            raise ValueError("it was changed since it was made")
+        found: dict[str, Any] = torch.load(io.BytesIO(body[_SEAL_BYTES:]), weights_only=True)
+        return found if found["about"] == about else None
+    except FileNotFoundError:
+        return None
+    except (OSError, RuntimeError, ValueError, KeyError, TypeError, EOFError, pickle.UnpicklingError) as error:
+        text = str(error).splitlines()[0] if str(error) else type(error).__name__
+        raise ConversionError(f"{path} can't be read ({text[:100]}): delete it, and training begins anew") from None
+
+
+def save_checkpoint(path: Path, about: str, state: dict[str, Any]) -> None:
+    """Raises ConversionError for what the disk refuses."""
+    stream = io.BytesIO()
+    torch.save({"about": about, **state}, stream)
+    body = stream.getvalue()
+    try:
+        write_atomically(path, hashlib.sha256(body).digest() + body)
+    except OSError as error:
+        raise ConversionError(f"can't write {path}: {error.strerror}; free some space and run again") from None
+
+
+# What networks are trained on: the tokens of some text, and what every router said of each, on disk.
+# Of a token and a layer these are the largest numbers that its router chooses by, which is what the truncated
+# distillation of SiDA (section 3) wants, and its choice.
 
 MOST_NUMBERS = 30
 _FORMATS = {"tokens": np.int32, "numbers": np.float16, "experts": np.uint16, "chosen": np.int16}
@@ -187,3 +296,181 @@ def foretold(x: Tensor, layer: RouterWeights) -> Tensor:
         return numbers
     deciding = torch.from_numpy(deciding_of(scores_of(numbers, layer).numpy(), layer))
     return deciding.clamp(min=_LEAST).log()
+
+
+# What predictors of neurons are trained on: what enters experts, and which of their neurons fire, on disk.
+
+LARGEST = 255
+_FIRED = {"x": np.float16, "chosen": np.int16, "weights": np.uint8}
+
+
+class Rows(NamedTuple):
+    """Of an expert: what entered it, x F32 [rows, features], and how much each neuron weighed, U8 [rows, d_ff]."""
+
+    x: Tensor
+    weights: Tensor
+
+
+@dataclass(frozen=True)
+class LayerFirings:
+    """Of some tokens: x F16 [tokens, features], `chosen` I16 [tokens, top_k] (-1: none), and of these experts how much
+    each neuron weighs, U8 [tokens, top_k, d_ff]: the length of what it adds to the layer's output, LARGEST for the
+    longest of a token and an expert, rounded up; 0 where it does not fire."""
+
+    x: npt.NDArray[np.float16]
+    chosen: npt.NDArray[np.int16]
+    weights: npt.NDArray[np.uint8]
+
+    def __len__(self) -> int:
+        return len(self.x)
+
+    def some(self, tokens: npt.NDArray[np.int64]) -> Iterator[tuple[int, Rows]]:
+        """Of these tokens, in this order, expert by expert."""
+        chosen = np.asarray(self.chosen[tokens])
+        for expert in np.unique(chosen[chosen >= 0]).tolist():
+            rows, slots = np.nonzero(chosen == expert)
+            yield expert, self._rows(tokens[rows], slots)
+
+    def of(self, expert: int, most: int) -> Rows:
+        """Of one expert, at most so many rows, spread over all there are."""
+        rows, slots = np.nonzero(self.chosen == expert)
+        if len(rows) > most:
+            places = np.arange(most) * len(rows) // most
+            rows, slots = rows[places], slots[places]
+        return self._rows(rows, slots)
+
+    def _rows(self, tokens: npt.NDArray[Any], slots: npt.NDArray[Any]) -> Rows:
+        x = self.x[tokens].astype(np.float32)
+        return Rows(torch.from_numpy(x), torch.from_numpy(np.asarray(self.weights[tokens, slots])))
+
+
+Firings = Mapping[LayerKey, LayerFirings]
+
+
+def firing_bytes(spec: ModelSpec) -> int:
+    """What firings take on the disk for each token of all stacks together, at most."""
+    layers = max(len(spec.moe_layers(name)) for name in spec.stacks)
+    return layers * (2 * spec.expert_width + spec.moe.router.top_k * (2 + spec.moe.ffn.d_ff))
+
+
+def firings(folder: Path, about: str, subject: Subject, scorer: Reads, bar: Bar) -> Firings:
+    """What a model in memory does with a scorer's text, and writes where it writes. What the folder has is taken if it
+    is `about` the same. Raises ConversionError for what the disk refuses."""
+    found = filled(folder, about, lambda: _collect_firings(folder, subject, scorer, bar))
+    with believed(folder):
+        return {place: _mapped(folder, place, *found["shapes"][str(place)]) for place in subject.spec.moe_layers()}
+
+
+def _mapped(folder: Path, place: LayerKey, tokens: int, *shape: int) -> LayerFirings:
+    features, top_k, d_ff = shape
+    shapes = {"x": (tokens, features), "chosen": (tokens, top_k), "weights": (tokens, top_k, d_ff)}
+    return LayerFirings(
+        **{name: np.memmap(folder / f"{place}.{name}", _FIRED[name], "r", shape=shapes[name]) for name in _FIRED}
+    )
+
+
+def _collect_firings(folder: Path, subject: Subject, scorer: Reads, bar: Bar) -> dict[str, Any]:
+    """Fills the folder. Returns of each layer its tokens, features, top_k and d_ff."""
+    spec, shapes = subject.spec, dict[str, list[int]]()
+    with ExitStack() as stack:
+        files = {
+            (place, name): stack.enter_context((folder / f"{place}.{name}").open("wb"))
+            for place in spec.moe_layers()
+            for name in _FIRED
+        }
+
+        def write(place: LayerKey, call: Call) -> None:
+            there = (call.chosen >= 0).any(dim=1)
+            x, chosen = call.x[there], call.chosen[there]
+            parts = {
+                "x": half(x),
+                "chosen": chosen.short().numpy(),
+                "weights": _weights(subject, place, x, chosen).numpy(),
+            }
+            for name, part in parts.items():
+                part.tofile(files[place, name])
+            shape = shapes.setdefault(str(place), [0, x.shape[1], chosen.shape[1], spec.moe.ffn.d_ff])
+            shape[0] += len(x)
+
+        heard(subject, scorer, write, bar)
+    return {"shapes": shapes}
+
+
+def _weights(subject: Subject, place: LayerKey, x: Tensor, chosen: Tensor) -> Tensor:
+    """See LayerFirings."""
+    calls, found = subject.calls, torch.zeros((*chosen.shape, subject.spec.moe.ffn.d_ff), dtype=torch.uint8)
+    for expert in sorted(set(chosen[chosen >= 0].tolist())):
+        key, (rows, slots) = place.expert(expert), torch.nonzero(chosen == expert, as_tuple=True)
+        lengths = calls.inner(key, x[rows]).abs() * calls.weights(key)[-1].norm(dim=0)
+        largest = lengths.amax(dim=1, keepdim=True).clamp(min=torch.finfo(lengths.dtype).tiny)
+        found[rows, slots] = (lengths / largest * LARGEST).ceil().clamp(max=LARGEST).byte()
+    return found
+
+
+# Examples in batches: samples of like length together, in an order that a seed decides.
+
+
+class Size(NamedTuple):
+    """Of a batch at most: samples, and tokens with what fills them up."""
+
+    rows: int = 32
+    tokens: int = 2048
+
+
+USUAL = Size()
+
+
+@dataclass(frozen=True)
+class StackBatch:
+    """ids and real [rows, tokens], filled up on the right; of the tokens that are there, row by row, numbers and
+    experts [n, layers, most] and chosen [n, layers, top_k]."""
+
+    ids: Tensor
+    real: Tensor
+    numbers: Tensor
+    experts: Tensor
+    chosen: Tensor
+
+
+Batch = Mapping[StackName, StackBatch]
+
+
+def batches(examples: Examples, seed: int | None = None, size: Size = USUAL) -> Iterator[Batch]:
+    """Every sample once; without a seed in order of length."""
+    for rows in plan(examples, seed, size):
+        yield {stack: _batch(part, rows) for stack, part in examples.stacks.items()}
+
+
+def plan(examples: Examples, seed: int | None, size: Size = USUAL) -> list[list[int]]:
+    """Places of the samples of each batch."""
+    longest = np.max([stack.lengths for stack in examples.stacks.values()], axis=0)
+    if seed is None:
+        return list(_cut(np.argsort(longest, kind="stable").tolist(), longest.tolist(), size))
+    rng = np.random.default_rng(seed)
+    order = np.lexsort((rng.random(len(longest)), longest))
+    found = list(_cut(order.tolist(), longest.tolist(), size))
+    return [found[place] for place in rng.permutation(len(found))]
+
+
+def _cut(order: Sequence[int], lengths: Sequence[int], size: Size) -> Iterator[list[int]]:
+    batch: list[int] = []
+    for place in order:
+        if batch and (len(batch) == size.rows or (len(batch) + 1) * lengths[place] > size.tokens):
+            yield batch
+            batch = []
+        batch.append(place)
+    if batch:
+        yield batch
+
+
+def _batch(stack: StackExamples, rows: Sequence[int]) -> StackBatch:
+    parts = [stack.sample(row) for row in rows]
+    lengths = torch.from_numpy(stack.lengths[list(rows)])
+    real = torch.arange(int(lengths.max())) < lengths[:, None]
+    joined = Part(*(np.concatenate(arrays) for arrays in zip(*parts, strict=True)))
+    ids = torch.zeros(real.shape, dtype=torch.long)
+    ids[real] = torch.from_numpy(joined.tokens.astype(np.int64))
+    return StackBatch(
+        ids, real, torch.from_numpy(joined.numbers.astype(np.float32)),
+        torch.from_numpy(joined.experts.astype(np.int64)), torch.from_numpy(joined.chosen.astype(np.int64)),
+    )  # fmt: skip

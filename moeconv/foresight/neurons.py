@@ -1,29 +1,197 @@
-"""Trains a predictor of neurons, layer by layer: balanced cross-entropy with what fires, then thresholds."""
+"""Predictors of neurons: their network, their training, and a model that computes only what they name."""
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn.functional import softplus
 
-from moeconv.foresight.firings import Firings, LayerFirings
-from moeconv.foresight.kept import load_checkpoint, save_checkpoint
-from moeconv.foresight.lowrank import LayerNetwork, begun, in_blocks
+from moeconv.foresight.examples import Firings, LayerFirings, half, load_checkpoint, save_checkpoint
 from moeconv.foresight.training import pace
+from moeconv.measure.trial import Trial
 from moeconv.progress import Bar, Progress
 from moeconv.source.experts import Biases, Weights
-from moert.pack.codec import F32
-from moert.pack.layout import U32
-from moert.pack.model_spec import LayerKey
-from moert.pack.neurons import Kept, LayerPredictor, NeuronOrder, NeuronPredictor
+from moert.pack.codec import F32, WIDTHS, Form16
+from moert.pack.layout import U32, Neurons, neuron_layout
+from moert.pack.model_spec import ExpertKey, LayerKey, ModelSpec
+from moert.pack.neurons import F16, Kept, LayerPredictor, NeuronOrder, NeuronPredictor
 
-EPOCHS = 10
+# The network of a predictor of neurons in torch, layer by layer: scores of low rank, to be trained and to name by.
+
+_CHUNK = 4096  # tokens
+_RIDGE = 1e-4
+"""Of the mean variance of the inputs, added to all: some may never vary."""
+_SURE = 0.05
+"""Of a neuron's own spread: what scores of low rank leave out of it is taken to be no less."""
+_LOGIT = 1.7
+"""sigmoid(1.7 z) is about the normal distribution's share below z."""
+
+
+class LayerNetwork(nn.Module):
+    """Of one layer: score of neuron i of expert e = heads[e, i] · (compress · x) + bias[e, i]; compress [r, features],
+    heads [experts, d_ff, r], bias [experts, d_ff]."""
+
+    def __init__(self, compress: Tensor, heads: Tensor, bias: Tensor) -> None:
+        super().__init__()
+        self.compress, self.heads, self.bias = map(nn.Parameter, (compress, heads, bias))
+
+    def compressed(self, x: Tensor) -> Tensor:
+        """x [rows, features] → [rows, r]"""
+        return x @ self.compress.T
+
+    def scores(self, expert: int, compressed: Tensor) -> Tensor:
+        """compressed [rows, r] → [rows, d_ff]"""
+        return compressed @ self.heads[expert].T + self.bias[expert]
+
+    @classmethod
+    def of(cls, layer: LayerPredictor) -> LayerNetwork:
+        """Of what is stored."""
+        found = cls(_single(layer.compress), _single(layer.heads), torch.tensor(layer.bias))
+        return found.requires_grad_(False)
+
+    def stored(self) -> tuple[F16, F16, npt.NDArray[np.float32]]:
+        """compress, heads and bias as a LayerPredictor has them."""
+        return half(self.compress), half(self.heads), self.bias.detach().numpy().copy()
+
+
+def _single(values: F16) -> Tensor:
+    return torch.from_numpy(values.astype(np.float32))
+
+
+def begun(rank: int, first: list[tuple[Weights, Biases]], firings: LayerFirings) -> LayerNetwork:
+    """A network before it is trained: of all of rank `rank`, the one that says best, on the whole of a layer's experts,
+    what their first matrices give, whose sign says what fires. `first`: the matrices and biases of each expert.
+
+    With x of mean m and covariance L·Lᵀ that is by the singular vectors of the stacked W·L; scores are in units of what
+    is left out, so that they are logits.
+    """
+    mean, covariance = _moments(firings)
+    lower = torch.linalg.cholesky(covariance)
+    stacked = [weights[0].double() @ lower for weights, _ in first]
+    gram = torch.stack([matrix.T @ matrix for matrix in stacked]).sum(0)
+    chosen = torch.linalg.eigh(gram).eigenvectors[:, -rank:].flip(1)  # [features, r]
+    compress = torch.linalg.solve_triangular(lower.T, chosen, upper=True).T
+    heads, bias = [], []
+    for matrix, (weights, biases) in zip(stacked, first, strict=True):
+        head = matrix @ chosen
+        whole, kept = matrix.square().sum(1), head.square().sum(1)
+        left_out = (whole - kept).clamp(min=0).maximum(whole * _SURE**2).sqrt().clamp(min=1e-9)
+        unit = _LOGIT / left_out
+        constant = weights[0].double() @ mean - head @ (compress @ mean)
+        bias.append((constant + (biases[0].double() if biases else 0)) * unit)
+        heads.append(head * unit[:, None])
+    return LayerNetwork(compress.float().contiguous(), torch.stack(heads).float(), torch.stack(bias).float())
+
+
+def _moments(firings: LayerFirings) -> tuple[Tensor, Tensor]:
+    """Mean and covariance of what enters a layer's experts."""
+    features = firings.x.shape[1]
+    total, products = torch.zeros(features, dtype=torch.double), torch.zeros((features, features), dtype=torch.double)
+    for start in range(0, len(firings), _CHUNK):
+        x = torch.from_numpy(firings.x[start : start + _CHUNK].astype(np.float64))
+        total += x.sum(0)
+        products += x.T @ x
+    mean = total / len(firings)
+    covariance = products / len(firings) - torch.outer(mean, mean)
+    ridge = _RIDGE * covariance.diagonal().mean().clamp(min=1e-9)
+    return mean, covariance + ridge * torch.eye(features, dtype=torch.double)
+
+
+def in_blocks(named: Tensor, per_block: int) -> Tensor:
+    """named [rows, d_ff] → which blocks of so many neurons hold one that is named. [rows, blocks]"""
+    padded = nn.functional.pad(named, (0, -named.shape[1] % per_block))
+    return padded.view(len(named), -1, per_block).any(-1)
+
+
+# A model of which only those neurons are computed that a predictor names, and what lies in one block with them.
+
+_WIDEST = max(WIDTHS)
+_ANY_PAGE = 4096  # bytes: of which the neurons of a block do not depend
+
+
+class NamedNeurons:
+    """A Naming of moeconv.source.experts. `per_block`: how many neurons of an expert lie in a block, `order`: in which
+    order they lie there (None: their own)."""
+
+    def __init__(
+        self, predictor: NeuronPredictor, per_block: Callable[[ExpertKey], int], order: NeuronOrder | None = None
+    ) -> None:  # fmt: skip
+        self._networks = {place: LayerNetwork.of(layer) for place, layer in predictor.layers.items()}
+        self._thresholds = {place: layer.threshold for place, layer in predictor.layers.items()}
+        self._per_block = per_block
+        self._orders = {} if order is None else {
+            place: torch.from_numpy(rows.astype(np.int64)) for place, rows in order.layers.items()
+        }  # fmt: skip
+
+    @torch.inference_mode()
+    def computed(self, key: ExpertKey, x: Tensor) -> Tensor:
+        """See Naming."""
+        network, size = self._networks[key.at], self._per_block(key)
+        scores = network.scores(key.expert, network.compressed(x))
+        named = scores >= float(self._thresholds[key.at][key.expert])
+        if not self._orders:
+            return _in_blocks_of(named, size)
+        order = self._orders[key.at][key.expert]
+        found = torch.empty_like(named)
+        found[:, order] = _in_blocks_of(named[:, order], size)
+        return found
+
+
+def _in_blocks_of(named: Tensor, size: int) -> Tensor:
+    """named [rows, d_ff] → what lies in a block of so many with one that is named. [rows, d_ff]"""
+    return in_blocks(named, size).repeat_interleave(size, dim=1)[:, : named.shape[1]]
+
+
+def per_block(spec: ModelSpec, bits: tuple[int, ...], group_size: int, form16: Form16, neurons: Neurons) -> int:
+    """How many neurons of an expert of these widths lie in a block; see moert.pack.layout.neuron_layout."""
+    widths = dict(zip(spec.moe.ffn.projections, bits, strict=True))
+    return neuron_layout(spec, widths, group_size, form16, _ANY_PAGE, neurons).per_block
+
+
+@dataclass(frozen=True)
+class PredictedNeurons:
+    """An Instead of moeconv.measure.trial: blocks are those of the widths that are on trial. `order`: in which
+    neurons will lie there (None: their own), which the predictor does not have yet."""
+
+    predictor: NeuronPredictor
+    neurons: Neurons
+    order: NeuronOrder | None = None
+
+    @cached_property
+    def rule(self) -> Any:
+        digest = hashlib.sha256(self.predictor.to_bytes()).hexdigest()
+        order = [] if self.order is None else [self.order.digest]
+        return ["neurons", digest, self.neurons.piece_bytes, *order]
+
+    @contextmanager
+    def on(self, trial: Trial) -> Iterator[None]:
+        coder = trial.coder
+        form16: Form16 = "MXFP4" if coder.mxfp4 else "F16"
+
+        def size(key: ExpertKey) -> int:
+            bits = tuple(min(_WIDEST, width) for width in trial.widths(key))  # unquantised, a pack has them at 16 bits
+            return per_block(trial.spec, bits, coder.quantizer.group_size, form16, self.neurons)
+
+        with trial.calls.naming(NamedNeurons(self.predictor, size, self.order)):
+            yield
+
+    def seen(self, trial: Trial) -> dict[str, Any]:
+        return {}
+
+
+# Trains a predictor of neurons, layer by layer: balanced cross-entropy with what fires, then thresholds.
+
+NEURON_EPOCHS = 10
 MISSED = 0.02
 BATCH = 512  # tokens
 MOST_ROWS = 8192
@@ -38,7 +206,7 @@ class NeuronCourse:
     firing neurons' weight that thresholds leave unnamed at most."""
 
     rank: int
-    epochs: int = EPOCHS
+    epochs: int = NEURON_EPOCHS
     missed: float = MISSED
     rate: float = 2e-3
     seed: int = 0

@@ -11,9 +11,17 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from moeconv.foresight.batches import USUAL, Batch, Size, StackBatch, batches, plan
-from moeconv.foresight.examples import Examples
-from moeconv.foresight.kept import load_checkpoint, save_checkpoint
+from moeconv.foresight.examples import (
+    USUAL,
+    Batch,
+    Examples,
+    Size,
+    StackBatch,
+    batches,
+    load_checkpoint,
+    plan,
+    save_checkpoint,
+)
 from moeconv.foresight.network import Encoded, Networks, Shape
 from moeconv.progress import Progress
 from moert.pack.hash import F32, HashFunction

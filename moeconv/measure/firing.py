@@ -1,24 +1,27 @@
-"""How often each neuron of a model's experts fires on text, and the order of neurons that follows from it.
-
-A neuron fires where what enters the down matrix is not zero; moeconv.measure.activity says more of it.
-"""
+"""How often neurons of experts fire, and which fire for a token."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
 from itertools import chain
 from typing import Protocol
 
 import numpy as np
 import numpy.typing as npt
 import torch
+from torch import Tensor
 
 from moeconv.measure.scorers import Routed, Subject
-from moeconv.measure.scorers.text import TextScorer
+from moeconv.measure.scoring import TextScorer
 from moeconv.progress import Bar, Progress
-from moeconv.source.experts import Call, expert_inner
+from moeconv.source.experts import Call, ExpertCalls, expert_inner
 from moert.pack.model_spec import LayerKey
 from moert.pack.neurons import NeuronOrder
+from moert.pack.parts import Act
+
+# How often each neuron of a model's experts fires on text, and the order of neurons that follows from it.
+# A neuron fires where what enters the down matrix is not zero; moeconv.measure.firing says more of it.
 
 ROWS = 2048
 """Of an expert whose neurons are looked at together."""
@@ -103,3 +106,111 @@ def _add(counts: I64, subject: Subject, place: LayerKey, call: Call) -> None:
         weights, biases = supply.weights(key), supply.biases(key)
         for rows in torch.split((call.chosen == key.expert).any(dim=1).nonzero()[:, 0], ROWS):
             counts[key.expert] += (expert_inner(call.x[rows], weights, biases, ffn) != 0).sum(dim=0).numpy()
+
+
+# Which neurons of a model's experts fire: how many for a token, how many of them lately as well, how unevenly.
+# A neuron fires where what enters the down matrix is not zero, which only some activations give exactly. Neurons of
+# different experts are different neurons.
+
+LATELY = (1, 2, 5, 10, 20)  # tokens back
+BLOCKS = (2, 4, 8, 16, 32)  # neurons side by side
+_NEVER = -(1 << 40)
+
+F64 = npt.NDArray[np.float64]
+
+
+@dataclass(frozen=True)
+class Activity:
+    """Of one layer's experts, counted over `tokens`: `asked` [experts] rows of each expert, `fired` [experts, d_ff] how
+    often each neuron fired, `lately` [LATELY] how many of all firings were of a neuron that had fired within so many
+    tokens before, `touched` [BLOCKS] how many blocks of so many neurons had one that fired, of `blocks` [BLOCKS]. What
+    was lately goes on from sample to sample, as in a cache."""
+
+    tokens: int
+    asked: I64
+    fired: I64
+    lately: I64
+    touched: I64
+    blocks: I64
+
+    @property
+    def share(self) -> float:
+        """Of an expert's neurons, how many fire for a token, on average. 0..1; nan where nothing was asked."""
+        rows = int(self.asked.sum()) * self.fired.shape[1]
+        return int(self.fired.sum()) / rows if rows else float("nan")
+
+    @property
+    def by_expert(self) -> F64:
+        """The same of each expert [experts]; nan for those that were not asked."""
+        rows = np.where(self.asked > 0, self.asked * self.fired.shape[1], np.nan)
+        return np.asarray(self.fired.sum(axis=1) / rows, dtype=np.float64)
+
+    @property
+    def again(self) -> F64:
+        """Share of firings whose neuron had fired within LATELY tokens before. [LATELY], 0..1"""
+        return np.asarray(self.lately / max(1, int(self.fired.sum())), dtype=np.float64)
+
+    @property
+    def block_share(self) -> F64:
+        """Share of blocks of BLOCKS neurons that a token needs something of. [BLOCKS], 0..1"""
+        return np.asarray(self.touched / np.maximum(1, self.blocks), dtype=np.float64)
+
+    def covered(self, most: float) -> float:
+        """Share of all firings that are of the `most` frequent (0..1) of the layer's neurons. 0..1"""
+        counts = np.sort(self.fired, axis=None)[::-1]
+        return float(counts[: round(most * len(counts))].sum() / max(1, int(counts.sum())))
+
+
+def has_zeros(act: Act) -> bool:
+    """Whether this activation gives exactly zero for more than single numbers."""
+    return act.name in ("relu", "relu2")
+
+
+def activity_of(subject: Subject, scorer: Reads, bar: Bar) -> dict[LayerKey, Activity] | None:
+    """What fires in each layer with experts while a model in memory reads a scorer's text, and writes where it writes.
+    None for experts whose activation has no exact zeros. The bar counts samples."""
+    if not has_zeros(subject.spec.moe.ffn.act):
+        return None
+    counts = {place: _Counts(subject.calls, place) for place in subject.spec.moe_layers()}
+    heard(subject, scorer, lambda place, call: counts[place].see(call), bar)
+    return {place: count.activity() for place, count in counts.items()}
+
+
+class _Counts:
+    """Of one layer, call by call."""
+
+    def __init__(self, calls: ExpertCalls, place: LayerKey) -> None:
+        shape = calls.spec.moe.n, calls.spec.moe.ffn.d_ff
+        self.calls, self.place, self.tokens = calls, place, 0
+        self.asked, self.fired = np.zeros(shape[0], np.int64), np.zeros(shape, np.int64)
+        self.last = torch.full(shape, _NEVER)  # the token for which each neuron fired last
+        self.lately = np.zeros(len(LATELY), np.int64)
+        self.touched, self.blocks = np.zeros((2, len(BLOCKS)), np.int64)
+
+    def see(self, call: Call) -> None:
+        """Of tokens that have experts, sample after sample."""
+        chosen = call.chosen
+        there = (chosen >= 0).any(dim=1)
+        times = self.tokens + there.cumsum(0) - 1
+        for expert in set(chosen[there].flatten().tolist()):
+            if expert >= 0:
+                rows = (chosen == expert).any(dim=1)
+                self._fire(expert, self.calls.inner(self.place.expert(expert), call.x[rows]) != 0, times[rows])
+        self.tokens += int(there.sum())
+
+    def _fire(self, expert: int, on: Tensor, times: Tensor) -> None:
+        """on [rows, d_ff], times [rows] ascending."""
+        self.asked[expert] += len(on)
+        self.fired[expert] += on.sum(0).numpy()
+        seen = torch.cat([self.last[expert][None], torch.where(on, times[:, None], _NEVER)]).cummax(0).values
+        ages = (times[:, None] - seen[:-1])[on]
+        self.last[expert] = seen[-1]
+        self.lately += [int((ages <= most).sum()) for most in LATELY]
+        for place, size in enumerate(BLOCKS):
+            padded = torch.nn.functional.pad(on, (0, -on.shape[1] % size))
+            blocks = padded.view(len(on), -1, size).any(-1)
+            self.touched[place] += int(blocks.sum())
+            self.blocks[place] += blocks.numel()
+
+    def activity(self) -> Activity:
+        return Activity(self.tokens, self.asked, self.fired, self.lately, self.touched, self.blocks)

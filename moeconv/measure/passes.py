@@ -1,28 +1,229 @@
-"""Text through a model that does not fit memory: all of it goes through one layer before the next is read."""
+"""Text through a model that does not fit memory: all of it through a layer, then the next."""
 
 from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Iterator
+import os
+import shutil
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
+from itertools import count
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
-from moeconv.measure.passage import Passage
-from moeconv.measure.scorers.head import Head
-from moeconv.measure.scorers.stacks import StackRunner
-from moeconv.measure.shelf import Load, Shelf
+from moeconv.artifacts import Assignment, Bits, uniform
+from moeconv.errors import ConversionError, SettingsError
+from moeconv.measure.scorers import Head, StackRunner
 from moeconv.progress import Progress
+from moeconv.quantizers.coder import ORIGINAL, DenseCoder, ExpertCoder
 from moeconv.source.archs import Description, Family
-from moeconv.source.archs.errors import transformers_model
-from moeconv.source.experts import Call, ExpertCalls
+from moeconv.source.archs.config import transformers_model
+from moeconv.source.experts import Biases, Call, ExpertCalls, Weights
 from moeconv.source.skeleton import Skeleton, Weight
-from moert.pack.model_spec import LayerKey, ModelSpec
+from moert.kernels.library import crc32
+from moert.pack.codec import F32
+from moert.pack.model_spec import ExpertKey, LayerKey, ModelSpec
+
+# Text on its way through the layers: what enters each is kept on disk, so that a killed run goes on at its layer.
+
+_FLOAT = 4
+_SUM = np.dtype("<u4")
+
+
+class Leaving:
+    """Room for states [rows, tokens, d_model] on the disk, and a checksum of each row, made as the row is written. Rows
+    that nobody writes are zeros."""
+
+    def __init__(self, states: Tensor, begin: int) -> None:
+        """`begin`: the checksum before the first byte of a row."""
+        self._states, self._begin = states, begin
+        zeros = crc32(np.zeros(states[:1].numel(), np.float32).view(np.uint8).data, begin)
+        self.sums = np.full(len(states), zeros, _SUM)
+
+    def __setitem__(self, rows: Tensor, states: Tensor) -> None:
+        """Writes rows, each once. rows [n]; states [n, tokens, d_model]."""
+        states = states.detach().float().contiguous()
+        self._states[rows] = states
+        for row, values in zip(rows.tolist(), states.numpy(), strict=True):
+            self.sums[row] = crc32(values.reshape(-1).view(np.uint8).data, self._begin)
+
+
+class Passage:
+    """States [rows, tokens, d_model] in float32, a file for each layer that they enter, with a checksum of each row
+    behind them; they are mapped, so that they take memory only as far as there is some. `keeps`: all of them stay, else
+    the latest alone.
+
+    Every method raises ConversionError, in one line, for what the disk refuses, and for a file that was changed since
+    it was made.
+    """
+
+    def __init__(self, folder: Path, shape: tuple[int, int, int], keeps: bool = False) -> None:
+        self.folder, self.shape, self.keeps = folder, shape, keeps
+        self._believed: set[int] = set()  # layers whose file this object has written, or checked
+        with self._using():
+            folder.mkdir(parents=True, exist_ok=True)
+
+    @property
+    def reached(self) -> int:
+        """Returns the last layer whose input is there, with all before it where these stay; 0 where there is none yet,
+        and tokens enter."""
+        there = {int(path.stem) for path in self.folder.glob("*.states") if path.stat().st_size == self.nbytes}
+        if not self.keeps:
+            return max(there, default=0)
+        return next(layer for layer in count() if layer + 1 not in there)
+
+    @property
+    def nbytes(self) -> int:
+        """Returns the size of a file: the states between two layers, and their checksums."""
+        return states_bytes(*self.shape) + self.shape[0] * _SUM.itemsize
+
+    def entering(self, layer: int) -> Tensor:
+        """Returns the states that enter a layer, read from the file as they are used."""
+        with self._using():
+            mapped = np.memmap(self._file(layer), np.float32, "c", shape=self.shape)  # "c": never written back
+            if layer not in self._believed:
+                self._check(layer, mapped)
+        return torch.from_numpy(mapped)
+
+    @contextmanager
+    def leaving(self, layer: int) -> Iterator[Leaving]:
+        """Gives room for the states that leave the layer before `layer`; they are there for good when the block has
+        ended well."""
+        fresh = self._file(layer).with_suffix(".fresh")
+        with self._using():
+            with fresh.open("wb") as file:
+                os.posix_fallocate(file.fileno(), 0, self.nbytes)  # a full disk is said here, and not by a signal
+            mapped = np.memmap(fresh, np.float32, "r+", shape=self.shape)
+        left = Leaving(torch.from_numpy(mapped), self._begin(layer))
+        yield left
+        with self._using():
+            mapped.flush()
+            with fresh.open("rb+") as file:
+                file.seek(states_bytes(*self.shape))
+                file.write(left.sums.tobytes())
+                file.flush()
+                os.fsync(file.fileno())
+            os.replace(fresh, self._file(layer))
+            self._believed.add(layer)
+            if not self.keeps:
+                self._file(layer - 1).unlink(missing_ok=True)
+
+    def _check(self, layer: int, states: np.ndarray) -> None:
+        """Raises ConversionError unless every row has its checksum."""
+        path, begin = self._file(layer), self._begin(layer)
+        sums = np.fromfile(path, _SUM, offset=states_bytes(*self.shape))
+        found = [crc32(row.reshape(-1).view(np.uint8).data, begin) for row in states]
+        if found != sums.tolist():
+            raise ConversionError(f"{path} was changed since it was made: delete it, and it is made again")
+        self._believed.add(layer)
+
+    def _begin(self, layer: int) -> int:
+        """Returns the checksum that rows begin with, so that a file in another's place is seen."""
+        return crc32(f"{self.folder.name}/{layer}".encode())
+
+    def aside(self, rows: int, width: int, file: Path | None = None) -> Tensor:
+        """Room on the disk for states [rows, width] that nobody needs when this tensor is gone, or that stay in a
+        `file`."""
+        stays, file = file is not None, file or self.folder / "aside"
+        with self._using():
+            with file.open("wb") as made:
+                os.posix_fallocate(made.fileno(), 0, max(1, states_bytes(1, rows, width)))
+            mapped = np.memmap(file, np.float32, "r+", shape=(rows, width))
+            if not stays:
+                file.unlink()
+        return torch.from_numpy(mapped)
+
+    def remove(self) -> None:
+        shutil.rmtree(self.folder, ignore_errors=True)
+
+    def _file(self, layer: int) -> Path:
+        return self.folder / f"{layer:03}.states"
+
+    @contextmanager
+    def _using(self) -> Iterator[None]:
+        try:
+            yield
+        except OSError as error:
+            raise ConversionError(
+                f"can't use {self.folder}: {error.strerror or error}; free some space there"
+            ) from None
+
+
+def states_bytes(rows: int, tokens: int, d_model: int) -> int:
+    """On the disk, between two layers."""
+    return rows * tokens * d_model * _FLOAT
+
+
+# Experts as they are asked for, read by a thread one ahead; of the layer at work as many stay as there is room for.
+
+Load = Callable[[ExpertKey], Mapping[str, F32]]
+"""Key → an expert's matrices or biases, by projection."""
+
+
+class Shelf:
+    """A Supply of moeconv.source.experts. `load` and `biases` run in another thread."""
+
+    def __init__(self, spec: ModelSpec, load: Load, biases: Load, room_bytes: int) -> None:
+        self.spec, self._load, self._load_biases, self.room_bytes = spec, load, biases, room_bytes
+        self._reader = ThreadPoolExecutor(1, "experts")
+        self._kept: dict[ExpertKey, Weights] = {}
+        self._held_bytes = 0
+        self._coming: deque[ExpertKey] = deque()
+        self._next: tuple[ExpertKey, Future[Weights]] | None = None
+
+    def weights(self, key: ExpertKey) -> Weights:
+        if key in self._kept:
+            return self._kept[key]
+        found = self._fetched(key)
+        self._read_next()
+        nbytes = sum(weight.nbytes for weight in found)
+        if self._held_bytes + nbytes <= self.room_bytes:
+            self._kept[key] = found
+            self._held_bytes += nbytes
+        return found
+
+    def biases(self, key: ExpertKey) -> Biases:
+        found = self._load_biases(key) if self.spec.moe.ffn.bias else {}
+        return tuple(torch.from_numpy(values) for values in found.values())
+
+    def expect(self, keys: Sequence[ExpertKey]) -> None:
+        self._coming = deque(key for key in keys if key not in self._kept)
+        self._read_next()
+
+    def clear(self) -> None:
+        """Another layer, or other weights: nothing of what is here will be asked for."""
+        self._kept.clear()
+        self._held_bytes = 0
+        self._coming.clear()
+        self._next = None
+
+    def _fetched(self, key: ExpertKey) -> Weights:
+        if self._next is not None and self._next[0] == key:
+            (_, found), self._next = self._next, None
+            return found.result()
+        return self._loaded(key)
+
+    def _read_next(self) -> None:
+        while self._coming and self._coming[0] in self._kept:
+            self._coming.popleft()
+        if self._coming and self._next is None:
+            key = self._coming.popleft()
+            self._next = key, self._reader.submit(self._loaded, key)
+
+    def _loaded(self, key: ExpertKey) -> Weights:
+        found = self._load(key)
+        return tuple(torch.from_numpy(found[name]) for name in self.spec.moe.ffn.projections)
+
+
+# Text through a model that does not fit memory: all of it goes through one layer before the next is read.
 
 _STATES = 16  # of d_model numbers each, alive for a token at once while a batch goes through a layer, beside experts
 PASSAGES = ("kept", "original", "plans")
@@ -188,3 +389,66 @@ class Passes:
         for folder in (self.room.folder / PASSAGES[2]).glob("*"):
             if folder != passage.folder:
                 Passage(folder, passage.shape).remove()
+
+
+# A model that does not fit memory, on trial: the original layer by layer, with what a pack would give back.
+
+
+class LayeredModel(Passes):
+    """What Measure asks of a Trial, too. `coded` is told which widths are about to be asked of the coder, before they
+    are."""
+
+    def __init__(self, coder: ExpertCoder, dense: DenseCoder, room: Room, show: Progress) -> None:
+        self.checkpoint, self.dense, self.coder = coder.checkpoint, dense, coder
+        self.coded: Callable[[set[int]], None] = lambda widths: None
+        self._widths: Assignment = uniform(self.checkpoint.spec, ORIGINAL)
+        self._dense_is_stored = False
+        checkpoint = self.checkpoint
+        origin = Origin(
+            checkpoint.path, checkpoint.family, checkpoint.description, self._backbone, self._expert, checkpoint.biases
+        )
+        super().__init__(origin, room, show)
+
+    @property
+    def stored_head(self) -> Tensor | None:
+        """See moeconv.measure.trial.LoadedModel."""
+        name = "embed.weight" if self.spec.head.tied else "head.weight"
+        return self.dense.stored_weight(name) if name in self.dense.names else None
+
+    @property
+    def weights_digest(self) -> str:
+        widths = sorted((str(key), bits) for key, bits in self._widths.items())
+        return json.dumps([widths, self._dense_is_stored])
+
+    @property
+    def are_original(self) -> bool:
+        return not self._dense_is_stored and all(set(bits) == {ORIGINAL} for bits in self._widths.values())
+
+    @property
+    def preferring(self) -> Any:
+        raise SettingsError("--resident needs a model that fits the memory: leave it out, or give more --memory")
+
+    def assign(self, widths: Assignment) -> None:
+        """Every expert gets its widths, everything else what a pack stores of it."""
+        self.coded({bits for key in widths for bits in widths[key] if bits < 16})
+        self._set(widths, dense_is_stored=True)
+
+    def restore(self) -> None:
+        """The unquantised model."""
+        self._set(uniform(self.spec, ORIGINAL), dense_is_stored=False)
+
+    def original_experts(self) -> None:
+        """Unquantised experts among what a pack stores of everything else."""
+        self._set(uniform(self.spec, ORIGINAL), dense_is_stored=True)
+
+    def _set(self, widths: Assignment, *, dense_is_stored: bool) -> None:
+        self._widths, self._dense_is_stored = widths, dense_is_stored
+        self.shelf.clear()
+
+    def _expert(self, key: ExpertKey) -> Mapping[str, F32]:
+        bits: Bits = self._widths[key]
+        return self.checkpoint.expert(key) if set(bits) == {ORIGINAL} else self.coder.weights(key, bits)
+
+    def _backbone(self, name: str) -> Tensor:
+        stored = self._dense_is_stored and name in self.dense.names
+        return self.dense.stored_weight(name) if stored else self.dense.source(name)

@@ -1,22 +1,150 @@
-"""A model on trial: the original in memory, with weights replaced by what a pack would give back for them."""
+"""Assignments of widths, measured on the model with any of its experts replaced by quantised ones."""
 
 from __future__ import annotations
 
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import asdict, dataclass, fields, replace
 from functools import cached_property
-from typing import Any
+from typing import Any, NamedTuple, Protocol
 
+import numpy as np
 import torch
+import transformers
 from torch import Tensor
 
-from moeconv.artifacts import Assignment, Bits, uniform
-from moeconv.measure.loaded import LoadedModel
-from moeconv.quantizers.coder import ORIGINAL, ExpertCoder, batches
-from moeconv.quantizers.dense import DenseCoder
+from moeconv.artifacts import Assignment, Bits, Summary, uniform
+from moeconv.measure.metrics import F64, Metric, perplexity
+from moeconv.measure.scorers import Scorer, Scores
+from moeconv.measure.workdir import Journal, identity
+from moeconv.quantizers.coder import ORIGINAL, DenseCoder, ExpertCoder, batches
 from moeconv.source.archs import Family
+from moeconv.source.archs.config import transformers_model
+from moeconv.source.archs.weights import fill_backbone
 from moeconv.source.checkpoint import Checkpoint
 from moeconv.source.experts import ExpertCalls, Weights
-from moeconv.source.preferring import Preferring
-from moert.pack.model_spec import ExpertKey, ModelSpec
+from moeconv.source.routers import Preferring
+from moert.pack.manifest import Preference
+from moert.pack.model_spec import ExpertKey, LayerKey, ModelSpec
+
+# The original model in memory, its matrices outside the experts as the checkpoint has them or as the pack will.
+
+
+class LoadedModel:
+    """A Subject of moeconv.measure.scorers."""
+
+    layers = None
+
+    def __init__(self, checkpoint: Checkpoint, dense: DenseCoder | None = None) -> None:
+        self.checkpoint, self.family = checkpoint, checkpoint.family
+        self.dense = dense or DenseCoder(checkpoint, None)
+        transformers.utils.logging.disable_progress_bar()  # type: ignore[no-untyped-call]
+        with transformers_model(checkpoint.path):
+            self.model: Any = checkpoint.model(torch.float32).requires_grad_(False)
+        self.calls = ExpertCalls(self.model, self.family, self.spec)
+        self._dense_is_stored = False
+
+    @property
+    def spec(self) -> ModelSpec:
+        return self.checkpoint.spec
+
+    @property
+    def stored_head(self) -> Tensor | None:
+        """The head as the pack will give it back [vocab_size, d_model]; None where that is the original."""
+        name = "embed.weight" if self.spec.head.tied else "head.weight"
+        return self.dense.stored_weight(name) if name in self.dense.names else None
+
+    def set_dense(self, *, stored: bool) -> None:
+        """Matrices outside the experts as the pack will store them, or as they were."""
+        if stored != self._dense_is_stored and self.dense.names:
+            weights = self.dense.stored() if stored else self.dense.originals()
+            fill_backbone(self.model, self.checkpoint.description, weights)
+        self._dense_is_stored = stored
+
+
+# The scores of one evaluation, sample by sample, as the journal keeps them; every figure is computed from these.
+
+_MOST = 1e24  # seconds, tokens or operations that no measurement takes
+DECIMALS = 7  # what is kept of a score; computations use what is kept, so that a resumed run decides alike
+
+
+@dataclass(frozen=True)
+class Evaluation:
+    """For each sample the metric's columns, and nats and divergence summed over its tokens; and what it took:
+    seconds, operations in expert rows, samples whose generated text hung on a tie that the order of summation
+    decides."""
+
+    what: str
+    scores: tuple[tuple[float, ...], ...]
+    nats: tuple[float, ...]
+    tokens: tuple[int, ...]
+    kls: tuple[float, ...]
+    seconds: float
+    flops: int
+    near_ties: int = 0
+
+    @classmethod
+    def of(cls, what: str, found: Scores, seconds: float, flops: int, near_ties: int = 0) -> Evaluation:
+        scores = tuple(tuple(row) for row in found.scores.round(DECIMALS).tolist())
+        nats, kls = (tuple(values.round(DECIMALS).tolist()) for values in (found.nats, found.kls))
+        tokens = tuple(int(count) for count in found.tokens)
+        return cls(what, scores, nats, tokens, kls, round(seconds, 4), flops, near_ties)
+
+    @classmethod
+    def from_json(cls, values: dict[str, Any]) -> Evaluation:
+        """Raises KeyError, TypeError or ValueError for values that are no evaluation."""
+        known = {field.name for field in fields(cls)}
+        evaluation = cls(**{name: value for name, value in values.items() if name in known})
+        scores = tuple(map(_numbers, evaluation.scores))
+        nats, tokens, kls = _numbers(evaluation.nats), _numbers(evaluation.tokens), _numbers(evaluation.kls)
+        lengths = {len(scores), len(nats), len(tokens), len(kls)}
+        if len(lengths) > 1 or 0 in lengths or len(set(map(len, scores))) > 1:
+            raise ValueError("as many scores, nats, tokens and divergences as samples were expected")
+        counts = tokens + _numbers([evaluation.seconds, evaluation.flops, evaluation.near_ties])
+        if not isinstance(evaluation.what, str) or not all(0 <= count <= _MOST for count in counts) or not sum(tokens):
+            raise ValueError("no counts that a measurement can have")
+        whole = tuple(int(count) for count in tokens)
+        return replace(evaluation, scores=scores, nats=nats, tokens=whole, kls=kls)
+
+    def to_json(self) -> dict[str, Any]:
+        return asdict(self)
+
+    def columns(self) -> F64:
+        """[samples, columns]"""
+        return np.array(self.scores, dtype=np.float64)
+
+    def token_perplexity(self) -> float:
+        """Returns the perplexity per token."""
+        return float(perplexity(np.array([sum(self.nats), sum(self.tokens)])))
+
+    def summary(self, metric: Metric, reference: Evaluation) -> Summary:
+        before, after = metric.value(reference.columns()), metric.value(self.columns())
+        tokens = sum(self.tokens)
+        return Summary(after, metric.loss(before, after), sum(self.nats) / tokens, sum(self.kls) / tokens)
+
+
+def _numbers(values: Sequence[float]) -> tuple[float, ...]:
+    if not isinstance(values, (list, tuple)) or not {float, int}.issuperset(map(type, values)):
+        raise TypeError("numbers were expected")
+    return tuple(values)
+
+
+def joined(evaluations: Sequence[Evaluation]) -> Evaluation:
+    """Evaluations of the same widths on other samples, as one."""
+    return Evaluation(
+        evaluations[0].what,
+        tuple(row for evaluation in evaluations for row in evaluation.scores),
+        tuple(value for evaluation in evaluations for value in evaluation.nats),
+        tuple(count for evaluation in evaluations for count in evaluation.tokens),
+        tuple(value for evaluation in evaluations for value in evaluation.kls),
+        round(sum(evaluation.seconds for evaluation in evaluations), 4),
+        sum(evaluation.flops for evaluation in evaluations),
+        sum(evaluation.near_ties for evaluation in evaluations),
+    )
+
+
+# A model on trial: the original in memory, with weights replaced by what a pack would give back for them.
 
 
 class Trial:
@@ -94,3 +222,160 @@ class Trial:
         """What an expert becomes at these widths: float32 [out, in] for each projection."""
         found = self.checkpoint.expert(key) if set(bits) == {ORIGINAL} else self.coder.weights(key, bits)
         return tuple(torch.from_numpy(found[name]) for name in self.spec.moe.ffn.projections)
+
+
+# Measures assignments of widths on one list of samples, each only once: the journal knows the rest.
+
+
+class Preferred(NamedTuple):
+    """What an evaluation with a preference found: of each layer of the decoder how often each expert was asked for that
+    was not among the preferred [experts], tokens that were routed (those that were written among them), and of each
+    layer how much better the experts that a token takes are than as many that come next."""
+
+    evaluation: Evaluation
+    missed: Mapping[LayerKey, tuple[int, ...]]
+    tokens: int
+    gaps: tuple[float, ...]
+
+
+class Instead(Protocol):
+    """What takes the routers' place while something is measured, or leaves out neurons. `rule` says all that it goes
+    by, as JSON values."""
+
+    @property
+    def rule(self) -> Any: ...
+
+    def on(self, trial: Trial) -> AbstractContextManager[object]:
+        """Inside the block it does so."""
+        ...
+
+    def seen(self, trial: Trial) -> dict[str, Any]:
+        """What it has seen in there, as JSON values."""
+        ...
+
+
+class _Prefers(NamedTuple):
+    preference: Preference
+
+    @property
+    def rule(self) -> Any:
+        return [self.preference.recent, self.preference.sure, list(self.preference.bonus)]
+
+    @contextmanager
+    def on(self, trial: Trial) -> Iterator[None]:
+        with trial.calls.rerouted(trial.preferring), trial.preferring.on(self.preference):
+            yield
+
+    def seen(self, trial: Trial) -> dict[str, Any]:
+        heard = trial.preferring
+        missed = [[*at, counts.tolist()] for at, counts in heard.missed.items()]
+        gaps = [round(gap, DECIMALS) for gap in heard.gap.values()]
+        return {"missed": missed, "routed_tokens": heard.tokens, "gaps": gaps}
+
+
+class Measure:
+    """`samples_id` names the samples; with the widths it is the identity of a measurement. Trial and scorer are made
+    when something must be measured at all; the unquantised model is then run first, for divergences from it. `instead`
+    is a part of all but that; None: nothing is."""
+
+    def __init__(
+        self,
+        trial: Callable[[], Trial],
+        scorer: Callable[[], Scorer],
+        metric: Metric,
+        journal: Journal,
+        samples_id: str,
+        instead: Instead | None = None,
+    ) -> None:
+        self.metric, self.instead = metric, instead
+        self.samples_id = samples_id
+        self.used: dict[str, Evaluation] = {}  # what this run asked for, measured now or before
+        self._trial, self._make_scorer, self._journal = trial, scorer, journal
+        self._scorer: Scorer | None = None
+
+    @cached_property
+    def reference(self) -> Evaluation:
+        """The unquantised model's evaluation."""
+        found = unquantised(self._journal, self.samples_id)
+        if found is None:
+            self.scorer()
+            found = unquantised(self._journal, self.samples_id)
+        assert found is not None
+        return found
+
+    def scorer(self) -> Scorer:
+        if self._scorer is None:
+            scorer, trial, name = self._make_scorer(), self._trial(), identity(self.samples_id, None)
+            trial.restore()
+            with transformers_model(trial.checkpoint.path):
+                evaluation = self._scored(scorer, "unquantised", as_reference=True)
+            if self._journal.get(name) is None:
+                self._journal.add(name, evaluation.to_json())
+            self._scorer = scorer
+        return self._scorer
+
+    def __call__(self, widths: Assignment, what: str) -> Evaluation:
+        """The evaluation of an assignment (all experts given), from the journal or measured now."""
+        return self._used(self._entry(widths, what, self.instead))
+
+    def by_itself(self, widths: Assignment, what: str) -> Evaluation:
+        """The same with the model's own routers and all its neurons, whatever is measured otherwise."""
+        return self._used(self._entry(widths, what, None))
+
+    def preferring(self, widths: Assignment, preference: Preference, what: str) -> Preferred:
+        """The same where routers prefer what was used lately, and what that asks for."""
+        name, found = self._entry(widths, what, _Prefers(preference))
+        with self._journal.believed():
+            missed = {LayerKey(stack, layer): tuple(counts) for stack, layer, counts in found["missed"]}
+            return Preferred(self._used((name, found)), missed, found["routed_tokens"], tuple(found["gaps"]))
+
+    def _used(self, entry: tuple[str, dict[str, Any]]) -> Evaluation:
+        name, found = entry
+        with self._journal.believed():
+            self.used[name] = Evaluation.from_json(found)
+        return self.used[name]
+
+    def _entry(self, widths: Assignment, what: str, instead: Instead | None) -> tuple[str, dict[str, Any]]:
+        """A measurement, with its name in the journal."""
+        rule = [] if instead is None else [instead.rule]
+        name = identity(self.samples_id, [[str(key), bits] for key, bits in sorted(widths.items())], *rule)
+
+        def measured() -> dict[str, Any]:
+            scorer, trial = self.scorer(), self._trial()
+            trial.assign(widths)
+            with nullcontext() if instead is None else instead.on(trial):
+                evaluation = self._scored(scorer, what).to_json()
+            if instead is not self.instead:
+                return {**evaluation, **({} if instead is None else instead.seen(trial))}
+            about = {"samples": self.samples_id, "widths": [bits for _, bits in sorted(widths.items())]}
+            return {**evaluation, **about}
+
+        return name, self._journal.remember(name, measured)
+
+    def summary(self, evaluation: Evaluation) -> Summary:
+        return evaluation.summary(self.metric, self.reference)
+
+    def _scored(self, scorer: Scorer, what: str, *, as_reference: bool = False) -> Evaluation:
+        calls, started = self._trial().calls, time.perf_counter()
+        rows = calls.rows
+        scores = scorer.score(as_reference=as_reference)
+        return Evaluation.of(what, scores, time.perf_counter() - started, calls.flops(calls.rows - rows))
+
+
+def unquantised(journal: Journal, samples_id: str) -> Evaluation | None:
+    """The unquantised model's evaluation, if it was measured."""
+    found = journal.get(identity(samples_id, None))
+    with journal.believed():
+        return None if found is None else Evaluation.from_json(found)
+
+
+def known_plans(
+    journal: Journal, samples_id: str, keys: Sequence[ExpertKey]
+) -> Iterator[tuple[Assignment, Evaluation]]:
+    """Every assignment that was measured on these samples. `keys` are all experts."""
+    for entry in journal.entries():
+        if entry.get("samples") == samples_id:
+            with journal.believed():
+                widths = [tuple(bits) for bits in entry["widths"]]
+                assignment = dict(zip(sorted(keys), widths, strict=True)), Evaluation.from_json(entry)
+            yield assignment

@@ -1,20 +1,193 @@
-"""The work directory of one conversion: its artefacts, its journal, and a lock so that two runs don't share it."""
+"""The work directory of a conversion: its journal, its artefacts, its lock."""
 
 from __future__ import annotations
 
+import hashlib
 import json
-from collections.abc import Iterator
+import os
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
+from io import FileIO
 from pathlib import Path
 from types import TracebackType
 from typing import IO, Any
 
 from moeconv.artifacts import SCHEMA, to_json
 from moeconv.errors import ConversionError, SettingsError
-from moeconv.measure.journal import Journal
-from moeconv.strict_json import bounded, parse
+from moeconv.strict_json import NotJson, bounded, parse
 from moert.pack.files import write_atomically
 from moert.pack.reader import pack_around
+
+# The journal: one line per measurement, on disk before the next one starts, read again after a crash.
+
+_PIECE = 1 << 20
+
+
+def identity(*what: Any) -> str:
+    """The name of a measurement in the journal: a hash of everything that it depends on (JSON values)."""
+    return hashlib.sha256(json.dumps(what).encode()).hexdigest()[:32]
+
+
+class Journal:
+    """Append-only JSONL keyed by the identity of what was measured. A line cut off by a crash is dropped, from the file
+    when the next one is added: reading changes nothing.
+
+    Raises ConversionError for a journal that can't be read, or that is about something else than `subject`.
+    """
+
+    def __init__(self, path: Path, subject: str) -> None:
+        self.path = path
+        self.subject = subject
+        self._known: dict[str, dict[str, Any]] = {}
+        self._sealed: set[str] = set()  # names of files
+        self._earlier: set[str] = set()  # names that were on disk at the start
+        self._reused: set[str] = set()  # those of them that this run asked for
+        self._cut_at: int | None = None  # where a half line begins
+        if path.exists():
+            self._read()
+
+    def __len__(self) -> int:
+        return len(self._known)
+
+    @property
+    def reused_seconds(self) -> float:
+        """What the measurements of earlier runs had taken that this one has asked for so far."""
+        return sum(_seconds(self._known[name]) for name in self._reused)
+
+    def get(self, name: str) -> dict[str, Any] | None:
+        if name in self._earlier:
+            self._reused.add(name)
+        return self._known.get(name)
+
+    @contextmanager
+    def believed(self) -> Iterator[None]:
+        """Around what takes an entry apart: others may have written it otherwise. Raises ConversionError."""
+        try:
+            yield
+        except (KeyError, IndexError, TypeError, ValueError, AttributeError, OverflowError) as error:
+            reason = f"{type(error).__name__}: {' '.join(str(error).split())[:100]}"
+            raise ConversionError(
+                f"{self.path} holds a measurement that is none ({reason}): move the file away, or give another --work"
+            ) from error
+
+    def remember(self, name: str, make: Callable[[], dict[str, Any]]) -> dict[str, Any]:
+        """The entry of that name, made and added where there is none."""
+        found = self.get(name)
+        if found is None:
+            self.add(name, make())
+        return self._known[name]
+
+    def entries(self) -> Iterable[dict[str, Any]]:
+        return self._known.values()
+
+    def add(self, name: str, record: dict[str, Any]) -> None:
+        self.add_all({name: record})
+
+    def add_all(self, records: Mapping[str, dict[str, Any]]) -> None:
+        """All or none of them, durable on return. Raises ConversionError when the disk is full."""
+        lines = [json.dumps({"id": name, "subject": self.subject, **record}) + "\n" for name, record in records.items()]
+        try:
+            if self._cut_at is not None:
+                os.truncate(self.path, self._cut_at)
+                self._cut_at = None
+            with self.path.open("ab", buffering=0) as stream:
+                start = stream.tell()
+                try:
+                    _write("".join(lines).encode(), stream)
+                    os.fsync(stream.fileno())
+                except OSError:
+                    os.truncate(self.path, start)  # half a line would run into the next one
+                    raise
+        except OSError as error:
+            raise ConversionError(f"can't write {self.path}: {error.strerror}; free some space and run again") from None
+        self._knows(records)
+
+    def seal(self, *paths: Path) -> None:
+        """Notes what is in finished files of the work directory."""
+        self._seal({self._name(path): digest_of(path) for path in paths})
+
+    def write(self, path: Path, body: bytes) -> None:
+        """Writes a file of the work directory, sealed before it is there, so that one that was there before stays a
+        sealed one where this run is killed. Raises OSError."""
+        self._seal({self._name(path): hashlib.sha256(body).hexdigest()})
+        write_atomically(path, body)
+
+    def sealed(self, path: Path) -> bool:
+        """Whether a file is there and finished. Raises ConversionError if something else is in it than was sealed."""
+        name = self._name(path)
+        if name not in self._sealed or not path.is_file():
+            return False
+        if identity("file", name, digest_of(path)) not in self._known:
+            raise ConversionError(
+                f"{path} was changed since it was made: delete it, and it is made again, or give another --work"
+            )
+        return True
+
+    def _seal(self, digests: Mapping[str, str]) -> None:
+        seals = {identity("file", name, digest): {"file": name} for name, digest in digests.items()}
+        if new := {seal: entry for seal, entry in seals.items() if seal not in self._known}:
+            self.add_all(new)
+
+    def _name(self, path: Path) -> str:
+        """Of a file, within the work directory."""
+        return Path(os.path.relpath(path, self.path.parent)).as_posix()
+
+    def _knows(self, records: Mapping[str, dict[str, Any]]) -> None:
+        self._known.update(records)
+        self._sealed.update(name for entry in records.values() if isinstance(name := entry.get("file"), str))
+
+    def _read(self) -> None:
+        try:
+            body = self.path.read_bytes()
+        except OSError as error:
+            raise ConversionError(f"can't read {self.path}: {error.strerror}; give another --work") from None
+        whole = body[: body.rfind(b"\n") + 1]
+        for number, line in enumerate(whole.splitlines(), 1):
+            try:
+                record = parse(line, finite=False)
+                name, subject = record.pop("id"), record.pop("subject")
+                hash(name)
+            except (NotJson, TypeError, KeyError, AttributeError):
+                raise ConversionError(
+                    f"{self.path}:{number} is damaged: remove that line, and only it is measured again"
+                ) from None
+            if subject != self.subject:
+                raise ConversionError(
+                    f"{self.path}:{number} is about another model, text or quantizer: move the file away, or give "
+                    "another --work"
+                )
+            self._known[name] = record
+        self._knows(self._known)
+        self._earlier = set(self._known)
+        if len(whole) < len(body):
+            self._cut_at = len(whole)
+
+
+def digest_of(path: Path) -> str:
+    """Returns the sha256 of a file of a work directory. Raises ConversionError."""
+    try:
+        digest = hashlib.sha256()
+        with path.open("rb") as stream:
+            while piece := stream.read(_PIECE):
+                digest.update(piece)
+        return digest.hexdigest()
+    except OSError as error:
+        raise ConversionError(f"can't read {path}: {error.strerror}; give another --work") from None
+
+
+def _seconds(entry: Mapping[str, Any]) -> float:
+    """An evaluation has its own; what was measured together is an entry of entries."""
+    parts = [entry, *(part for part in entry.values() if isinstance(part, dict))]
+    return sum(float(part.get("seconds", 0.0)) for part in parts)
+
+
+def _write(body: bytes, stream: FileIO) -> None:
+    """In one call where the system can, so that a crash leaves all or nothing of it."""
+    while body:
+        body = body[stream.write(body) :]
+
+
+# The work directory of one conversion: its artefacts, its journal, and a lock so that two runs don't share it.
 
 try:
     import fcntl

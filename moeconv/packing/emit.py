@@ -1,29 +1,174 @@
-"""Checkpoint and widths → pack: a few experts of a layer at a time, and a killed run goes on where it stopped."""
+"""Checkpoint and widths become a pack."""
 
 from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Mapping
+import math
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
+from typing import Any, BinaryIO, NamedTuple
+
+import torch
+from torch import Tensor
 
 from moeconv.artifacts import Assignment
-from moeconv.packing.backbone import write_backbone
-from moeconv.packing.chat import chat_of
 from moeconv.progress import Bar
-from moeconv.quantizers.coder import ExpertCoder, Wanted, batches
-from moeconv.quantizers.dense import DenseCoder
-from moeconv.source.ahead import read_ahead
+from moeconv.quantizers.coder import DenseCoder, ExpertCoder, Wanted, batches
 from moeconv.source.checkpoint import Checkpoint
-from moert.pack.codec import WIDTHS
-from moert.pack.errors import WriteFailed
-from moert.pack.manifest import Files, Manifest, Preference, Quality, Quantization
+from moeconv.source.outline import MAX_JSON_BYTES, CheckpointError
+from moeconv.source.tensors import read_ahead
+from moeconv.strict_json import NotJson, bounded, parse
+from moeconv.tokenizers import chat_tokenizer
+from moert.pack.codec import WIDTHS, QuantizedMatrix, times_two
+from moert.pack.errors import ChatInvalid, WriteFailed
+from moert.pack.manifest import BACKBONE, Dense, Files, Manifest, Preference, Quality, Quantization, part_names, stem_of
 from moert.pack.model_spec import ExpertKey
 from moert.pack.neurons import ORDER, NeuronOrder
 from moert.pack.tensors import TOKENIZER
-from moert.pack.text import CHAT
+from moert.pack.text import CHAT, ChatFormat, dump_chat
 from moert.pack.writer import PackWriter
+
+# Everything outside the experts, written tensor by tensor: never all of it in memory.
+
+_LENGTH_BYTES = 8  # of a safetensors file, before its header, which is filled up to a whole number of these
+_TYPES = {
+    torch.uint8: "U8", torch.int8: "I8", torch.float8_e5m2: "F8_E5M2", torch.float8_e4m3fn: "F8_E4M3",
+    torch.int16: "I16", torch.float16: "F16", torch.bfloat16: "BF16", torch.int32: "I32", torch.float32: "F32",
+    torch.float64: "F64", torch.int64: "I64",
+}  # fmt: skip
+_LARGEST_FIRST = [*reversed(_TYPES)]  # so that every tensor is aligned, as the library lays them out
+
+
+class Part(NamedTuple):
+    """A tensor of the file: its type and shape, and what makes it."""
+
+    name: str
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    make: Callable[[], Tensor]
+
+
+def write_backbone(dense: DenseCoder, dtype16: str, writer: PackWriter) -> None:
+    """Raises CheckpointError for values that are not finite, WriteFailed."""
+    stored_as = writer.quantization.dense
+    parts = [part for name in dense.checkpoint.spec.tensors for part in _parts(dense, name, dtype16, stored_as)]
+    path = writer.add_file(BACKBONE)
+    try:
+        with path.open("wb") as file:
+            write_tensors(file, parts)
+    except OSError as error:
+        path.unlink(missing_ok=True)
+        raise WriteFailed(f"can't write {path}: {error.strerror}; free some space or choose another place") from None
+    except BaseException:
+        path.unlink(missing_ok=True)
+        raise
+    writer.seal_file(BACKBONE)
+
+
+def write_tensors(file: BinaryIO, parts: Sequence[Part]) -> None:
+    """A safetensors file, byte for byte what the library writes for the same tensors."""
+    ordered = sorted(parts, key=lambda part: (_LARGEST_FIRST.index(part.dtype), part.name))
+    header, end = {}, 0
+    for part in ordered:
+        start, end = end, end + part.dtype.itemsize * math.prod(part.shape)
+        header[part.name] = {"dtype": _TYPES[part.dtype], "shape": part.shape, "data_offsets": [start, end]}
+    text = json.dumps(header, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % _LENGTH_BYTES)
+    file.write(len(text).to_bytes(_LENGTH_BYTES, "little") + text)
+    for part in ordered:
+        file.write(part.make().contiguous().reshape(-1).view(torch.uint8).numpy().data)
+
+
+def _parts(dense: DenseCoder, name: str, dtype16: str, stored_as: Dense | None) -> list[Part]:
+    """The tensors that stand for one of the checkpoint's."""
+    if dense.width(name) is None:
+        stored = _stored(dense, name)
+        return [Part(name, stored.dtype, tuple(stored.shape), lambda: _finite(name, _stored(dense, name)))]
+
+    def coded() -> dict[str, Tensor]:
+        projection = dense.code(name)
+        assert stored_as is not None
+        if isinstance(projection, QuantizedMatrix):
+            values = (projection.qweight, projection.scale, projection.minimum)
+            return {
+                part: torch.from_numpy(each) for part, each in zip(part_names(name, stored_as), values, strict=True)
+            }
+        whole = torch.from_numpy(times_two(projection, -stored_as.power(name)))
+        return {f"{stem_of(name, stored_as)}.weight": whole.to(torch.bfloat16 if dtype16 == "BF16" else torch.float16)}
+
+    found = {part: (tensor.dtype, tuple(tensor.shape)) for part, tensor in coded().items()}
+    return [Part(part, *about, lambda part=part: coded()[part]) for part, about in found.items()]  # type: ignore[misc]
+
+
+def _stored(dense: DenseCoder, name: str) -> Tensor:
+    return dense.checkpoint.stored_tensor(name, dense.checkpoint.spec.tensors[name].shape)
+
+
+def _finite(name: str, tensor: Tensor) -> Tensor:
+    if not torch.isfinite(tensor).all():
+        raise CheckpointError(f"{name} holds values that are not finite: the checkpoint is damaged")
+    return tensor
+
+
+# How the source model takes a conversation: its chat templates and special tokens, as transformers knows them.
+
+_CONFIG, _TEMPLATE = "tokenizer_config.json", "chat_template.jinja"
+_DEFAULT, _TOOLS = "default", "tool_use"
+
+
+def chat_of(folder: Path) -> bytes | None:
+    """What becomes chat.json in a pack of the model in `folder`; None where that has no chat template.
+
+    Raises CheckpointError for a template or tokenizer that can't be used.
+    """
+    if not _has_template(folder):
+        return None
+    tokenizer = _tokenizer(folder)
+    templates = tokenizer.chat_template
+    if isinstance(templates, str):
+        templates = {_DEFAULT: templates}
+    if not isinstance(templates, dict) or not templates.get(_DEFAULT):
+        named = f" (there are {', '.join(sorted(map(str, templates)))[:100]})" if isinstance(templates, dict) else ""
+        raise CheckpointError(
+            f"{folder} has chat templates, and none of them is called {_DEFAULT}{named}: name the usual one so in "
+            f"{_CONFIG}, or take them out"
+        )
+    chat = ChatFormat(templates[_DEFAULT], dict(tokenizer.special_tokens_map), templates.get(_TOOLS))
+    try:
+        return dump_chat(chat)
+    except ChatInvalid as error:
+        raise CheckpointError(f"{folder}: {error}: mend {_CONFIG}, or take the template out") from None
+
+
+def _has_template(folder: Path) -> bool:
+    if (folder / _TEMPLATE).is_file():
+        return True
+    try:
+        config = parse(bounded(folder / _CONFIG, MAX_JSON_BYTES), finite=False)
+    except FileNotFoundError:
+        return False
+    except (OSError, NotJson) as error:
+        raise CheckpointError(f"{folder / _CONFIG} can't be read as JSON ({_line(error)}): fetch it again") from None
+    return isinstance(config, dict) and bool(config.get("chat_template"))
+
+
+def _tokenizer(folder: Path) -> Any:
+    try:
+        return chat_tokenizer(folder)
+    except Exception as error:  # the library raises nothing more precise
+        raise CheckpointError(
+            f"{folder} has a chat template, and its tokenizer can't be loaded ({_line(error)}): mend it, or take the "
+            f"template out of {_CONFIG} to convert without"
+        ) from None
+
+
+def _line(error: BaseException) -> str:
+    return (" ".join(str(error).split()) or type(error).__name__)[:200]
+
+
+# Checkpoint and widths → pack: a few experts of a layer at a time, and a killed run goes on where it stopped.
 
 
 @dataclass(frozen=True)

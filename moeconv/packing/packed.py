@@ -1,28 +1,38 @@
-"""A pack loaded into the transformers model, so that other code than the runtime runs its weights."""
+"""A pack as the model that transformers runs: whole, layer by layer, and checked tensor by tensor."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from hashlib import sha256
 from typing import Any
 
+import numpy as np
 import torch
 from safetensors import SafetensorError
 from safetensors.torch import load
 from torch import Tensor
 
-from moeconv.errors import ConversionError
+from moeconv.errors import ConversionError, VerifyFailed
+from moeconv.measure.passes import Origin, Passes, Room
+from moeconv.progress import Progress, unseen
 from moeconv.source.archs import FAMILIES, Description, Family
-from moeconv.source.archs.errors import transformers_model
+from moeconv.source.archs.config import transformers_model
 from moeconv.source.archs.weights import fill_backbone
+from moeconv.source.checkpoint import Checkpoint
 from moeconv.source.experts import ExpertCalls
 from moeconv.source.outline import CONFIG, GENERATION_CONFIG, MAX_JSON_BYTES, Outline, line
 from moeconv.strict_json import NotJson, parse
-from moert.pack.codec import times_two
+from moert.pack.codec import F32, QuantizedMatrix, dequantize, power_of, times_two
 from moert.pack.documents import brief
+from moert.pack.layout import DOWN, NEURONS
 from moert.pack.manifest import BACKBONE, dense_width, quantized, stem_of, stored_tensors
-from moert.pack.model_spec import ModelSpec
-from moert.pack.reader import Pack, Projection, projection_weights
+from moert.pack.model_spec import ExpertKey, ModelSpec
+from moert.pack.neurons import NeuronOrder, check_pieces, checksums_from_bytes, load_order
+from moert.pack.reader import MANIFEST, Pack, Projection, check_backbone, check_expert, projection_weights
+
+# A pack loaded into the transformers model, so that other code than the runtime runs its weights.
 
 
 @dataclass(frozen=True)
@@ -134,3 +144,158 @@ def backbone_weights(pack: Pack) -> Callable[[str], Tensor]:
         return torch.from_numpy(projection_weights(dense_projection(pack, tensors, name)))
 
     return weight
+
+
+# A pack's own model, layer by layer: for packs whose experts do not fit memory as numbers that text runs through.
+
+
+class PackedLayers(Passes):
+    """Raises ConversionError for a pack whose family this program does not know, or a PackError."""
+
+    def __init__(self, pack: Pack, room: Room, show: Progress) -> None:
+        self.pack = pack
+        family, description = described(pack)
+        origin = Origin(pack.root, family, description, backbone_weights(pack), self._expert, self._biases)
+        super().__init__(origin, room, show)
+
+    @property
+    def weights_digest(self) -> str:
+        return sha256((self.pack.root / MANIFEST).read_bytes()).hexdigest()
+
+    def _expert(self, key: ExpertKey) -> Mapping[str, F32]:
+        projections = self.pack.projections(key, self.pack.read_expert(key))
+        return {name: projection_weights(projection) for name, projection in projections.items()}
+
+    def _biases(self, key: ExpertKey) -> Mapping[str, F32]:
+        return self.pack.biases(key, self.pack.read_expert(key))
+
+
+# Checks a pack: every hash, and against its source that each weight is within the error of its width.
+
+MIN_MAX = "channel"  # the quantiser whose every weight is within half a step; the others are fitted as a whole
+HALF_STEPS = 4  # fitted codes were found at 2.4 and less, where three inputs outweigh all others
+APART = 0.75  # those of the weights themselves were found at 0.6 and less, those of others at 0.95 and more
+F16_STEP = 2.0**-10  # spacing of float16 values, relative: what rounding scale and minimum can cost
+F16_FLOOR = 2.0**-24  # spacing of the smallest float16 values, before a matrix's power of two
+
+
+@dataclass(frozen=True)
+class Verified:
+    """`worst` is the largest error of an expert, or of another matrix that has a width, as a share of what that width
+    allows; None without a source. All other tensors are equal to the source's."""
+
+    files: int
+    experts: int
+    worst: float | None
+
+
+def verify(pack: Pack, source: Checkpoint | None, show: Progress = unseen) -> Verified:
+    """Raises a PackError for a damaged file, VerifyFailed for weights that are not those of the source."""
+    keys, files = pack.manifest.model.expert_keys(), sum(1 for _ in pack.pieces())
+    with show("files", files, "file") as bar:
+        for _ in pack.verify_hashes():
+            bar.update(1)
+    _check_numbers(pack, show)
+    if pack.has_neurons:
+        _check_pieces(pack, show)
+    order = load_order(pack)
+    if source is None:
+        return Verified(files, len(keys), None)
+    if source.spec != pack.manifest.model:
+        raise VerifyFailed(f"{source.path} is not the model that {pack.root} was made from: their shapes differ")
+    worst = max(_backbone_error(pack, source), *(_expert_error(pack, source, key, order) for key in keys))
+    return Verified(files, len(keys), worst)
+
+
+def _check_numbers(pack: Pack, show: Progress) -> None:
+    """That every weight is a number."""
+    check_backbone(pack)
+    with show("numbers", len(pack.manifest.experts), "expert") as bar:
+        for entry in pack.manifest.experts:
+            check_expert(pack, entry.key, pack.read_expert(entry.key))
+            bar.update(1)
+
+
+def _check_pieces(pack: Pack, show: Progress) -> None:
+    """That pieces of experts which are read alone are checked against what is there."""
+    expected = checksums_from_bytes(pack.read_file(NEURONS), pack.manifest)
+    with show("pieces", len(expected), "expert") as bar:
+        for key, sums in expected.items():
+            check_pieces(key, pack.neurons(key), pack.read_expert(key), sums)
+            bar.update(1)
+
+
+def _backbone_error(pack: Pack, source: Checkpoint) -> float:
+    """The largest share of an error over all matrices that have a width; all other tensors must be equal."""
+    manifest, tensors, worst = pack.manifest, backbone_of(pack), 0.0
+    dense = manifest.quantization.dense
+    for name, (_, shape, _) in source.spec.tensors.items():
+        original = source.backbone_tensor(name, shape)
+        if dense is not None and dense_width(source.spec, dense, name) is not None:
+            stored = dense_projection(pack, tensors, name)
+            worst = max(worst, _checked(name, stored, original.float().numpy(), dense.quantizer == MIN_MAX))
+        elif not torch.equal(tensors[name], original):
+            raise VerifyFailed(f"{name} differs from {source.path}: the pack was made from other weights")
+    return worst
+
+
+def _expert_error(pack: Pack, source: Checkpoint, key: ExpertKey, order: NeuronOrder | None) -> float:
+    stored, each = pack.stored(key, pack.read_expert(key)), pack.manifest.quantization.quantizer == MIN_MAX
+    weights = dict(source.expert(key))
+    if pack.has_neurons:
+        weights[DOWN] = weights[DOWN].T
+    if order is not None:
+        weights = {name: weight[order.of(key)] for name, weight in weights.items()}
+    return max(_checked(f"expert {key}, {name}", stored[name], weight, each) for name, weight in weights.items())
+
+
+def _checked(what: str, projection: Projection, weight: F32, each: bool) -> float:
+    share = error_share(projection, weight, each)
+    if not share <= 1:
+        raise VerifyFailed(
+            f"{what}: its error is {share:.1f} times what its width allows: the pack was made from other weights, or "
+            "is damaged"
+        )
+    return share
+
+
+def error_share(projection: Projection, weight: F32, each: bool) -> float:
+    """The error of a projection, as a share of what its width allows. 16-bit weights may be off by their rounding.
+
+    With `each`, the largest error counts, and a weight may be off by half a step of its group, (max - min) /
+    (2**bits - 1) / 2, and by what rounding scale and minimum to float16 adds: so min-max quantisation errs. Fitted
+    codes trade some weights for others and errors for the outputs, so that their root mean square counts. It may be
+    `HALF_STEPS` times that of half a step, but no more than `APART` times what weights that have nothing to do with
+    each other are apart: √(v + v'), where v and v' are the variances of both inside groups.
+    """
+    floor = F16_FLOOR * 2.0 ** power_of(weight)
+    if not isinstance(projection, QuantizedMatrix):
+        return float((np.abs(projection - weight) / (np.abs(weight) * 2.0**-8 + floor)).max())
+    starts = np.arange(0, projection.in_features, projection.group_size)
+    low, high = np.minimum.reduceat(weight, starts, axis=1), np.maximum.reduceat(weight, starts, axis=1)
+    half_step = (high - low) / (2**projection.bits - 1) / 2
+    rounding = F16_STEP * (np.maximum(np.abs(low), np.abs(high)) + high - low) + floor * 2**projection.bits
+    stored = dequantize(projection)
+    error = np.abs(stored - weight)
+    if each:
+        return float((error / _wide(half_step + rounding, projection)).max())
+    apart = math.sqrt(_variance(weight, projection) + _variance(stored, projection))
+    allowed = min(HALF_STEPS * _rms(_wide(half_step, projection)), APART * apart) + _rms(_wide(rounding, projection))
+    return _rms(error) / allowed
+
+
+def _variance(weights: F32, projection: QuantizedMatrix) -> float:
+    """Mean square of weights [out, in] less the mean of their group."""
+    starts = np.arange(0, projection.in_features, projection.group_size)
+    counts = np.diff([*starts, projection.in_features])
+    means: F32 = (np.add.reduceat(weights, starts, axis=1) / counts).astype(np.float32)
+    return _rms(weights - _wide(means, projection)) ** 2
+
+
+def _rms(values: F32) -> float:
+    return math.sqrt(np.square(values, dtype=np.float64).mean())
+
+
+def _wide(per_group: F32, projection: QuantizedMatrix) -> F32:
+    """[out, groups] → [out, in]"""
+    return np.repeat(per_group, projection.group_size, axis=1)[:, : projection.in_features]

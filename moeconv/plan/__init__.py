@@ -5,10 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 
 from moeconv.errors import TargetMissed
-from moeconv.plan.chains import greedy, uniform
-from moeconv.plan.frontier import Frontier
-from moeconv.plan.knapsack import fill, hulls
-from moeconv.plan.problem import Plan, Problem
+from moeconv.plan.knapsack import fill, greedy, hulls, uniform
+from moeconv.plan.problem import Frontier, Plan, Problem
 
 ALLOCATORS: Mapping[str, Callable[[Problem], Frontier]] = {"greedy": greedy, "knapsack": hulls, "uniform": uniform}
 

@@ -1,19 +1,324 @@
-"""What a pack would be that is not made yet: its size, the memory that it wants, and how fast it would write. Pure."""
+"""Packs that are not made yet: sizes, tokens a second, and what converting takes."""
 
 from __future__ import annotations
 
+import json
 import math
+from bisect import bisect_left
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import cache
+from importlib.resources import files
+from math import comb, log
+from typing import Any, Literal
 
-from moeconv.plan.likeness import Reference
-from moeconv.plan.mixture import Mixture, mixture, uniform
-from moeconv.plan.outlook import MXFP4_WIDTHS, WIDTHS, Fit, Host, dense_bits_of, quantization_of
-from moeconv.plan.pace import Drive, Processor, Work, token_s
+from moeconv.plan.outlook import (
+    MXFP4_WIDTHS,
+    WIDTHS,
+    Fit,
+    Host,
+    Mixture,
+    Parameters,
+    dense_bits_of,
+    mixture,
+    quantization_of,
+    uniform,
+)
 from moeconv.plan.problem import Storage
 from moert.pack.layout import DTYPE_BYTES
 from moert.pack.manifest import Dense, Quantization, dense_width, stored_tensors
 from moert.pack.model_spec import ModelSpec
+
+# How often experts are found in memory, by the reference model that a model is most like. Pure but for reading
+# hit_rates.json, which `python -m recipes.bench.hit_rates` makes of the traces of recipes/models, by moert's own
+# replay.
+
+HIT_RATES = "hit_rates.json"
+Kind = Literal["encoder-decoder", "decoder"]
+
+
+@dataclass(frozen=True)
+class Reference:
+    """A model whose routing was recorded. `rates`: (share of the experts' bytes that has room, hit rate under the
+    eviction that `auto` takes there), by rising share; none where a token takes all experts of a layer, of which those
+    are found that have room."""
+
+    name: str
+    kind: Kind
+    experts: int
+    top_k: int
+    layers: int
+    rates: tuple[tuple[float, float], ...]
+
+    @classmethod
+    def from_json(cls, values: dict[str, Any]) -> Reference:
+        rates = tuple((float(share), float(rate)) for share, rate in values["rates"])
+        return cls(values["name"], values["kind"], values["experts"], values["top_k"], values["layers"], rates)
+
+    def hit_rate(self, share: float) -> float:
+        """Between the measured shares as on a straight line; none where nothing has room, 1 where all has."""
+        points = [(0.0, 0.0), *self.rates, (1.0, 1.0)]
+        if share >= 1:
+            return 1.0
+        place = max(1, bisect_left(points, (max(share, 0.0), 0.0)))
+        (left, low), (right, high) = points[place - 1], points[place]
+        return low + (high - low) * (max(share, 0.0) - left) / (right - left)
+
+
+@cache
+def references() -> tuple[Reference, ...]:
+    """All that were recorded."""
+    text = (files("moeconv.plan") / HIT_RATES).read_text(encoding="utf-8")
+    return tuple(map(Reference.from_json, json.loads(text)["models"]))
+
+
+def kind_of(spec: ModelSpec) -> Kind:
+    return "encoder-decoder" if spec.encoder is not None else "decoder"
+
+
+def nearest(spec: ModelSpec, known: Sequence[Reference]) -> Reference:
+    """Of the same kind where there is one; then the most like in experts of a layer and experts of a token, by the
+    ratios of these numbers. One that chooses nothing is like itself alone."""
+    if not spec.moe.chooses:
+        return Reference(spec.family, kind_of(spec), spec.moe.n, spec.moe.router.top_k, len(spec.experts), ())
+
+    def distance(one: Reference) -> tuple[bool, float]:
+        moe = spec.moe
+        ratios = abs(log(one.experts / moe.n)) + abs(log(one.top_k / moe.router.top_k))
+        return one.kind != kind_of(spec), ratios
+
+    return min(known, key=distance)
+
+
+# Tokens a second that a pack is expected to write, before there is one. Pure.
+# A token passes each layer in turn, and a layer ends when what is computed and what is read for it have ended. Of a
+# layer's `top_k` experts each is missing with probability 1 - hit rate. With m of them missing, all that can be
+# computed meanwhile is, but for the last one that arrives:
+# layer(m) = max(compute, read(m) + compute / top_k), layer(0) = compute read(m) = miss + max((m - 1) × miss, m ×
+# bytes / min(drive, m × drive with one read at a time)) token = outside + layers × Σ_m P(m) layer(m), m of
+# Binomial(top_k, 1 - hit rate)
+# `miss` is what an expert costs beside its bytes (asking for it, waking up, checking it): of several, all but the
+# first one's hide behind what the drive is busy with, or the other way round where experts are small. `outside` is
+# everything but the experts, and what the runtime spends on each layer whatever its size. Nothing is reckoned for
+# what moert reads a layer ahead, which is little where the drive is what a token waits for.
+
+KERNEL_BITS = (2, 3, 4, 8, 16)
+
+
+@dataclass(frozen=True)
+class Drive:
+    """Bytes a second, with as many reads at once as it likes and with one at a time."""
+
+    bytes_per_s: float
+    alone_bytes_per_s: float
+
+    def read_s(self, nbytes: float, count: int) -> float:
+        """For so many pieces of so many bytes, asked for at once."""
+        return count * nbytes / min(self.bytes_per_s, count * self.alone_bytes_per_s)
+
+
+@dataclass(frozen=True)
+class Processor:
+    """`kernel_bytes_per_s`: weights that are multiplied with one token, by width. `layer_s`: what each layer of the
+    decoder takes beside its weights. `miss_s`: what an expert that is missing costs beside reading its bytes."""
+
+    kernel_bytes_per_s: Mapping[int, float]
+    layer_s: float
+    miss_s: float
+
+    def compute_s(self, nbytes: Mapping[int, float]) -> float:
+        """Width → bytes of weights."""
+        return sum(count / self.kernel_bytes_per_s[bits] for bits, count in nbytes.items())
+
+
+@dataclass(frozen=True)
+class Work:
+    """What one token takes of the decoder. Bytes by width: `outside` of all that is not experts, `experts` of the mean
+    expert, whose file has `file_bytes`."""
+
+    layers: int
+    expert_layers: int
+    top_k: int
+    outside: Mapping[int, float]
+    experts: Mapping[int, float]
+    file_bytes: float
+
+
+def token_s(work: Work, processor: Processor, drive: Drive, hit_rate: float) -> float:
+    """Seconds, see above. hit_rate: of the experts that a token asks for, those in memory."""
+    compute_s = work.top_k * processor.compute_s(work.experts)
+    outside_s = processor.compute_s(work.outside) + work.layers * processor.layer_s
+
+    def layer_s(missing: int) -> float:
+        if not missing:
+            return compute_s
+        transfer_s = drive.read_s(work.file_bytes, missing)
+        read_s = processor.miss_s + max((missing - 1) * processor.miss_s, transfer_s)
+        return max(compute_s, read_s + compute_s / work.top_k)
+
+    expected_s = sum(
+        comb(work.top_k, missing) * (1 - hit_rate) ** missing * hit_rate ** (work.top_k - missing) * layer_s(missing)
+        for missing in range(work.top_k + 1)
+    )
+    return outside_s + work.expert_layers * expected_s
+
+
+# The machine that is stated where none is asked: what docs/models.md reckons with, and on any machine what a layer
+# and a missing expert cost, which no short measurement shows. Pure but for reading machine.json.
+
+MACHINE = "machine.json"
+SOURCE = "python -m recipes.bench.outlook_machine"
+DEFAULT_DRIVE = 500e6
+"""Bytes a second where nothing is known of a drive: a SATA SSD."""
+
+
+@dataclass(frozen=True)
+class Machine:
+    """`name`: processor, cores and instruction set."""
+
+    name: str
+    processor: Processor
+    host: Host
+
+    @classmethod
+    def from_json(cls, values: dict[str, Any]) -> Machine:
+        """Of what machine.json has."""
+        of = values["processor"]
+        speeds = {int(bits): float(speed) for bits, speed in of["kernel_bytes_per_s"].items()}
+        return cls(values["name"], Processor(speeds, of["layer_s"], of["miss_s"]), Host(**values["host"]))
+
+
+@cache
+def stated() -> Machine:
+    """The one in machine.json."""
+    return Machine.from_json(json.loads((files("moeconv.plan") / MACHINE).read_text(encoding="utf-8")))
+
+
+def processor_of(facts: dict[str, Any]) -> Processor | None:
+    """Of what `moert info --system --json` says, with the stated costs of layers and misses; None where it has measured
+    no kernels."""
+    measured = facts["kernel_bytes_per_s"]
+    if measured is None:
+        return None
+    return replace(stated().processor, kernel_bytes_per_s={int(bits): speed for bits, speed in measured.items()})
+
+
+# What converting takes: time, disk and memory, before anything is read. Pure.
+# Without text the source is read once, each weight is quantised once, and the pack is written:
+# time = max(source / drive, weights / quantising) + pack / drive
+# With text, in passes of the model over what plans are judged on:
+# pass = 2 × active parameters × tokens / arithmetic sweep = experts × widths × share × 2 × active parameters ×
+# tokens of the sweep / arithmetic or, by gradients: there and back for each draw, and each layer at each width
+# through those behind it time = passes × max(pass, reading) + sweep + codings × weights / quantising + (source +
+# pack) / drive
+# where reading is nothing if the model stays in memory in 32 bits, else source / drive.
+
+
+@dataclass(frozen=True)
+class Rules:
+    """How often a conversion at --loss 5% does what. Counted on 2026-11-24 in one of recipes/models/wiki with its
+    recipe (recipes/wiki.toml), which is what a person gets who gives a text and a loss."""
+
+    judged_tokens: int = 96 * 256  # windows that plans are judged on, and as many are held out
+    sweep_tokens: int = 4 * 256
+    passes: int = 12  # references on both texts, moments, 8 plans of the search, the chosen one on held-out text
+    sweep_widths: int = 2  # those on both sides of the target
+    sweep_share: float = 0.43  # operations of the sweep, of full evaluations: docs/results/sweep.json, wiki
+    codings: int = 3  # each weight at the sweep's base and at the two widths, where codes stay
+    codings_anew: int = 13  # where they do not: these, and again for 8 plans, the held-out text and the pack
+    exact_probes: int = 4096  # more of them are reckoned from gradients: moeconv.conversion.measuring
+    draws: int = 16  # moeconv.sweep.fisher: each goes back through a layer at about twice the cost of going forth
+    scale_tokens: int = 8 * 256  # moeconv.sweep.fisher
+    code_shares: tuple[float, ...] = (2 / 4, 3 / 4, 1.0)  # of a pack of 4 bits: codes that layers leave on the drive
+    kept_bytes: int = 256 << 20  # of codes that stay: CACHE_BYTES of moeconv.quantizers.coder
+    float32_bytes: int = 4  # a parameter in memory while it is measured
+
+
+RULES = Rules()
+
+
+@dataclass(frozen=True)
+class Tools:
+    """How fast this machine is. `weights_per_s` by quantizer (moeconv.conversion.host measures it), `flops_per_s` of
+    a model's forward pass in 32 bits, `drive_bytes_per_s` for large reads and writes, `memory_bytes` for the
+    process."""
+
+    weights_per_s: Mapping[str, float]
+    flops_per_s: float
+    drive_bytes_per_s: float
+    memory_bytes: int
+
+
+@dataclass(frozen=True)
+class Subject:
+    """The model that is converted: its shape, `source_bytes` of its checkpoint, and `pack_bytes` of what it becomes."""
+
+    spec: ModelSpec
+    parameters: Parameters
+    source_bytes: int
+    pack_bytes: int
+
+    @property
+    def expert_weights(self) -> int:
+        return len(self.spec.expert_keys()) * self.spec.weights_per_expert()
+
+
+@dataclass(frozen=True)
+class Effort:
+    """`disk_bytes`: that must be free, the source not counted. `read_bytes`: of the source in all. `sweep_s`: of the
+    `seconds`, those of the sweep. `memory_bytes`: of the model, where it stays in memory; 0 where it passes through."""
+
+    quantizer: str
+    seconds: float
+    sweep_s: float
+    disk_bytes: int
+    read_bytes: int
+    memory_bytes: int
+
+
+def without_text(subject: Subject, tools: Tools, quantizer: str = "group") -> Effort:
+    """One width for all, or a size, with nothing measured."""
+    coding_s = subject.expert_weights / tools.weights_per_s[quantizer]
+    seconds = max(subject.source_bytes / tools.drive_bytes_per_s, coding_s)
+    seconds += subject.pack_bytes / tools.drive_bytes_per_s
+    return Effort(quantizer, seconds, 0.0, subject.pack_bytes, subject.source_bytes, 0)
+
+
+def with_text(subject: Subject, tools: Tools, quantizer: str = "gptq") -> Effort:
+    """For a loss: with the exact sweep of one width at a time, or by gradients where there are many experts or the
+    model does not fit the memory."""
+    token_s = 2 * subject.parameters.active / tools.flops_per_s
+    memory = RULES.float32_bytes * subject.parameters.total
+    reads = 1 if memory <= tools.memory_bytes else RULES.passes
+    read_s = subject.source_bytes / tools.drive_bytes_per_s
+    pass_s = RULES.judged_tokens * token_s
+    probes = len(subject.spec.expert_keys()) * RULES.sweep_widths
+    if reads == 1 and probes <= RULES.exact_probes:
+        sweep_s = probes * RULES.sweep_share * RULES.sweep_tokens * token_s
+    else:
+        there_and_back = 1 + 2 * RULES.draws + RULES.sweep_widths + 1
+        behind = len(subject.spec.moe_layers()) * (RULES.sweep_widths + 1) / 2
+        sweep_s = (there_and_back * RULES.sweep_tokens + behind * RULES.scale_tokens) * token_s
+    passes_s = RULES.passes * (pass_s if reads == 1 else max(pass_s, read_s)) + (read_s if reads == 1 else 0.0)
+    kept = reads > 1 or subject.pack_bytes <= RULES.kept_bytes
+    codings = RULES.codings if kept else RULES.codings_anew
+    on_drive = subject.pack_bytes * sum(RULES.code_shares) if reads > 1 else moments_bytes(subject.spec, quantizer)
+    coding_s = codings * subject.expert_weights / tools.weights_per_s[quantizer]
+    seconds = passes_s + sweep_s + coding_s + subject.pack_bytes / tools.drive_bytes_per_s
+    return Effort(
+        quantizer, seconds, sweep_s, subject.pack_bytes + round(on_drive),
+        reads * subject.source_bytes, memory,
+    )  # fmt: skip
+
+
+def moments_bytes(spec: ModelSpec, quantizer: str) -> int:
+    """On the drive, of what the quantizer wants to know of each expert's inputs: products of them, or their squares."""
+    power = {"gptq": 2, "group": 1}.get(quantizer, 0)
+    sides = spec.expert_width**power + spec.moe.ffn.d_ff**power if power else 0
+    return 4 * len(spec.expert_keys()) * sides
+
+
+# What a pack would be that is not made yet: its size, the memory that it wants, and how fast it would write. Pure.
 
 BITS_PER_WEIGHT = (2.6, 4.3)
 """Of mixtures: what conversions at a loss of 5% gave, and what others call four bits."""

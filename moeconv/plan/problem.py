@@ -1,4 +1,4 @@
-"""The question of allocation: which units there are, what each may become, and what that costs. Pure."""
+"""What each expert may become, and what that costs: costs made monotone, frontiers of plans."""
 
 from __future__ import annotations
 
@@ -8,14 +8,82 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 import numpy as np
+import numpy.typing as npt
 
 from moeconv.artifacts import Assignment, Bits, Probe, SensitivityTable
 from moeconv.errors import SettingsError, WeightsUnusable
-from moeconv.plan.isotonic import falling
-from moeconv.plan.shrinkage import Costs, shrunk
 from moert.pack.codec import Form16
 from moert.pack.layout import Neurons, expert_layout
 from moert.pack.model_spec import ExpertKey, ModelSpec
+
+# Isotonic regression: the monotone sequence nearest to a noisy one.
+
+
+def falling(values: Sequence[float]) -> list[float]:
+    """The never-rising sequence with the least squared distance to `values` (pool adjacent violators)."""
+    blocks: list[tuple[float, int]] = []  # mean, count
+    for value in values:
+        mean, count = value, 1
+        while blocks and blocks[-1][0] < mean:
+            before, size = blocks.pop()
+            mean = (before * size + mean * count) / (size + count)
+            count += size
+        blocks.append((mean, count))
+    return [mean for mean, count in blocks for _ in range(count)]
+
+
+def rising(values: Sequence[float]) -> list[float]:
+    """The never-falling sequence with the least squared distance to `values`."""
+    return falling(list(values)[::-1])[::-1]
+
+
+# Costs with the noise taken out: what one unit seems to cost, told apart from what such units cost.
+# An optimiser that has several widths to choose from picks what noise made look cheap. In simulation a knapsack on
+# bare costs then ends behind the greedy chain as soon as the noise is a third of a usual unit's effect.
+
+Costs = npt.NDArray[np.float64]
+
+OWN_SHAPE = 0.5
+"""How far the ratios between a unit's widths stray from those of all units: the prior's standard deviation."""
+
+
+def shrunk(costs: Costs) -> Costs:
+    """`costs` [units, widths], narrow widths first, all beside the same base → the same, shrunk.
+
+    Each unit's costs are a scale times the profile of all units, plus a shape of its own. The profile (the mean of
+    all units) is hardly noisy. The scale is fitted by least squares over the widths and replaced by its posterior
+    mean, given that a true scale is never negative: scales below zero show how large the noise is. Of its own shape a
+    unit keeps what stands out from that noise (a Wiener filter). So large costs stay as they were measured, and no
+    unit is taken to cost nothing. Without negative scales nothing changes; rows that are not finite stay as they are.
+    """
+    sound = np.isfinite(costs).all(axis=1)
+    if not sound.any():
+        return costs
+    found = costs[sound]
+    profile = np.array(falling(found.mean(axis=0).tolist()))
+    power = float(profile @ profile)
+    if power == 0:
+        return costs
+    scales = found @ profile / power
+    below = scales[scales < 0]
+    if not len(below):
+        return costs
+    noise = math.sqrt(float(np.mean(below**2)))  # of a scale; of a cost it is noise * sqrt(power)
+    fitted = _nonnegative_mean(scales, noise)[:, None] * profile
+    own = (OWN_SHAPE * fitted) ** 2
+    result: Costs = costs.copy()
+    result[sound] = fitted + own / (own + noise**2 * power) * (found - fitted)
+    return result
+
+
+def _nonnegative_mean(measured: Costs, noise: float) -> Costs:
+    """E[x | x >= 0] for x ~ Normal(measured, noise²): the mean of a truncated normal distribution."""
+    z = np.maximum(measured / noise, -30.0)
+    below = np.array([0.5 * math.erfc(-one / math.sqrt(2)) for one in z])
+    return np.asarray(noise * (z + np.exp(-(z**2) / 2) / math.sqrt(2 * math.pi) / below))
+
+
+# The question of allocation: which units there are, what each may become, and what that costs. Pure.
 
 
 class Unit(NamedTuple):
@@ -169,3 +237,91 @@ def _cost(table: SensitivityTable, probe: Probe, signal: str) -> float:
         raise SettingsError(
             f"{probe} was not measured: sweep with these --bits first, or leave the width out"
         ) from None
+
+
+# A chain of plans from the smallest to the largest, each a few wider units away from the one before.
+
+Move = tuple[int, int]
+"""The unit at this place takes the option at that place."""
+
+
+class Frontier:
+    """Plan i is the start with the first i steps made; a step is one move or several at once.
+
+    `sizes` [plans] are bytes and never fall, `costs` [plans] are predicted and never rise.
+    """
+
+    def __init__(self, problem: Problem, start: Sequence[int], steps: Iterable[Sequence[Move]]) -> None:
+        self.problem = problem
+        self._start = tuple(start)
+        self._steps = tuple(tuple(step) for step in steps)
+        units = list(problem.units.values())
+        at = list(self._start)
+        sizes = [sum(options[choice].nbytes for options, choice in zip(units, at, strict=True))]
+        costs = [sum(options[choice].cost for options, choice in zip(units, at, strict=True))]
+        for step in self._steps:
+            nbytes, cost = sizes[-1], costs[-1]
+            for unit, choice in step:
+                before, after = units[unit][at[unit]], units[unit][choice]
+                nbytes += after.nbytes - before.nbytes
+                cost += after.cost - before.cost
+                at[unit] = choice
+            sizes.append(nbytes)
+            costs.append(cost)
+        self.sizes: npt.NDArray[np.int64] = np.array(sizes, np.int64)
+        self.costs: npt.NDArray[np.float64] = np.array(costs, np.float64)
+
+    def __len__(self) -> int:
+        return len(self.sizes)
+
+    def __getitem__(self, index: int) -> Plan:
+        return self.problem.plan(self.choices(index))
+
+    def choices(self, index: int) -> list[int]:
+        """[units]: which of its options each unit has in plan `index`. Raises IndexError."""
+        if not 0 <= index < len(self):
+            raise IndexError(f"plan {index} of {len(self)}")
+        at = list(self._start)
+        for step in self._steps[:index]:
+            for unit, choice in step:
+                at[unit] = choice
+        return at
+
+    def moves_after(self, index: int) -> list[Move]:
+        return [move for step in self._steps[index:] for move in step]
+
+    def largest_within(self, nbytes: int) -> int | None:
+        """The last plan of at most `nbytes`; None when all are larger."""
+        count = int(np.searchsorted(self.sizes, nbytes, side="right"))
+        return count - 1 if count else None
+
+
+# From predicted cost to loss: effects of experts do not add up, so the sum of them needs a scale.
+
+
+class LossMap:
+    """Piecewise linear and never falling, through what was measured.
+
+    `points` are (cost, loss). `origin` is the least cost there is; unless something was measured there, the loss is
+    taken for 0. Past the last point it goes on as steeply as from the first to the last on average; until two points
+    are known, a unit of cost is taken for a unit of loss.
+    """
+
+    def __init__(self, points: Iterable[tuple[float, float]], origin: float) -> None:
+        seen: dict[float, list[float]] = {}
+        for cost, loss in points:
+            if math.isfinite(loss):
+                seen.setdefault(cost, []).append(loss)
+        if not any(cost <= origin for cost in seen):
+            seen[origin] = [0.0]
+        costs = sorted(seen)
+        self._costs = np.array(costs)
+        self._losses = np.array(rising([sum(seen[cost]) / len(seen[cost]) for cost in costs]))
+        run, rise = self._costs[-1] - self._costs[0], self._losses[-1] - self._losses[0]
+        self._slope = float(rise / run) if run > 0 and rise > 0 else 1.0
+
+    def __call__(self, costs: npt.ArrayLike) -> npt.NDArray[np.float64]:
+        """Losses at these costs, in the same shape."""
+        at = np.asarray(costs, np.float64)
+        beyond = np.maximum(at - self._costs[-1], 0) * self._slope
+        return np.asarray(np.interp(at, self._costs, self._losses) + beyond)

@@ -1,16 +1,86 @@
-"""Finds the smallest plan of a frontier that holds when it is measured. Measuring is costly, and noisy."""
+"""One plan for a target: the search among measured plans, the curve of them, and plans with residents."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+import math
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
+import numpy.typing as npt
 
+from moeconv.artifacts import CurvePoint, SensitivityTable, Target
 from moeconv.errors import TargetMissed
-from moeconv.plan.frontier import Frontier
-from moeconv.plan.lossmap import LossMap
-from moeconv.plan.problem import Plan
+from moeconv.plan import ALLOCATORS, plan_within
+from moeconv.plan.knapsack import hulls
+from moeconv.plan.problem import Frontier, LossMap, Option, Plan, Problem, Storage, Unit, layout_bytes, options, problem
+from moert.pack.codec import WIDTHS
+from moert.pack.model_spec import ExpertKey, LayerKey, ModelSpec
+
+# One question to the allocators, and the bytes that its target comes to. Pure.
+
+_CHANNELS = Storage()
+
+
+class Question:
+    """One problem of allocation, made from a sweep's table: `widths` are what experts may get, `signal` is what they
+    are ranked by."""
+
+    def __init__(
+        self, spec: ModelSpec, table: SensitivityTable, storage: Storage, signal: str, widths: Sequence[int]
+    ) -> None:
+        self.spec = spec
+        self.problem: Problem = problem(spec, table, signal, widths, layout_bytes(spec, storage))
+
+    def frontier(self, allocation: str) -> Frontier:
+        return ALLOCATORS[allocation](self.problem)
+
+    def within(self, allocation: str, target: Target) -> Plan:
+        """The plan for a "size" or "bits" target. Raises TargetMissed."""
+        budget = budget_bytes(target, self.spec)
+        assert budget is not None, "a loss is searched for"
+        largest = sum(options[-1].nbytes for options in self.problem.units.values())
+        return plan_within(self.problem, allocation, min(budget, largest))  # no number of bytes is too large to count
+
+
+def budget_bytes(target: Target, spec: ModelSpec) -> int | None:
+    """What the tensors of all experts may take together; None for a loss target."""
+    if target.kind == "loss":
+        return None
+    return int(target.value if target.kind == "size" else target.value * weights_of(spec) / 8)
+
+
+def check_budget(target: Target, spec: ModelSpec, narrowest: int, storage: Storage) -> None:
+    """Raises TargetMissed for a size that even all experts at the `narrowest` width exceed."""
+    budget, least = budget_bytes(target, spec), uniform_bytes(spec, narrowest, storage)
+    if budget is None or least <= budget:
+        return
+    if narrowest > min(WIDTHS):
+        smallest = uniform_bytes(spec, min(WIDTHS), storage)
+        advice = f"allow narrower experts with --bits (all at {min(WIDTHS)} have {smallest:,} bytes), or a larger size"
+    else:
+        advice = (
+            f"there is no narrower width; the smallest that can be asked for is --size {least}B or --bits-per-weight "
+            f"{math.ceil(800 * least / weights_of(spec)) / 100:.2f}"
+        )
+    raise TargetMissed(
+        f"all experts at {narrowest} bits have {least:,} bytes, {least - budget:,} more than the {budget:,} asked "
+        f"for: {advice}"
+    )
+
+
+def weights_of(spec: ModelSpec) -> int:
+    """Number of weights in all experts."""
+    return len(spec.expert_keys()) * spec.weights_per_expert()
+
+
+def uniform_bytes(spec: ModelSpec, bits: int, storage: Storage = _CHANNELS) -> int:
+    """Bytes of all experts at one width, scales counted; by default with one scale for each channel."""
+    layout = layout_bytes(spec, storage)
+    return len(spec.expert_keys()) * sum(layout(name, bits) for name in spec.moe.ffn.projections)
+
+
+# Finds the smallest plan of a frontier that holds when it is measured. Measuring is costly, and noisy.
 
 
 @dataclass(frozen=True)
@@ -151,3 +221,117 @@ def _missed(frontier: Frontier, measured: MeasuredPlan, target: float) -> str:
         f"the largest plan, {frontier.sizes[-1] / 1e6:,.2f} MB, has a loss of {measured.loss:.2%}{bound}, above the "
         f"target of {target:.2%}: allow wider experts with --bits, or a larger --loss"
     )
+
+
+# Size against loss: the frontier thinned to what a person can read, with everything that was measured.
+
+POINTS = 40
+
+
+def curve(
+    frontier: Frontier, judged: Sequence[MeasuredPlan], chosen: Plan | None, known: Iterable[tuple[float, float]] = ()
+) -> tuple[CurvePoint, ...]:
+    """By rising bytes: about POINTS plans at even steps of size, all `judged` plans, and the `chosen` one.
+
+    Losses are predicted through everything that was measured, with `known` (cost, loss) from elsewhere; None where
+    that is nothing at all.
+    """
+    measured = {(one.nbytes, one.cost): one for one in judged}
+    places = {(int(frontier.sizes[index]), float(frontier.costs[index])) for index in _spread(frontier.sizes)}
+    mark = None
+    if chosen is not None:
+        same = [place for place in measured if place[0] == chosen.nbytes and np.isclose(place[1], chosen.cost)]
+        mark = same[0] if same else (chosen.nbytes, chosen.cost)
+        places.add(mark)
+    points = [*known, *((one.cost, one.loss) for one in judged)]
+    loss_at = LossMap(points, float(frontier.costs[-1])) if points else None
+    found = []
+    for nbytes, cost in sorted(places | set(measured), key=lambda place: (place[0], -place[1])):
+        one = measured.get((nbytes, cost))
+        found.append(
+            CurvePoint(
+                nbytes=nbytes,
+                predicted_loss=None if loss_at is None else float(loss_at(cost)),
+                loss=None if one is None else one.loss,
+                upper=None if one is None else one.upper,
+                chosen=(nbytes, cost) == mark,
+            )
+        )
+    return tuple(found)
+
+
+def _spread(sizes: np.ndarray) -> list[int]:
+    """Indices of about POINTS plans, the first and the last among them, at even steps of size."""
+    wanted = np.linspace(float(sizes[0]), float(sizes[-1]), POINTS)
+    return sorted({0, len(sizes) - 1, *(int(index) for index in np.searchsorted(sizes, wanted, side="right") - 1)})
+
+
+# Widths and routing in one budget of loss: which part of it each should get, so that a token reads least. Pure.
+# What a token reads is, summed over experts, how often one is asked for that is not in memory times its bytes.
+# Routing that prefers what is in memory lowers the first, widths the second, and both cost. A layer's bonus is
+# chosen like an expert's width: each step of it was measured, and `hulls` takes steps by what they save for what
+# they cost.
+
+
+@dataclass(frozen=True)
+class Step:
+    """A layer with its `number`-th bonus: bytes that all tokens read of it then, and the divergence it costs."""
+
+    number: int
+    read_bytes: int
+    cost: float
+
+
+def ladder(layers: Mapping[LayerKey, Sequence[Step]]) -> Frontier:
+    """From each layer at the bonus that reads least to all with none, as `hulls` has it. Of each layer the first step
+    is that without a bonus; others that read more are left out. A plan's `nbytes` are those read, and its assignment
+    has for each layer, as its expert 0, the number of its step."""
+    units = {
+        Unit(at.expert(0), (0,)): options(
+            Option(step.number, step.read_bytes, step.cost)
+            for step in (none, *(step for step in others if step.read_bytes < none.read_bytes))
+        )
+        for at, (none, *others) in layers.items()
+    }
+    return hulls(Problem(units))
+
+
+def steps_of(assignment: Mapping[ExpertKey, Sequence[int]]) -> dict[LayerKey, int]:
+    """Of a plan of `ladder`: the step of each layer."""
+    return {key.at: number for key, (number,) in assignment.items()}
+
+
+def read_more(problem: Problem, missed: Mapping[ExpertKey, int]) -> Problem:
+    """The same question of widths, where bytes count as often as they are read: by how often each expert was missed,
+    on the mean once. What was never missed still counts a little, as it takes memory."""
+    mean = max(1.0, sum(missed.values()) / len(missed))
+    shares = {key: max(count / mean, _LEAST) for key, count in missed.items()}
+
+    def weighted(key: ExpertKey, option: Option) -> Option:
+        return Option(option.bits, max(1, round(option.nbytes * shares.get(key, 1.0))), option.cost)
+
+    return Problem({unit: tuple(weighted(unit.key, one) for one in found) for unit, found in problem.units.items()})
+
+
+_LEAST = 0.1
+
+
+def split(
+    sizes: npt.NDArray[np.int64], width_losses: npt.NDArray[np.float64], reads: npt.NDArray[np.int64],
+    routing_losses: npt.NDArray[np.float64], target: float, memory_is_fixed: bool = False,
+) -> tuple[int, int] | None:  # fmt: skip
+    """Places on both frontiers, sizes [plans] of widths and reads [plans] of routing, whose losses add up to no more
+    than the target, with the least product; None where no two do. Of equal ones the smaller loss of routing.
+
+    Where memory is fixed, and not the share of the experts in it, wider experts are also missed more often, about as
+    often as they are larger: sizes count twice.
+    """
+    best: tuple[float, float, int, int] | None = None
+    for place, loss in enumerate(routing_losses.tolist()):
+        holds = np.flatnonzero(width_losses + loss <= target)
+        if not len(holds):
+            continue
+        size = int(holds[0])
+        found = (float(sizes[size]) ** (2 if memory_is_fixed else 1) * float(reads[place]), loss, size, place)
+        best = found if best is None or found < best else best
+    return None if best is None else best[2:]

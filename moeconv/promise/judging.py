@@ -1,18 +1,40 @@
-"""Judges whether a plan keeps the promise, on calibration text that took no part in ranking experts."""
+"""Does a plan keep the promise, and what does the promise not cover?"""
 
 from __future__ import annotations
 
+import json
 import math
-from collections.abc import Sequence
+import os
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
+from pathlib import Path
+from typing import IO, Any
 
-from moeconv.errors import SettingsError
-from moeconv.measure.assignments import Measure
-from moeconv.measure.evaluation import Evaluation
+from moeconv.artifacts import LEAST_SEEN, SensitivityTable, Standing
+from moeconv.calibration import RANKING_SHARE
+from moeconv.errors import ConversionError, SettingsError
 from moeconv.measure.metrics import F64
-from moeconv.promise.bound import Needed, Terms, effects, interval, samples_needed, upper_bound, worst_harm
-from moeconv.promise.evidence import WORTH, Documents, Evidence, effective, least, least_heldout
+from moeconv.measure.trial import Evaluation, Measure
+from moeconv.measure.workdir import identity
+from moeconv.promise.bound import (
+    WORTH,
+    Documents,
+    Evidence,
+    Needed,
+    Terms,
+    effective,
+    effects,
+    interval,
+    least,
+    least_heldout,
+    samples_needed,
+    upper_bound,
+    worst_harm,
+)
+from moeconv.strict_json import NotJson, bounded, parse
 from moert.pack.manifest import LossEstimate
+
+# Judges whether a plan keeps the promise, on calibration text that took no part in ranking experts.
 
 LARGEST_REFERENCE = 1e30
 
@@ -166,3 +188,151 @@ def check_reference(name: str, value: float, what: str) -> None:
             f"the unquantised model has {name} {value:.4g} on the {what}, so no loss can be measured: check the text, "
             "--metric, --max-new-tokens, and the number of samples"
         )
+
+
+# Counts the conversions that were judged on the same text, since a promise holds for one of them and not for the
+# best.
+# `looks.jsonl` at the root of the work directory has a line for each conversion that was judged there: its digest,
+# digests of the texts it was judged on, and a seal, which is a digest of the line and of the seal before it. A
+# conversion that has any of the texts in common with this one was a look at the same text, whatever its seed,
+# quantizer or target. The same command, resumed or repeated, is the same look. A line that a crash cut short is
+# left out.
+
+try:
+    import fcntl
+except ImportError:  # not on this system: two runs at once are the user's care
+    fcntl = None  # type: ignore[assignment]
+
+LOOKS = "looks.jsonl"
+_MOST_BYTES = 1 << 26
+
+
+def look(root: Path, conversion: str, texts: Iterable[str]) -> int:
+    """Notes this conversion, unless it was before, and returns how many conversions there are on any of these texts,
+    itself among them.
+
+    `conversion` and `texts` are digests. Raises ConversionError for a disk that refuses, and for a file that was
+    changed.
+    """
+    path, wanted = root / LOOKS, set(texts)
+    try:
+        root.mkdir(parents=True, exist_ok=True)
+        with path.open("ab") as stream:
+            if fcntl is not None:
+                fcntl.flock(stream, fcntl.LOCK_EX)  # conversions with other settings may share the root
+            whole, every = _read(path)
+            found = {one["conversion"] for one in every if wanted & set(one["texts"])}
+            if conversion not in found:
+                seal = every[-1]["seal"] if every else ""
+                _append(stream, whole, _sealed(seal, conversion, sorted(wanted)))
+    except OSError as error:
+        raise ConversionError(f"can't use {path}: {error.strerror or error}; free it or give another --work") from None
+    return len(found | {conversion})
+
+
+def _sealed(before: str, conversion: str, texts: list[str]) -> dict[str, Any]:
+    """Returns a line's object. `before`: the seal of the line before; "" for the first."""
+    return {"conversion": conversion, "texts": texts, "seal": identity(before, conversion, texts)}
+
+
+def _read(path: Path) -> tuple[int, list[dict[str, Any]]]:
+    """Returns the bytes of all whole lines, and these lines. Raises OSError, ConversionError."""
+    try:
+        body = bounded(path, _MOST_BYTES)
+    except NotJson as error:
+        raise ConversionError(f"can't use {path}: {error}; move it away or give another --work") from None
+    whole = body[: body.rfind(b"\n") + 1]
+    found: list[dict[str, Any]] = []
+    for number, line in enumerate(whole.splitlines(), 1):
+        try:
+            one = parse(line)
+            sealed = one == _sealed(found[-1]["seal"] if found else "", one["conversion"], one["texts"])
+            sealed = sealed and all(isinstance(name, str) for name in (one["conversion"], *one["texts"]))
+        except (NotJson, TypeError, KeyError):
+            sealed = False
+        if not sealed:
+            raise ConversionError(
+                f"{path}:{number} was changed since it was made (or an older version wrote it): delete the file, and "
+                "conversions that were judged on this text are counted anew, or give another --work"
+            )
+        found.append(one)
+    return len(whole), found
+
+
+def _append(stream: IO[bytes], whole: int, one: dict[str, Any]) -> None:
+    """Writes a line behind the `whole` bytes of those before it, in one write."""
+    stream.truncate(whole)
+    stream.write(json.dumps(one).encode() + b"\n")
+    stream.flush()
+    os.fsync(stream.fileno())
+
+
+# Lines on what a promise rests on: how much text, how often it was used, which experts it never reached.
+
+NAMED = 8  # experts that a line names; the report's page has all of them
+
+
+def standing(judge: Judge, looks: int, notes: Sequence[str]) -> Standing:
+    """What the report keeps of this."""
+    asked, evidence = judge.confidence, judge.evidence
+    return Standing(
+        asked, evidence.count, round(evidence.number, 2), len(set(evidence.heldout.tolist())),
+        None if asked is None else least(asked), None if asked is None else least_heldout(asked), looks, tuple(notes),
+    )  # fmt: skip
+
+
+def looks_text(looks: int, stated: float | None) -> str | None:
+    """None for the first look."""
+    if looks == 1:
+        return None
+    text = f"conversion {looks} of this model that is judged on this text, as the work directory counts them"
+    if stated is None:
+        return f"{text}: the best of several looks better than it is"
+    together = max(0.0, 1 - looks * (1 - stated))
+    return (
+        f"{text}: each promise holds at {stated:.0%} by itself, all {looks} together at {together:.0%} or more; choose "
+        "among them by size and not by loss, or measure the chosen one on other text"
+    )
+
+
+def bound_doubt(bound: float | None, high: float) -> str | None:
+    """Returns a line for a bound that is none, or a loss whose interval lies below zero up to `high`."""
+    if bound is None or (math.isfinite(bound) and high >= 0):
+        return None
+    if not math.isfinite(bound):
+        return "from so few samples no bound of the loss can be told, so nothing is promised: give more text"
+    return (
+        f"the loss is negative (95% interval up to {high:.2%}): the pack scores better than the unquantised model, "
+        "which quantising does not explain; this text says little about the model, so measure on text that it is for"
+    )
+
+
+def unreached_text(table: SensitivityTable) -> str | None:
+    """A line on the experts that the ranking text hardly reached."""
+    unseen = table.barely_seen()
+    if not unseen:
+        return None
+    more = f" and {len(unseen) - NAMED} more (the report names all)" if len(unseen) > NAMED else ""
+    named = ", ".join(map(str, unseen[:NAMED]))
+    return (
+        f"{len(unseen)} of {len(table.coverage)} experts saw fewer than {LEAST_SEEN} tokens of the ranking text: "
+        f"{named}{more}; they are planned as if they cost no less than the middle expert of their layer: more text "
+        "would say"
+    )
+
+
+def needed_text(needed: Needed, used: Evidence, promised: str, share: float = 1 - RANKING_SHARE) -> str:
+    """A line on text that is little for the promise. `promised` is the loss and its confidence, `share` what part of
+    the calibration text plans are judged on."""
+    if needed.both is None:
+        more = "from so few no bound can be told"
+    elif needed.acceptance is None:
+        more = f"{needed.both:,} of each would do"
+    else:
+        more = f"{needed.acceptance:,} of the former would do"
+    what = "documents" if used.is_grouped else "samples"
+    return (
+        f"{needed.have} calibration {what} to judge plans by ({share:.0%} of the text, at most --samples) "
+        f"and {used.heldout_number:.0f} held-out ones are few to promise {promised}: {more}; with these the pack will "
+        "be larger than it needs to be, or no plan is accepted"
+    )

@@ -19,7 +19,7 @@ def group_size_of(name: str, wanted: int | None) -> int:
 
 
 def _channel(group_size: int | None) -> Quantizer:
-    from moeconv.quantizers.channel import ChannelQuantizer
+    from moeconv.quantizers.quantizer import ChannelQuantizer
 
     return ChannelQuantizer()
 

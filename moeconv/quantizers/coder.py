@@ -1,21 +1,28 @@
-"""Quantises experts at given widths, for measuring (`trial`) and for writing the pack (`emit`) alike."""
+"""What experts and all other matrices become at some widths, kept on disk where they do not fit memory."""
 
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
+from pathlib import Path
+from typing import Protocol
 
 import numpy as np
+import torch
+from safetensors import SafetensorError
+from safetensors.numpy import load_file, save
+from torch import Tensor
 
 from moeconv.artifacts import Bits
-from moeconv.errors import WeightsUnusable
-from moeconv.quantizers.kept import KeptCodes
+from moeconv.errors import ConversionError, WeightsUnusable
+from moeconv.quantizers.group import GroupQuantizer
 from moeconv.quantizers.moments import SIDES, Moments, Side, side_of
 from moeconv.quantizers.quantizer import Inputs, Quantizer, times_powers
-from moeconv.source.checkpoint import F32, Checkpoint
+from moeconv.source.checkpoint import Checkpoint
 from moeconv.source.outline import CheckpointError
 from moert.pack.codec import (
+    F32,
     QuantizedMatrix,
     dequantize,
     from_bfloat16,
@@ -25,10 +32,99 @@ from moert.pack.codec import (
     to_bfloat16,
     to_mxfp4,
 )
-from moert.pack.layout import DOWN, Neurons
-from moert.pack.manifest import Dtype16
+from moert.pack.files import write_atomically
+from moert.pack.layout import DOWN, DTYPE_BYTES, Neurons
+from moert.pack.manifest import Dense, Dtype16, Quantization, dense_width, stored_tensors
 from moert.pack.model_spec import ExpertKey, ModelSpec, StackName
 from moert.pack.reader import Projection
+from moert.pack.writer import power_stored
+
+# Codes of experts on disk, made once and used for every plan: for models whose experts do not fit memory.
+
+_PARTS = ("qweight", "scale", "minimum")
+
+
+class Seals(Protocol):
+    """A moeconv.measure.workdir.Journal."""
+
+    def seal(self, *paths: Path) -> None: ...
+
+    def sealed(self, path: Path) -> bool: ...
+
+
+class KeptCodes:
+    """A file for each expert and width in `folder`. `about` names all that the codes were decided by. Files that others
+    have put there are finished when they are `finish`ed. Raises ConversionError, in one line, for what the disk
+    refuses, and for a file that was changed since."""
+
+    def __init__(self, folder: Path, about: str, seals: Seals | None = None) -> None:
+        """`seals`: None for one who only puts codes there."""
+        self.folder, self.about, self._seals = folder, about, seals
+        self._last: tuple[Path, dict[str, QuantizedMatrix]] | None = None
+        self._finished: set[Path] = set()
+
+    def has(self, key: ExpertKey, bits: int) -> bool:
+        return self._has(self._file(key, bits))
+
+    def finish(self, key: ExpertKey, widths: Sequence[int]) -> None:
+        """Notes that an expert's codes at these widths are there."""
+        files = [self._file(key, bits) for bits in widths]
+        if self._seals is not None:
+            self._seals.seal(*files)
+        self._finished.update(files)
+
+    def get(self, key: ExpertKey, projection: str, bits: int) -> QuantizedMatrix | None:
+        file = self._file(key, bits)
+        if self._last is not None and self._last[0] == file:
+            return self._last[1][projection]
+        if not self.has(key, bits):
+            return None
+        try:
+            tensors = load_file(file)
+            names = {name.split(".")[0] for name in tensors} - {"seen"}
+            found = {name: _matrix(tensors, name, bits) for name in names}
+        except (OSError, SafetensorError, KeyError, ValueError) as error:
+            raise ConversionError(f"{file} can't be read ({error}): delete it, and it is made again") from None
+        self._last = file, found
+        return found[projection]
+
+    def put(self, key: ExpertKey, bits: int, rows: int, matrices: dict[str, QuantizedMatrix]) -> None:
+        """`rows`: tokens that the expert saw."""
+        tensors = {f"{name}.{part}": getattr(one, part) for name, one in matrices.items() for part in _PARTS}
+        sizes = {
+            f"{name}.sizes": np.array([one.in_features, one.group_size, one.power]) for name, one in matrices.items()
+        }
+        body = save({**tensors, **sizes, "seen.rows": np.array([rows])})
+        self._write(self._file(key, bits), body)
+
+    def rows(self, key: ExpertKey) -> int | None:
+        """Tokens that the expert saw; None where it was not coded."""
+        there = sorted(self.folder.glob(f"{key.at}/E{key.expert:03d}-*.safetensors"))
+        return next((int(load_file(file)["seen.rows"][0]) for file in there if self._has(file)), None)
+
+    def _has(self, file: Path) -> bool:
+        if file not in self._finished and self._seals is not None and self._seals.sealed(file):
+            self._finished.add(file)
+        return file in self._finished
+
+    def _write(self, file: Path, body: bytes) -> None:
+        try:
+            file.parent.mkdir(parents=True, exist_ok=True)
+            write_atomically(file, body)
+        except OSError as error:
+            raise ConversionError(f"can't write {file}: {error.strerror}; free some space and run again") from None
+
+    def _file(self, key: ExpertKey, bits: int) -> Path:
+        return self.folder / str(key.at) / f"E{key.expert:03d}-{bits}.safetensors"
+
+
+def _matrix(tensors: dict[str, np.ndarray], name: str, bits: int) -> QuantizedMatrix:
+    in_features, group_size, power = (int(size) for size in tensors[f"{name}.sizes"])
+    codes, scale, minimum = (tensors[f"{name}.{part}"] for part in _PARTS)
+    return QuantizedMatrix(bits, in_features, group_size, codes, scale, minimum, power)
+
+
+# Quantises experts at given widths, for measuring (`trial`) and for writing the pack (`emit`) alike.
 
 ORIGINAL = 32
 """The width of an expert as the checkpoint has it; 16 is what a pack stores, which may round a float32 source."""
@@ -248,3 +344,122 @@ class ExpertCoder:
 
 def _nbytes(matrix: QuantizedMatrix) -> int:
     return matrix.qweight.nbytes + matrix.scale.nbytes + matrix.minimum.nbytes
+
+
+# Quantises the matrices outside the experts, for measuring (`trial`) and for writing the pack (`emit`) alike.
+
+
+class DenseCoder:
+    """`dense` gives the widths; None leaves all as it is. What was quantised is kept, for the trial and the pack."""
+
+    def __init__(self, checkpoint: Checkpoint, dense: Dense | None) -> None:
+        self.checkpoint = checkpoint
+        self.dense = dense
+        self._tensors = checkpoint.spec.tensors
+        self._coded: dict[str, Projection] = {}
+
+    @property
+    def names(self) -> list[str]:
+        """Canonical names of the matrices that have a width."""
+        return [name for name in self._tensors if self.width(name) is not None]
+
+    def recorded(self) -> Dense | None:
+        """What a pack says of them: `dense` with the powers of two that matrices count."""
+        if self.dense is None:
+            return None
+        form16 = dtype16_of(self.checkpoint)
+        powers = {name: power_stored(self.code(name), form16) for name in self.names}
+        return replace(self.dense, powers={name: power for name, power in powers.items() if power} or None)
+
+    def width(self, name: str) -> int | None:
+        return dense_width(self.checkpoint.spec, self.dense, name)
+
+    def code(self, name: str) -> Projection:
+        """What a pack stores for one of `names`: a QuantizedMatrix, or weights [out, in] for 16 bits.
+
+        Raises CheckpointError or WeightsUnusable, naming it, for values that the width can't hold.
+        """
+        width = self.width(name)
+        assert width is not None, f"{name} is stored as in the source"
+        if width == 16:
+            weight = self.source(name).float().numpy()
+            check_16(name, weight)
+            return weight
+        if name not in self._coded:
+            self._coded[name] = self._quantize(name, width)
+        return self._coded[name]
+
+    def stored(self) -> Iterator[tuple[str, Tensor]]:
+        """Each of `names` with its weights as a pack gives them back, float32 [out, in]."""
+        for name in self.names:
+            yield name, self.stored_weight(name)
+
+    def stored_weight(self, name: str) -> Tensor:
+        return torch.from_numpy(restored(self.code(name), dtype16_of(self.checkpoint)))
+
+    def originals(self) -> Iterator[tuple[str, Tensor]]:
+        """The same as the checkpoint has them."""
+        for name in self.names:
+            yield name, self.source(name).float()
+
+    def source(self, name: str) -> Tensor:
+        """Any tensor of the backbone, in the checkpoint's own type."""
+        return self.checkpoint.backbone_tensor(name, self._tensors[name].shape)
+
+    def backbone_bytes(self) -> tuple[int, int]:
+        """Bytes of all tensors outside the experts: as a pack stores them, and as the checkpoint does."""
+        spec, stored, original = self.checkpoint.spec, 0, 0
+        quantization = Quantization("", 0, dtype16_of(self.checkpoint), 0, self.dense)
+        there = self.checkpoint.description.backbone
+        for name, tensors in stored_tensors(spec, quantization).items():
+            element = self.checkpoint.stored_tensor(name, self._tensors[name].shape).element_size()
+            original += element * int(np.prod(self._tensors[name].shape)) if name in there else 0
+            for dtype, shape in tensors.values():
+                stored += (element if dtype is None else DTYPE_BYTES[dtype]) * int(np.prod(shape))
+        return stored, original
+
+    def _quantize(self, name: str, width: int) -> Projection:
+        assert self.dense is not None
+        weight = self.source(name).float().numpy()
+        try:
+            matrix = times_powers(GroupQuantizer(self.dense.group_size).quantize, weight[None], width, None)[0]
+        except WeightsUnusable as error:
+            raise WeightsUnusable(f"{name}, at {width} bits: {error}") from None
+        if not (np.isfinite(matrix.scale).all() and np.isfinite(matrix.minimum).all()):
+            raise WeightsUnusable(f"{name}: its scales at {width} bits are not finite in float16")
+        return matrix
+
+
+# What widths do to the weights alone, where no text says what an expert's inputs are.
+
+SAMPLED_ROWS = 64  # of each matrix, evenly spread; rows are coded one by one, so that these stand for all
+
+
+def squared_errors(coder: ExpertCoder, key: ExpertKey, widths: Iterable[int]) -> Mapping[int, float]:
+    """Width → squared error of an expert's weights in sum, over all of its matrices, estimated from sampled rows.
+
+    Raises CheckpointError or WeightsUnusable.
+    """
+    weights = dict(coder.checkpoint.expert(key))
+    if coder.neurons is not None:
+        weights[DOWN] = weights[DOWN].T  # whose rows are coded one by one then
+    sampled = [(*_rows(weight), power_of(weight)) for weight in weights.values()]
+    return {
+        bits: sum(_error(coder, weight, bits, power) * share for weight, share, power in sampled) for bits in widths
+    }
+
+
+def _rows(weight: F32) -> tuple[F32, float]:
+    """Some rows of a matrix [out, in], and how many of it each stands for."""
+    places: Sequence[int] = np.unique(np.linspace(0, len(weight) - 1, SAMPLED_ROWS).round().astype(int)).tolist()
+    return weight[places], len(weight) / len(places)
+
+
+def _error(coder: ExpertCoder, weight: F32, bits: int, power: int) -> float:
+    """Of rows of a matrix that counts a power of two."""
+    if bits == 16:
+        stored = weight if coder.mxfp4 else restored(weight, coder.dtype16)
+    else:
+        coded = coder.quantizer.quantize(times_two(weight, -power)[None], bits, None)[0]
+        stored = restored(replace(coded, power=power), coder.dtype16)
+    return float(np.square(weight - stored, dtype=np.float64).sum())

@@ -1,30 +1,307 @@
-"""Codes that keep the outputs, E |(W - Q) x|² = trace((W - Q) H (W - Q)ᵀ) with H the mean of x xᵀ.
-
-The start is GPTQ (Frantar et al. 2022): columns in the order of falling H[j, j], the rounding error of each made up for
-by those after it. Then scales and codes are improved in turn: scale and minimum of all groups of a row by least squares
-under H, and each code to the nearest of what would be best with all others as they are (coordinate descent, as
-in QuantEase, Behdin et al. 2023).
-
-Inside, matrices are turned, [n, in, out], so that what is done to one input of all rows is done to memory in one piece.
-"""
+"""Codes one input after the other, errors made up for by what comes later (GPTQ)."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
+from functools import cached_property
 from typing import NamedTuple
+from weakref import WeakKeyDictionary
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from moeconv.quantizers.columns import ColumnProblem
-from moeconv.quantizers.feedback import Hessian, hessian_of, picked, product
-from moeconv.quantizers.fit import Fitted, to_float16
-from moeconv.quantizers.groups import fit_groups, importance_of, to_matrices
+from moeconv.quantizers.group import Fitted, fit, fit_groups, importance_of, to_float16, to_matrices
 from moeconv.quantizers.quantizer import Inputs, Wants, check_range
-from moeconv.quantizers.rounding import Rounding
+from moert.kernels.coding import CodeInputs, Grid, code_inputs
 from moert.pack.codec import F32, QuantizedMatrix, n_groups
 from moert.pack.layout import group_of
+
+# What GPTQ does one input after the other, and what it knows of the inputs: used for a matrix and for its
+# transpose.
+# Matrices are turned here, [n, in, out], so that what is done to one input of all rows is done to memory in one
+# piece.
+
+_DAMPING = 0.01  # of the mean diagonal
+_DOUBT = 0.5  # tokens for each input by which correlations are drawn to none
+BLOCK, _SPAN = 32, 256  # inputs whose changes are passed on together: to the rest of a span, and to the rest
+
+
+class Hessian:
+    """`products` [n, in, in]: the damped mean of x xᵀ, its correlations as weak as the tokens are few."""
+
+    def __init__(self, inputs: Inputs) -> None:
+        moment = torch.from_numpy(inputs.moment)
+        size = moment.shape[1]
+        squares = moment.diagonal(dim1=1, dim2=2)
+        trust = torch.from_numpy(inputs.counted / (inputs.counted + _DOUBT * size)).view(-1, 1, 1)
+        mean = squares.mean(1)[:, None]
+        mean = torch.where(mean > 0, mean, 1.0)
+        self.products = moment * trust
+        self.products.diagonal(dim1=1, dim2=2).copy_(squares + _DAMPING * mean)
+
+    @cached_property
+    def order(self) -> Tensor:
+        """Inputs by falling square [n, in]."""
+        return self.products.diagonal(dim1=1, dim2=2).argsort(dim=1, descending=True, stable=True)
+
+    @cached_property
+    def factor(self) -> Tensor:
+        """U [n, in, in], upper triangular, with H⁻¹ = Uᵀ U and inputs in `order`."""
+        pairs = zip(self.products, self.order, strict=True)
+        return torch.stack([_factor(products[order][:, order]) for products, order in pairs])
+
+
+def _factor(hessian: Tensor) -> Tensor:
+    """H = R Rᵀ with R upper triangular, the Cholesky factor of H from behind; then U is its inverse."""
+    size = len(hessian)
+    root = torch.linalg.cholesky(hessian.flip(0, 1).double()).flip(0, 1)
+    found: Tensor = torch.linalg.solve_triangular(root, torch.eye(size, dtype=root.dtype), upper=True)
+    return found.float()
+
+
+_HESSIANS: WeakKeyDictionary[Inputs, Hessian] = WeakKeyDictionary()
+
+
+def hessian_of(inputs: Inputs) -> Hessian:
+    """Remembered as long as the inputs are."""
+    if inputs not in _HESSIANS:
+        _HESSIANS[inputs] = Hessian(inputs)
+    return _HESSIANS[inputs]
+
+
+def one_by_one(values: Tensor, factor: Tensor, decide: Callable[[int, Tensor, Tensor], None]) -> None:
+    """`decide(j, values[:, j], moved)` for one input after the other, which fills in `moved` [n, out]: that times
+    factor[:, j, k] is taken from the values of every later k. values [n, in, out], factor [n, in, in]."""
+
+    def settle(block: slice, moved: Tensor) -> None:
+        for at, j in enumerate(range(block.start, block.stop)):
+            later = slice(j + 1, block.stop)
+            decide(j, values[:, j], moved[:, at])
+            values[:, later].addcmul_(factor[:, j, later, None], moved[:, at : at + 1], value=-1)
+
+    by_blocks(values, factor, settle)
+
+
+def by_blocks(values: Tensor, factor: Tensor, settle: Callable[[slice, Tensor], None]) -> None:
+    """`settle(block, moved)` for one block of inputs after the other, which fills in `moved` [n, block, out] and sees
+    to it that inputs of the block feel those before them; see one_by_one."""
+    size, moved = values.shape[1], torch.empty_like(values)
+    for first in range(0, size, _SPAN):
+        last = min(first + _SPAN, size)
+        for begin in range(first, last, BLOCK):
+            end = min(begin + BLOCK, last)
+            settle(slice(begin, end), moved[:, begin:end])
+            values[:, end:last] -= product(factor[:, begin:end, end:last].mT, moved[:, begin:end])
+        values[:, last:] -= product(factor[:, first:last, last:].mT, moved[:, first:last])
+
+
+def product(left: Tensor, right: Tensor) -> Tensor:
+    """n products one by one, so that a result does not depend on what else is in the batch."""
+    return torch.stack([a.contiguous() @ b.contiguous() for a, b in zip(left, right, strict=True)])
+
+
+def picked(values: Tensor, order: Tensor) -> Tensor:
+    """values [n, k, out], of each of the n those at `order` [n, m] → [n, m, out]."""
+    return values.gather(1, order[..., None].expand(-1, -1, values.shape[2]))
+
+
+# Codes for the inputs of matrices one after the other, each making up for the errors of those before it.
+# In C where there is the library of moert's kernels, in torch where there is none. Matrices are turned here, [n,
+# in, out].
+
+
+class Rounding:
+    """Codes from 0 to `top` on a grid: scale and minimum [n, groups, out], and which of the groups an input has
+    [n, in]."""
+
+    def __init__(self, scale: Tensor, minimum: Tensor, group: Tensor, top: int) -> None:
+        self.scale, self.minimum, self.group, self.top = scale.contiguous(), minimum.contiguous(), group, top
+
+    def made(self, wanted: Tensor, factor: Tensor) -> Tensor:
+        """By GPTQ, for weights `wanted` [n, in, out], which change, and U [n, in, in] (Hessian.factor)."""
+        codes = torch.empty_like(wanted)
+        self._code(wanted, factor, codes, improves=False)
+        return codes
+
+    def improved(self, pull: Tensor, products: Tensor, codes: Tensor) -> Tensor:
+        """Every code once, in order, set to what is best with all others as they are; `pull` [n, in, out], minus half
+        the gradient of the loss, changes. products [n, in, in]."""
+        codes = codes.clone()
+        self._code(pull, products, codes, improves=True)
+        return codes
+
+    def _code(self, values: Tensor, factor: Tensor, codes: Tensor, improves: bool) -> None:
+        if native := code_inputs():
+            self._in_c(native, values, factor, codes, improves)
+        elif improves:
+            self._improve(values, factor, codes)
+        else:
+            self._make(values, factor, codes)
+
+    def _in_c(self, native: CodeInputs, values: Tensor, factor: Tensor, codes: Tensor, improves: bool) -> None:
+        assert all(each.is_contiguous() for each in (values, factor, codes)), "columns lie side by side"
+        group = self.group.numpy().astype(np.int32)
+        arrays = [each.numpy() for each in (values, factor, codes, self.scale, self.minimum)]
+
+        def settle(block: slice, moved: Tensor) -> None:
+            for value, by, code, scale, minimum, of, move in zip(*arrays, group, moved.numpy(), strict=True):
+                grid = Grid(scale, minimum, of[block], self.top)
+                native(value[block], by[block, block], grid, code[block], move, improves)
+
+        by_blocks(values, factor, settle)
+
+    def _make(self, wanted: Tensor, factor: Tensor, codes: Tensor) -> None:
+        scale, minimum = picked(self.scale, self.group), picked(self.minimum, self.group)
+        step, root = _positive(scale), factor.diagonal(dim1=1, dim2=2)[..., None]
+
+        def decide(j: int, value: Tensor, error: Tensor) -> None:
+            code = torch.sub(value, minimum[:, j], out=codes[:, j]).div_(step[:, j]).round_().clamp_(0, self.top)
+            torch.addcmul(minimum[:, j], code, scale[:, j], out=error).sub_(value).div_(-root[:, j])
+
+        one_by_one(wanted, factor, decide)
+
+    def _improve(self, pull: Tensor, products: Tensor, codes: Tensor) -> None:
+        scale = picked(self.scale, self.group)
+        step, curvature = _positive(scale), products.diagonal(dim1=1, dim2=2)[..., None]
+
+        def decide(j: int, value: Tensor, change: Tensor) -> None:
+            wanted = (value / step[:, j]).div_(curvature[:, j]).add_(codes[:, j]).round_().clamp_(0, self.top)
+            torch.sub(wanted, codes[:, j], out=change).mul_(scale[:, j])
+            codes[:, j] = wanted
+
+        one_by_one(pull, products, decide)
+
+
+def _positive(scale: Tensor) -> Tensor:
+    return torch.where(scale > 0, scale, 1.0)
+
+
+# GPTQ for a matrix that is stored as its transpose: scales run along the outputs, errors still along the inputs.
+# Column i of W [out, in] is what input i adds to the outputs. Its weights share scales in groups of outputs, so
+# that inside a group all errors count alike, H[i, i] times (H the mean of x xᵀ). What is lost is trace((W - Q) H (W
+# - Q)ᵀ) all the same. The start is GPTQ (Frantar et al. 2022): columns in the order of falling H[i, i], scales
+# fitted to what each block of them has become by then, the rounding error of each made up for by those after it.
+# Then every column in turn gets the scales and codes that are best for it with all others as they are, which never
+# makes anything worse.
+
+
+class ColumnProblem:
+    """weights [n, in, out], outputs in a group."""
+
+    def __init__(self, weights: Tensor, hessian: Hessian, bits: int, size: int) -> None:
+        self.hessian, self.bits, self.top, self.size = hessian, bits, 2**bits - 1, size
+        n, rows, self.out = weights.shape
+        self.groups = n_groups(self.out, size)
+        padding = self.groups * size - self.out
+        if padding:
+            weights = torch.cat([weights, weights[:, :, -1:].expand(n, rows, padding)], 2)
+        self.weights = weights  # [n, in, groups * size]
+        counts = torch.ones(self.groups * size)
+        counts[self.out :] = 0
+        self.counts = counts.view(self.groups, size)
+
+    def solved(self, sweeps: int) -> Fitted:
+        """codes [n, in, out], scale and minimum [n, in, groups]."""
+        found = self.compensated()
+        for _ in range(sweeps):
+            found = self.swept(found)
+        n, rows, _ = self.weights.shape
+        return Fitted(found.codes.view(n, rows, -1)[:, :, : self.out], found.scale, found.minimum)
+
+    def compensated(self) -> Fitted:
+        """By GPTQ; codes [n, in, groups, size]."""
+        order, factor = self.hessian.order, self.hessian.factor
+        rest = picked(self.weights, order)
+        found = self._blank()
+        root = factor.diagonal(dim1=1, dim2=2)[..., None]
+
+        def decide(j: int, wanted: Tensor, error: Tensor) -> None:
+            if j % BLOCK == 0:
+                block = slice(j, j + BLOCK)
+                fitted = fit(self._grouped(rest[:, block]), self.counts.expand(len(rest), -1, -1), self.bits)
+                found.scale[:, block], found.minimum[:, block] = fitted.scale, fitted.minimum
+            scale, minimum, target = found.scale[:, j], found.minimum[:, j], self._grouped(wanted)
+            found.codes[:, j] = code = self._nearest(target, scale, minimum)
+            error.copy_((target - _values(code, scale, minimum)).flatten(1) / root[:, j])
+
+        one_by_one(rest, factor, decide)
+        back = order.argsort(dim=1)
+        codes = picked(found.codes.flatten(2), back).view_as(found.codes)
+        return Fitted(codes, picked(found.scale, back), picked(found.minimum, back))
+
+    def swept(self, of: Fitted) -> Fitted:
+        """Every column once, in order."""
+        codes, scale, minimum = (part.clone() for part in of)
+        values = _values(codes, scale, minimum)
+        pull = product(self.hessian.products, self.weights - values.flatten(2))
+        curvature = self.hessian.products.diagonal(dim1=1, dim2=2)[..., None]
+
+        def decide(j: int, pulled: Tensor, change: Tensor) -> None:
+            target = values[:, j] + self._grouped(pulled / curvature[:, j])
+            best = self._column(target, Fitted(codes[:, j], scale[:, j], minimum[:, j]))
+            codes[:, j], scale[:, j], minimum[:, j] = best
+            change.copy_((_values(*best) - values[:, j]).flatten(1))
+
+        one_by_one(pull, self.hessian.products, decide)
+        return Fitted(codes, scale, minimum)
+
+    def _column(self, target: Tensor, before: Fitted) -> Fitted:
+        """Nearest codes for target [n, groups, size] by the scales that it had, or by those that suit such codes."""
+        codes = self._nearest(target, before.scale, before.minimum)
+        scale, minimum = self._regressed(target, codes, before)
+        refitted = Fitted(self._nearest(target, scale, minimum), scale, minimum)
+        kept = Fitted(codes, before.scale, before.minimum)
+        better = self._missed(target, refitted) < self._missed(target, kept)
+        return Fitted(
+            torch.where(better[..., None], refitted.codes, kept.codes),
+            torch.where(better, refitted.scale, kept.scale),
+            torch.where(better, refitted.minimum, kept.minimum),
+        )
+
+    def _regressed(self, target: Tensor, codes: Tensor, before: Fitted) -> tuple[Tensor, Tensor]:
+        """Scale and minimum by least squares for these codes, as float16 holds them."""
+        number = self.counts.sum(-1)
+        mean, aim = ((each * self.counts).sum(-1) / number for each in (codes, target))
+        apart = (codes - mean[..., None]) * self.counts
+        spread, crossed = (apart * codes).sum(-1), (apart * target).sum(-1)
+        slope = crossed / spread
+        sound = (spread > 1e-3) & (slope > 0)
+        scale = to_float16(torch.where(sound, slope, before.scale))
+        return scale, to_float16(torch.where(sound, aim - scale * mean, before.minimum))
+
+    def _missed(self, target: Tensor, fitted: Fitted) -> Tensor:
+        """[n, groups]"""
+        return ((target - _values(*fitted)).square() * self.counts).sum(-1)
+
+    def _nearest(self, target: Tensor, scale: Tensor, minimum: Tensor) -> Tensor:
+        step = torch.where(scale > 0, scale, 1.0)[..., None]
+        return ((target - minimum[..., None]) / step).round_().clamp_(0, self.top)
+
+    def _grouped(self, values: Tensor) -> Tensor:
+        """[..., groups * size] → [..., groups, size]"""
+        return values.view(*values.shape[:-1], self.groups, self.size)
+
+    def _blank(self) -> Fitted:
+        n, rows, _ = self.weights.shape
+        return Fitted(
+            torch.empty(n, rows, self.groups, self.size), *(torch.empty(n, rows, self.groups) for _ in range(2))
+        )
+
+
+def _values(codes: Tensor, scale: Tensor, minimum: Tensor) -> Tensor:
+    """codes [..., size], scale and minimum [...]"""
+    return codes * scale[..., None] + minimum[..., None]
+
+
+# Codes that keep the outputs, E |(W - Q) x|² = trace((W - Q) H (W - Q)ᵀ) with H the mean of x xᵀ.
+# The start is GPTQ (Frantar et al. 2022): columns in the order of falling H[j, j], the rounding error of each made
+# up for by those after it. Then scales and codes are improved in turn: scale and minimum of all groups of a row by
+# least squares under H, and each code to the nearest of what would be best with all others as they are (coordinate
+# descent, as in QuantEase, Behdin et al. 2023).
+# Inside, matrices are turned, [n, in, out], so that what is done to one input of all rows is done to memory in one
+# piece.
 
 _SWEEPS, _SMALL = 4, 512  # for matrices of at most so many inputs; in larger ones the second wins 1 to 2% at most
 _LARGE_SWEEPS = {2: 2, 3: 1, 4: 0, 8: 0}

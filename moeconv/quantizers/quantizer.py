@@ -1,16 +1,20 @@
-"""What every quantiser is: weights in, codes with scales out."""
+"""What every quantizer gives and gets; the simplest, with one scale a channel; widths by role."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import Literal, Protocol
 
 import numpy as np
 import numpy.typing as npt
 
-from moeconv.errors import WeightsUnusable
-from moert.pack.codec import F32, QuantizedMatrix, power_of
+from moeconv.errors import SettingsError, WeightsUnusable
+from moert.pack.codec import F32, QuantizedMatrix, pack_codes, power_of
+from moert.pack.manifest import Dense
+from moert.pack.model_spec import ModelSpec
+
+# What every quantiser is: weights in, codes with scales out.
 
 Wants = Literal["nothing", "squares", "products"]
 
@@ -23,7 +27,7 @@ class Inputs:
 
     `rows` [n] counts the tokens seen. `moment` is the mean of x**2, [n, in] ("squares"), or of x xᵀ, [n, in, in]
     ("products"); all zero for a matrix that is told of none. `counted` [n] are the tokens that it is a mean of, which
-    may be more than those seen: see moeconv.quantizers.sample.
+    may be more than those seen: see moeconv.quantizers.moments.
     """
 
     rows: npt.NDArray[np.int64]
@@ -86,3 +90,69 @@ def check_range(weights: F32) -> None:
         raise WeightsUnusable(
             f"weights that are not finite, or larger than float16 can hold (found {largest:.6g}), can't be quantised"
         )
+
+
+# Linear quantisation between the smallest and the largest weight of an output channel (EdgeMoE §3.2).
+
+
+@dataclass(frozen=True)
+class ChannelQuantizer:
+    """w ≈ scale * code + minimum, with minimum = min(w) and scale = (max(w) - min(w)) / (2**bits - 1) of a channel.
+
+    Codes are rounded against the float16 values of scale and minimum, which are what is stored.
+    """
+
+    name: str = "channel"
+    group_size: int = 0
+    wants: Wants = "nothing"
+
+    def too_few(self, rows: int, in_features: int) -> bool:
+        return False
+
+    def quantize(self, weights: F32, bits: int, inputs: Inputs | None) -> list[QuantizedMatrix]:
+        return [self._matrix(weight, bits) for weight in weights]
+
+    def columns(self, weights: F32, bits: int, inputs: Inputs | None) -> list[QuantizedMatrix]:
+        return self.quantize(weights.transpose(0, 2, 1), bits, None)
+
+    def _matrix(self, weight: F32, bits: int) -> QuantizedMatrix:
+        check_range(weight)
+        low, high = weight.min(axis=1, keepdims=True), weight.max(axis=1, keepdims=True)
+        minimum = low.astype(np.float16)
+        scale = ((high - minimum.astype(np.float32)) / (2**bits - 1)).astype(np.float16)
+        step = np.where(scale > 0, scale, 1).astype(np.float32)
+        codes = np.clip(np.rint((weight - minimum.astype(np.float32)) / step), 0, 2**bits - 1).astype(np.uint8)
+        in_features = weight.shape[1]
+        return QuantizedMatrix(bits, in_features, in_features, pack_codes(codes, bits), scale, minimum)
+
+
+# Which widths the matrices outside the experts get, by role.
+
+QUANTIZER, GROUP_SIZE = "group", 64
+
+
+def dense_of(spec: ModelSpec, wanted: int | Mapping[str, int] | None) -> Dense | None:
+    """One width stands for all roles that the model has. Raises SettingsError for a role that it has not."""
+    if wanted is None:
+        return None
+    roles = spec.roles()
+    bits = dict.fromkeys(map(str, roles), wanted) if isinstance(wanted, int) else dict(wanted)
+    unknown = [role for role in bits if role not in roles]
+    if unknown:
+        raise SettingsError(
+            f"--dense-bits {dense_bits_text(wanted)}: this {spec.family} model has no {unknown[0]} matrices of its "
+            f"own, only {', '.join(roles)}: leave {unknown[0]} out"
+        )
+    return Dense(QUANTIZER, GROUP_SIZE, {role: bits[role] for role in roles if role in bits})
+
+
+def dense_bits_text(wanted: int | Mapping[str, int]) -> str:
+    """`wanted` as it is written on the command line."""
+    if isinstance(wanted, int):
+        return str(wanted)
+    return ",".join(f"{role}={width}" for role, width in wanted.items())
+
+
+def width_text(bits: Mapping[str, int]) -> str:
+    """As a person reads it: {"attention": 4, "head": 8} → "attention 4, head 8 bits"."""
+    return ", ".join(f"{role} {width}" for role, width in bits.items()) + " bits"

@@ -1,13 +1,84 @@
-"""Curves: size against loss, how tokens share the paths, and how well the next expert is guessed."""
+"""Charts of a report: curves of size and loss, maps of experts, routing."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
+import numpy as np
+import numpy.typing as npt
+
 from moeconv.artifacts import ConversionReport, CurvePoint, Residence, Target
-from moeconv.report.chart import BLUE, INK, ORANGE, SOFT, Chart, draw
-from moeconv.report.routing import F64
+from moeconv.report.page import BLUE, GRID, INK, ORANGE, SOFT, Chart, draw
+from moert.pack.codec import WIDTHS
+from moert.pack.manifest import ExpertEntry
+from moert.pack.model_spec import STACKS, ExpertKey, ModelSpec, StackName
+from moert.pack.paths import ContextCounts, LayerPaths, TransitionTable
+
+# What the counts of paths.safetensors say: how few paths most tokens take, and how well the next expert is guessed.
+
+F64 = npt.NDArray[np.float64]
+
+
+def path_shares(table: TransitionTable, stack: StackName) -> tuple[F64, F64] | None:
+    """(share of paths, share of tokens), both from 0 to 1, the most frequent paths first (EdgeMoE Fig. 4).
+
+    The table counts paths through three successive layers with experts; those of all such layers go in. None where
+    the stack has fewer layers or nothing was counted.
+    """
+    counts = [layer.two_before.counts for layer in table.of_stack(stack) if len(layer.two_before.counts)]
+    if not counts:
+        return None
+    ordered = np.sort(np.concatenate(counts).astype(np.float64))[::-1]
+    tokens = np.concatenate([[0.0], np.cumsum(ordered)]) / ordered.sum()
+    return np.arange(len(tokens)) / (len(tokens) - 1), tokens
+
+
+def top_share(shares: tuple[F64, F64], share: float = 0.2) -> float:
+    """Share of tokens that take one of the `share` most frequent paths."""
+    return float(np.interp(share, *shares))
+
+
+def prediction(table: TransitionTable, top_k: int) -> list[tuple[float, float, float]] | None:
+    """Top-1, top-2 and top-3 accuracy with the experts of 0, 1 and 2 layers before known (EdgeMoE Fig. 8).
+
+    Top-n: the expert is among the n * top_k most counted ones. Each choice is judged by the counts of all the others,
+    its own left out, so a context seen once predicts nothing. With top_k > 1 one expert of each layer is taken as
+    known. Layers that have two before them; None where there is no such layer.
+    """
+    judged = [layer for stack in STACKS for layer in table.of_stack(stack)[2:]]
+    results: list[tuple[float, float, float]] = []
+    for known in range(3):
+        hits, total = np.zeros(3), 0.0
+        for layer in judged:
+            for counts in _contexts(layer, known):
+                hits += [_hits(counts, n * top_k) for n in (1, 2, 3)]
+                total += counts.sum()
+        if not total:
+            return None
+        first, second, third = (hits / total).tolist()
+        results.append((first, second, third))
+    return results
+
+
+def _contexts(layer: LayerPaths, known: int) -> Iterator[F64]:
+    """The counts of the experts seen in each context, in order of the experts."""
+    if known == 0:
+        yield layer.frequency.astype(np.float64)
+        return
+    table: ContextCounts = layer.one_before if known == 1 else layer.two_before
+    for start, stop in zip(table.rows[:-1].tolist(), table.rows[1:].tolist(), strict=True):
+        yield table.counts[start:stop].astype(np.float64)
+
+
+def _hits(counts: F64, n: int) -> float:
+    """How many of the counted choices are still among the n most counted when they themselves are taken away."""
+    ordered = np.sort(counts)[::-1]
+    bar = max(1.0, ordered[n]) if len(ordered) > n else 1.0
+    return float(counts[counts - 1 >= bar].sum())
+
+
+# Curves: size against loss, how tokens share the paths, and how well the next expert is guessed.
 
 _SIZE = (6.0, 3.8)
 _FARTHEST = 1e6
@@ -171,3 +242,110 @@ def prediction_bars(name: str, accuracy: Sequence[tuple[float, float, float]]) -
         axes.legend(loc="upper center", ncols=3)
 
     return draw(name, *_SIZE, paint)
+
+
+# Maps of layers by experts: one number, or one width, for each expert.
+
+WIDTH_COLOURS = ("#46327e", "#277f8e", "#4ac16d", "#bddf26", "#f7e8a0")
+"""From few bits (dark) to many (light): told apart by lightness alone, so also by the colour-blind and in print."""
+_PAPER_INK = "#101418"
+_WIDTH_IN = 6.4
+_NUMBERED = 300  # cells; more numbers than that make a heavy page and say little
+_FARTHEST_CELL = 1e18  # drawn for anything beyond
+
+
+def number_map(name: str, label: str, values: Mapping[ExpertKey, float], spec: ModelSpec, counts: bool) -> Chart:
+    """A heat map; experts without a value are grey. `counts`: values are tokens, drawn on a logarithmic scale."""
+    cells = grid(values, spec)
+
+    def paint(figure: Any) -> None:
+        from matplotlib.colors import LogNorm, Normalize
+        from matplotlib.ticker import FuncFormatter, PercentFormatter
+
+        axes = figure.subplots()
+        known = cells[np.isfinite(cells)] if np.isfinite(cells).any() else np.zeros(1)
+        if counts:
+            norm: Any = LogNorm(vmin=1, vmax=max(2.0, known.max()))
+            shown = np.where(cells > 0, cells, np.nan)
+            extend = "neither"
+            form: Any = FuncFormatter(lambda value, _: f"{value:,.0f}")
+        else:
+            low, high = float(known.min()), float(np.percentile(known, 98))
+            norm, shown = Normalize(low, max(high, low + 1e-9)), cells
+            extend = "max" if known.max() > norm.vmax else "neither"
+            form = PercentFormatter(1.0) if name.endswith("metric") else FuncFormatter(lambda value, _: f"{value:.3g}")
+        image = _image(axes, shown, spec, cmap="viridis", norm=norm)
+        axes.set_xlabel("expert")
+        bar = figure.colorbar(
+            image, ax=axes, orientation="horizontal", extend=extend, format=form, label=label, fraction=0.08, aspect=40
+        )
+        bar.outline.set_visible(False)
+        bar.ax.minorticks_off()
+
+    return draw(name, _WIDTH_IN, _height(cells, 1) + 1.1, paint)
+
+
+def width_map(name: str, experts: tuple[ExpertEntry, ...], spec: ModelSpec) -> Chart:
+    """One panel for each projection; a single one where every expert has all its projections at the same width."""
+    projections = spec.moe.ffn.projections
+    alike = all(len(set(entry.bits.values())) == 1 for entry in experts)
+    panels = {"all projections": projections[0]} if alike else {projection: projection for projection in projections}
+    cells = {
+        title: grid({entry.key: float(entry.bits[projection]) for entry in experts}, spec)
+        for title, projection in panels.items()
+    }
+    used = [width for width in WIDTHS if any((panel == width).any() for panel in cells.values())]
+
+    def paint(figure: Any) -> None:
+        from matplotlib.colors import BoundaryNorm, ListedColormap
+        from matplotlib.patches import Patch
+
+        colours = dict(zip(WIDTHS, WIDTH_COLOURS, strict=True))
+        edges = [0, *(width + 0.5 for width in WIDTHS)]
+        rows = figure.subplots(len(cells), 1, squeeze=False)[:, 0]
+        for axes, (title, panel) in zip(rows, cells.items(), strict=True):
+            _image(axes, panel, spec, cmap=ListedColormap(WIDTH_COLOURS), norm=BoundaryNorm(edges, len(WIDTHS)))
+            axes.set_title(title)
+            if panel.shape[1] <= 16 and sum(cell.size for cell in cells.values()) <= _NUMBERED:
+                for row, column in np.ndindex(panel.shape):
+                    width = int(panel[row, column])
+                    colour = "#ffffff" if width in WIDTHS[:2] else _PAPER_INK
+                    axes.text(column, row, width, ha="center", va="center", color=colour, fontsize=8)
+        rows[-1].set_xlabel("expert")
+        handles = [Patch(facecolor=colours[width], edgecolor=SOFT, label=f"{width} bits") for width in used]
+        figure.legend(handles=handles, loc="outside lower center", ncols=len(used), handlelength=1.2)
+
+    return draw(name, _WIDTH_IN, _height(next(iter(cells.values())), len(cells)) + 0.9, paint)
+
+
+def grid(values: Mapping[ExpertKey, float], spec: ModelSpec) -> F64:
+    """[layers with experts, experts], in the order of execution; NaN where there is no value."""
+    rows = {place: row for row, place in enumerate(spec.moe_layers())}
+    cells = np.full((len(rows), spec.moe.n), np.nan)
+    for key, value in values.items():
+        cells[rows[key.at], key.expert] = min(max(value, -_FARTHEST_CELL), _FARTHEST_CELL) if value == value else value
+    return cells
+
+
+def _image(axes: Any, cells: F64, spec: ModelSpec, **colours: Any) -> Any:
+    """Pixels are cells: the browser enlarges them without smoothing."""
+    image = axes.imshow(np.ma.masked_invalid(cells), aspect="auto", interpolation="none", **colours)
+    step = max(1, -(-len(cells) // 16))
+    places = list(enumerate(spec.moe_layers()))[::step]
+    axes.set_yticks([row for row, _ in places], [str(at) for _, at in places])
+    every = max(1, -(-cells.shape[1] // 16))
+    axes.set_xticks(range(0, cells.shape[1], every))
+    axes.set_facecolor(GRID)
+    axes.tick_params(length=0)
+    axes.spines[:].set_visible(False)
+    if cells.size <= 512:
+        axes.set_xticks(np.arange(cells.shape[1] - 1) + 0.5, minor=True)
+        axes.set_yticks(np.arange(len(cells) - 1) + 0.5, minor=True)
+        axes.tick_params(which="minor", length=0)
+        axes.grid(which="minor", color=GRID, linewidth=0.6)
+    return image
+
+
+def _height(cells: F64, panels: int) -> float:
+    """Inches for the panels alone."""
+    return panels * (0.45 + min(4.5, max(0.7, 0.24 * len(cells))))

@@ -1,18 +1,125 @@
-"""The page: sections in a fixed order, each a figure or a table with a sentence on how to read it, or why it lacks."""
+"""The page of a report and the charts on it: HTML and SVG, units of sizes and times."""
 
 from __future__ import annotations
 
 import base64
 import hashlib
-from collections.abc import Sequence
+import io
+import re
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from html import escape
 from importlib.resources import files
+from typing import Any
 
 from moeconv.artifacts import ConversionReport
-from moeconv.report.chart import Chart
-from moeconv.report.units import percent, size
+from moeconv.errors import ConversionError
 from moert.pack.manifest import LossEstimate, in_words
+
+# Numbers as a person reads them.
+
+
+def percent(value: float, digits: int = 1) -> str:
+    return f"{round(value, digits + 2) + 0.0:.{digits}%}"  # adding zero takes the sign from -0
+
+
+def size(nbytes: float) -> str:
+    """In decimal units: 1 MB is 1,000,000 bytes."""
+    for factor, unit in ((1e9, "GB"), (1e6, "MB"), (1e3, "kB")):
+        if nbytes >= 0.9995 * factor:
+            shown = nbytes / factor
+            return f"{shown:.3g} {unit}" if shown < 999.5 else f"{shown:,.0f} {unit}"
+    return f"{nbytes:.0f} bytes"
+
+
+def many(count: int) -> str:
+    """Returns a number of weights as a person reads it."""
+    for factor, unit in ((10**9, "billion"), (10**6, "million")):
+        if count >= factor:
+            return f"{count / factor:.2f} {unit}"
+    return f"{count:,}"
+
+
+def duration(seconds: float) -> str:
+    if seconds >= 3600:
+        return f"{int(seconds // 3600)} h {int(seconds % 3600 // 60)} min"
+    if seconds >= 60:
+        return f"{int(seconds // 60)} min {int(seconds % 60)} s"
+    return f"{seconds:.1f} s" if seconds < 10 else f"{seconds:.0f} s"
+
+
+# A drawn figure: SVG whose colours follow the page's, light or dark, and a PNG on white.
+
+INK, SOFT, GRID, BLUE, ORANGE = "#1b1f24", "#59636e", "#d8dee4", "#0072b2", "#d55e00"
+_VARIABLES = {INK: "--ink", SOFT: "--soft", GRID: "--grid", BLUE: "--blue", ORANGE: "--orange"}
+_ALONE = (
+    "<style>:root{--ink:#1b1f24;--soft:#59636e;--grid:#d8dee4;--blue:#0072b2;--orange:#d55e00;--paper:#fff}"
+    "@media(prefers-color-scheme:dark){:root{--ink:#e6e8eb;--soft:#a3acb6;--grid:#39414a;--blue:#5ab4e5;"
+    "--orange:#f0a24a;--paper:#14181d}}svg{background:var(--paper)}text{font-family:system-ui,sans-serif}</style>"
+)
+_STYLE: dict[str, Any] = {
+    "svg.fonttype": "none", "font.family": "DejaVu Sans", "font.size": 10, "axes.titlesize": 10,
+    "axes.titlelocation": "left", "text.color": INK, "axes.labelcolor": INK, "axes.edgecolor": SOFT,
+    "xtick.color": SOFT, "ytick.color": SOFT, "xtick.labelcolor": INK, "ytick.labelcolor": INK, "grid.color": GRID,
+    "axes.facecolor": "none", "figure.facecolor": "none", "axes.spines.top": False, "axes.spines.right": False,
+    "legend.frameon": False, "legend.fontsize": 9, "axes.linewidth": 0.8, "lines.linewidth": 1.8,
+    "axes.unicode_minus": False,
+}  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Chart:
+    """`inline` belongs in a page that defines the colours, `svg` and `png` stand alone."""
+
+    name: str
+    inline: str
+    svg: bytes
+    png: bytes
+
+
+def draw(name: str, width: float, height: float, paint: Callable[[Any], None]) -> Chart:
+    """`paint` gets an empty matplotlib Figure of this size in inches."""
+    from matplotlib import rc_context
+    from matplotlib.figure import Figure
+
+    settings: Any = {**_STYLE, "svg.hashsalt": name}
+    with rc_context(settings):
+        figure = Figure(figsize=(width, height), layout="constrained")
+        paint(figure)
+        raw, png = io.StringIO(), io.BytesIO()
+        figure.savefig(raw, format="svg", metadata={"Date": None})
+        figure.savefig(png, format="png", dpi=160, facecolor="white", metadata={"Software": None})
+    text = _themed(raw.getvalue(), name)
+    alone = re.sub(r"(<svg[^>]*>)", lambda match: match[1] + _ALONE, text, count=1)
+    return Chart(name, text, ('<?xml version="1.0" encoding="utf-8"?>\n' + alone).encode(), png.getvalue())
+
+
+def _themed(svg: str, name: str) -> str:
+    """Fixed colours become the page's variables, and ids differ from those of the page's other figures."""
+    svg = re.sub(r"<metadata>.*?</metadata>", "", svg[svg.index("<svg") :], flags=re.DOTALL)
+    for colour, variable in _VARIABLES.items():
+        svg = svg.replace(colour, f"var({variable})")
+    svg = re.sub(r"font-family: [^;\"]*;? ?|font: ([\d.]+px) [^;\"]*;?", _size_alone, svg)
+    svg = re.sub(r'\bid="', f'id="{name}-', svg)
+    svg = re.sub(r'(url\(|href=")#', rf"\1#{name}-", svg)
+    return svg.strip() + "\n"
+
+
+def _size_alone(match: re.Match[str]) -> str:
+    return f"font-size: {match[1]};" if match[1] else ""
+
+
+def require_matplotlib() -> None:
+    """Raises ConversionError where figures can't be drawn."""
+    try:
+        import matplotlib  # noqa: F401
+    except ImportError:
+        raise ConversionError(
+            "figures need matplotlib, which is not installed: run pip install 'moert[report]'"
+        ) from None
+
+
+# The page: sections in a fixed order, each a figure or a table with a sentence on how to read it, or why it lacks.
 
 GENERATOR = "moeconv report"
 MARK = (

@@ -13,12 +13,12 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import numpy.typing as npt
 
-from moeconv.slow_tokenizer import made
 from moeconv.source.archs import Description, Family
-from moeconv.source.archs.errors import ShapeDiffers
-from moeconv.source.archs.source import Source
+from moeconv.source.archs.config import ShapeDiffers
+from moeconv.source.archs.description import Source
 from moeconv.source.outline import CONFIG, GENERATION_CONFIG, CheckpointError, Outline, find
 from moeconv.source.tensors import FileTensors, Tensors, add_file
+from moeconv.tokenizers import made
 from moert.pack.errors import SizeOverflow
 from moert.pack.model_spec import ExpertKey, ModelSpec
 from moert.pack.tensors import TOKENIZER, check_size

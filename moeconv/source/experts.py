@@ -55,8 +55,8 @@ class Substitute:
 
 
 class Rerouting(Protocol):
-    """Routes in the place of a model's routers: by what was used lately (moeconv.source.preferring), or by a function
-    of the tokens (moeconv.foresight.following)."""
+    """Routes in the place of a model's routers: by what was used lately (moeconv.source.routers), or by a function
+    of the tokens (moeconv.foresight.network)."""
 
     def route(self, at: LayerKey, chosen: Tensor, weights: Tensor, real: Tensor) -> tuple[Tensor, Tensor]:
         """What the model's own router chose, and weighs [tokens, top_k], of sequences filled up on the right: real
@@ -73,7 +73,7 @@ class Rerouting(Protocol):
 
 
 class Naming(Protocol):
-    """Says beforehand which neurons of an expert are computed (moeconv.foresight.naming)."""
+    """Says beforehand which neurons of an expert are computed (moeconv.foresight.neurons)."""
 
     def computed(self, key: ExpertKey, x: Tensor) -> Tensor:
         """Of what enters an expert, x [rows, d_model]: where neurons are not left out. bool [rows, d_ff]"""

@@ -1,8 +1,4 @@
-"""The routers of a loaded model: what they read, heard while it runs, and what they make of it.
-
-What a layer's router reads is heard at the module that has its matrix, and scores are made of it as the pack will have
-them (moert.pack.parts.Router).
-"""
+"""What a model's routers read and what they make of it; routing that prefers experts which were used lately."""
 
 from __future__ import annotations
 
@@ -18,8 +14,13 @@ from torch import Tensor
 
 from moeconv.source.archs.description import Description
 from moeconv.source.archs.weights import parameter
+from moert.pack.manifest import Preference
 from moert.pack.model_spec import LayerKey
 from moert.pack.parts import Experts, Router
+
+# The routers of a loaded model: what they read, heard while it runs, and what they make of it.
+# What a layer's router reads is heard at the module that has its matrix, and scores are made of it as the pack will
+# have them (moert.pack.parts.Router).
 
 F32 = npt.NDArray[np.float32]
 
@@ -123,3 +124,137 @@ def _mixed_sparsely(scores: Tensor, chosen: Tensor, jitter: float) -> Tensor:
         weights.append(left.masked_fill(far, -torch.inf).softmax(-1).gather(1, best))
         left = left.scatter(1, best, -torch.inf)
     return torch.cat(weights, dim=1)
+
+
+# Routing that prefers experts which a sequence has used lately, in a loaded model: token after token as moert
+# decides.
+# Within a layer a decision depends on those for earlier tokens of the same sequence in that layer alone, so that a
+# pass over whole texts decides as a run token by token does.
+
+I64 = npt.NDArray[np.int64]
+
+
+class Recency:
+    """What some sequences have used of one layer: stamps [sequences, experts], the larger the later, below 0 never."""
+
+    def __init__(self, sequences: int, experts: int) -> None:
+        self.stamps: I64 = np.full((sequences, experts), -1, np.int64)
+        self._clock = 0
+
+    def among_last(self, k: int) -> npt.NDArray[np.bool_]:
+        """[sequences, experts]: the k used last; of one token, first those with smaller numbers."""
+        least = -np.partition(-self.stamps, k - 1, axis=1)[:, k - 1 : k]
+        return (self.stamps >= least) & (self.stamps >= 0)
+
+    def use(self, chosen: I64, going: npt.NDArray[np.bool_]) -> None:
+        """Each sequence that is `going` [sequences] has a token that goes to chosen [sequences, top_k]."""
+        self._clock += 1
+        n = self.stamps.shape[1]
+        stamps = self._clock * n + (n - 1 - chosen)
+        rows = np.flatnonzero(going)[:, None]
+        self.stamps[rows, chosen[going]] = stamps[going]
+
+
+class Preferring:
+    """Puts a preference in the place of the routers of a model's decoder while it is `on`.
+
+    Of what was routed since: `missed` counts for each layer how often each expert [experts] was asked for that was not
+    among the preferred, `tokens` those that chose, and `gap` is how much better, on the mean, the experts that a token
+    takes are than as many that come next.
+    """
+
+    def __init__(self, model: Any, description: Description) -> None:
+        self._spec = description.spec
+        self._routers = Routers(model, description, self.places)
+        self._preference: Preference | None = None
+        self._going: dict[LayerKey, Recency] | None = None
+        self.missed: dict[LayerKey, I64] = {}
+        self.tokens = 0
+        self._gaps: dict[LayerKey, float] = {}
+
+    @property
+    def places(self) -> list[LayerKey]:
+        """The layers with experts of the decoder."""
+        return [at for at in self._spec.moe_layers() if at.stack == "decoder"]
+
+    @contextmanager
+    def on(self, preference: Preference | None) -> Iterator[None]:
+        """Inside the block routing prefers; None: it is exact."""
+        if preference is None:
+            yield
+            return
+        n = self._spec.moe.n
+        self._preference, self.tokens = preference, 0
+        self.missed = {at: np.zeros(n, np.int64) for at in self.places}
+        self._gaps = dict.fromkeys(self.places, 0.0)
+        with self._routers.listening():
+            try:
+                yield
+            finally:
+                self._preference = None
+
+    @property
+    def gap(self) -> dict[LayerKey, float]:
+        return {at: total / max(1, self.tokens) for at, total in self._gaps.items()}
+
+    @contextmanager
+    def writing(self, sequences: int) -> Iterator[Preferring]:
+        """See Rerouting."""
+        self._going = {at: Recency(sequences, self._spec.moe.n) for at in self.places}
+        try:
+            yield self
+        finally:
+            self._going = None
+
+    def keep(self, rows: Tensor) -> None:
+        """See Rerouting."""
+        for recency in (self._going or {}).values():
+            recency.stamps = recency.stamps[rows.numpy()]
+
+    def route(self, at: LayerKey, chosen: Tensor, weights: Tensor, real: Tensor) -> tuple[Tensor, Tensor]:
+        """See Rerouting."""
+        if self._preference is None or at not in self._routers.layers:
+            return chosen, weights
+        layer, shape = self._routers.layers[at], (*real.shape, self._spec.moe.n)
+        scores = scores_of(numbers_of(self._routers.heard[at], layer), layer).reshape(shape).numpy()
+        deciding = deciding_of(scores, layer)
+        recency = Recency(len(real), shape[-1]) if self._going is None else self._going[at]
+        mine = self._decide(at, deciding, recency, real.numpy())
+        found = torch.from_numpy(mine.reshape(-1, mine.shape[-1]))
+        return found, weights_of(torch.from_numpy(scores.reshape(-1, shape[-1])), found, layer)
+
+    def _decide(self, at: LayerKey, deciding: F32, recency: Recency, real: npt.NDArray[np.bool_]) -> I64:
+        """deciding [sequences, places, experts] → chosen [sequences, places, top_k], the first choice first."""
+        preference, top_k = self._preference, self._routers.layers[at].part.top_k
+        assert preference is not None
+        bonus = np.float32(preference.bonus[self.places.index(at)])
+        found = np.zeros((*deciding.shape[:2], top_k), np.int64)
+        for place in range(deciding.shape[1]):
+            going, numbers = real[:, place], deciding[:, place]
+            recent = recency.among_last(preference.recent)
+            chosen = _best(numbers, bonus * recent, top_k, preference.sure)
+            lacking = ~np.take_along_axis(recent, chosen, axis=1) & going[:, None]
+            self.missed[at] += np.bincount(chosen[lacking], minlength=deciding.shape[2])
+            self._gaps[at] += float(_gaps(numbers[going], top_k).sum())
+            if at == self.places[0]:
+                self.tokens += int(going.sum())
+            recency.use(chosen, going)
+            found[:, place] = chosen
+        return found
+
+
+def _best(numbers: F32, raised: F32, top_k: int, sure: int) -> I64:
+    """numbers, raised [rows, experts] → [rows, top_k]: the `sure` largest numbers, then the largest sums."""
+    first = np.argsort(-numbers, axis=1, kind="stable")[:, : min(sure, top_k)]
+    sums = numbers + raised
+    np.put_along_axis(sums, first, -np.inf, axis=1)
+    others = np.argsort(-sums, axis=1, kind="stable")[:, : top_k - first.shape[1]]
+    return np.concatenate([first, others], axis=1)
+
+
+def _gaps(numbers: F32, top_k: int) -> F32:
+    """numbers [rows, experts] → [rows]: the mean of the top_k largest, less that of as many behind them."""
+    ordered = -np.sort(-np.where(np.isfinite(numbers), numbers, 0), axis=1)
+    behind = ordered[:, top_k : 2 * top_k]
+    gaps: F32 = ordered[:, :top_k].mean(axis=1) - (behind.mean(axis=1) if behind.shape[1] else 0)
+    return gaps

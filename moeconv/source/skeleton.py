@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from moeconv.source.archs import Description, Family
-from moeconv.source.archs.source import Source
+from moeconv.source.archs.description import Source
 from moeconv.source.archs.weights import tensor_of
 from moeconv.source.outline import CheckpointError
 from moert.pack.model_spec import ModelSpec

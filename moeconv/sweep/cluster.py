@@ -1,24 +1,119 @@
-"""Tasks on a Ray cluster: one process for each core that it lends, and no end of the work when one of them dies.
-
-Ray places the processes and starts them again. Results come back to the process that asked, so that a journal is
-written in one place.
-"""
+"""Work that can be shared out, and who does it: this process, or a Ray cluster."""
 
 from __future__ import annotations
 
+import logging
 import os
 import socket
+import tempfile
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol, TypeVar
 
 from moeconv.errors import ConversionError
-from moeconv.sweep.connection import ClusterError, connected, last_line
-from moeconv.sweep.tasks import FoundT, JobT, Runner, TaskT, Worker
 from moert.pack.files import placed
+
+# What work that can be shared out is made of: a job, its tasks, workers, and runners that bring them together.
+
+
+class Task(Protocol):
+    """Anything picklable that knows where it is cheap to do."""
+
+    @property
+    def affinity(self) -> str:
+        """What a worker prepares for it, in words, like "block 3": a worker goes on with tasks of the same."""
+        ...
+
+
+JobT = TypeVar("JobT")
+TaskT = TypeVar("TaskT", bound=Task)
+FoundT = TypeVar("FoundT")
+_Takes = TypeVar("_Takes", contravariant=True)
+_Gives = TypeVar("_Gives", covariant=True)
+
+
+class Worker(Protocol[_Takes, _Gives]):
+    """Made from a job, in the process where it stays; making it may be expensive."""
+
+    def measure(self, task: _Takes) -> _Gives: ...
+
+
+Runner = Callable[[JobT, Sequence[TaskT]], Iterator[tuple[TaskT, FoundT]]]
+"""Yields each task with its result as soon as it is done, in any order."""
+
+
+# The connection to a Ray cluster: one that is there already, or one that is started here.
+
+_ANSWER_S = 5.0
+_STORE_BYTES = 128 << 20  # what passes through are token ids and scores
+
+
+class ClusterError(ConversionError):
+    """No cluster, no process on it, or a task that it can't do. The message is one line."""
+
+
+def connected(address: str) -> tuple[Any, bool]:
+    """Ray, and whether the connection is ours to close."""
+    os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
+    os.environ.setdefault("RAY_DEDUP_LOGS_SKIP_REGEX", ".")  # its news of lost processes would go to our stdout
+    try:
+        import ray
+    except ImportError:
+        raise ClusterError("--cluster needs Ray: install the extra cluster (pip install 'moert[cluster]')") from None
+    if ray.is_initialized():
+        return ray, False
+    quiet: dict[str, Any] = {"log_to_driver": False, "logging_level": logging.CRITICAL}
+    there = _running() if address == "auto" else address
+    if there is not None and not _answers(there):  # Ray itself would try for minutes
+        raise ClusterError(f"--cluster {address}: nothing answers at {there}: is the cluster up, and the port right?")
+    try:
+        if there is None:
+            ray.init(address="local", include_dashboard=False, object_store_memory=_STORE_BYTES, **quiet)
+        else:
+            ray.init(address=address, **quiet)  # "auto" as such: only then does Ray look for its token by itself
+    except Exception as error:  # Ray has no common error for what can go wrong here
+        ray.shutdown()
+        raise ClusterError(
+            f"--cluster {address}: can't connect ({last_line(error)}): its Ray and Python must be those of this "
+            f"machine (Ray {ray.__version__}); host:port serves only its own nodes, others need ray://host:port; with "
+            "token authentication set RAY_AUTH_MODE=token"
+        ) from None
+    return ray, True
+
+
+def _running() -> str | None:
+    """The address that the environment names; else the one that `ray start` left on this machine, if it answers."""
+    if named := os.environ.get("RAY_ADDRESS"):
+        return named
+    with suppress(OSError):
+        noted = Path(os.environ.get("RAY_TMPDIR") or tempfile.gettempdir(), "ray", "ray_current_cluster")
+        address = noted.read_text().strip()
+        if _answers(address):
+            return address
+    return None
+
+
+def _answers(address: str) -> bool:
+    host, _, port = address.removeprefix("ray://").rpartition(":")
+    try:
+        socket.create_connection((host.strip("[]"), int(port)), timeout=_ANSWER_S).close()
+    except (OSError, ValueError, OverflowError):
+        return False
+    return True
+
+
+def last_line(error: BaseException | None) -> str:
+    """The kind of an error and the last line that is not empty of what it says."""
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    return f"{type(error).__name__}: {lines[-1]}" if lines else type(error).__name__
+
+
+# Tasks on a Ray cluster: one process for each core that it lends, and no end of the work when one of them dies.
+# Ray places the processes and starts them again. Results come back to the process that asked, so that a journal is
+# written in one place.
 
 ATTEMPTS = 3
 
@@ -196,3 +291,36 @@ def next_of(waiting: Sequence[str], affinity: str) -> int:
     if affinity not in waiting:
         affinity = Counter(waiting).most_common(1)[0][0]
     return waiting.index(affinity)
+
+
+# Who does tasks: this process, or a cluster.
+
+
+@contextmanager
+def runner_for(
+    cluster: str | None,
+    make: Callable[[JobT], Worker[TaskT, FoundT]],
+    reads: Sequence[Path],
+    here: Callable[[JobT], Worker[TaskT, FoundT]] | None = None,
+) -> Iterator[Runner[JobT, TaskT, FoundT]]:
+    """`cluster` is the address of a Ray cluster whose nodes can all import `make` and read `reads`; None does tasks in
+    this process, by what `here` makes of a job, if it is given, from what is in memory already. Raises ClusterError."""
+    if cluster is None:
+        yield _local(here or make)
+        return
+
+    with ray_runner(cluster, make, *reads) as runner:
+        yield runner
+
+
+def _local(make: Callable[[JobT], Worker[TaskT, FoundT]]) -> Runner[JobT, TaskT, FoundT]:
+    made: list[tuple[JobT, Worker[TaskT, FoundT]]] = []  # the last one; it stays as long as the job is the same object
+
+    def run(job: JobT, tasks: Sequence[TaskT]) -> Iterator[tuple[TaskT, FoundT]]:
+        if not made or made[0][0] is not job:
+            made[:] = [(job, make(job))]
+        worker = made[0][1]
+        for task in tasks:
+            yield task, worker.measure(task)
+
+    return run

@@ -1,35 +1,143 @@
-"""What each expert costs at every width, from one forward and a few backward passes: the Fisher form of the divergence.
-
-For a small change d_t of what an expert gives for token t, the divergence of all later predictions is
-1/2 E[(sum_t G_t . d_t)^2], with G the gradient of sum_s log p(y_s) at the output of that layer's experts, and y drawn
-from the model's own distribution. Here d_t = p_t (FFN_q(x_t) - FFN(x_t)), p the router's weight. Sums go over the
-tokens of one text (a window, or a target and the input to it); texts add up. What the routers of later layers would
-decide otherwise no gradient sees: see `scales`. `Gradients` goes through a model layer by layer; see `fisher_pairs` for
-models that read one text and write another.
-"""
+"""What each expert costs, from gradients: every expert at every width in a few passes."""
 
 from __future__ import annotations
 
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Protocol, cast
 
 import torch
 from torch import Tensor
 
-from moeconv.artifacts import Bits
-from moeconv.measure.journal import Journal, identity
-from moeconv.measure.layered import LayeredModel
-from moeconv.measure.passage import Leaving, Passage
-from moeconv.measure.scorers.head import Head
-from moeconv.measure.scorers.text import Texts
+from moeconv.artifacts import Bits, uniform
+from moeconv.measure.passes import LayeredModel, Leaving, Passage, token_bytes
+from moeconv.measure.scorers import Head
+from moeconv.measure.scoring import Bucket, GeneratedScorer, Texts, spread
+from moeconv.measure.trial import Trial
+from moeconv.measure.workdir import Journal, identity
 from moeconv.progress import Bar
-from moeconv.quantizers.coder import ExpertCoder, batches
+from moeconv.quantizers.coder import ORIGINAL, ExpertCoder, batches
 from moeconv.source.archs import Family
+from moeconv.source.archs.config import transformers_model
 from moeconv.source.experts import Call, ExpertCalls, Weights, expert_ffn
 from moeconv.source.skeleton import by_layers
 from moert.pack.model_spec import ExpertKey, LayerKey, ModelSpec
+
+# How much all experts of a layer cost together at a width, measured: it sets the scale of what gradients say of
+# them.
+# From what enters a layer on, some windows go through the rest of the model once for each width, all layers'
+# variants side by side, so that every layer is read once.
+
+WINDOWS = 8
+
+
+@dataclass(frozen=True)
+class Measured:
+    """Nats in sum over the windows, for each layer with experts and each pattern; and what it took, in expert rows and
+    in time."""
+
+    nats: Mapping[LayerKey, tuple[float, ...]]
+    flops: int
+    seconds: float
+
+
+class LayerScales:
+    """`patterns` are the widths that all experts of a layer get at once."""
+
+    def __init__(self, model: LayeredModel, texts: Texts, patterns: Sequence[Bits], windows: int = WINDOWS) -> None:
+        self.model, self.patterns = model, patterns
+        self.places = torch.tensor(spread(len(texts.ids), windows))
+        self.texts, self.all_ids = texts.select(self.places.tolist()), texts.ids
+        self.n_layers = len(model.skeleton.layers)
+        self.at_work = model.spec.moe_layers("decoder")
+
+    def run(self, journal: Journal, about: str, bar: Bar) -> Measured:
+        """Behind a pass of all of the text whose states were kept. Raises ConversionError."""
+        name = identity(about, "scales", self.places.tolist(), [list(bits) for bits in self.patterns])
+
+        def measured() -> dict[str, Any]:
+            calls, started = self.model.calls, time.perf_counter()
+            rows = calls.rows
+            nats = self._measured(name, bar)
+            return {"nats": nats, "flops": calls.flops(calls.rows - rows), "seconds": time.perf_counter() - started}
+
+        entry = journal.remember(name, measured)
+        with journal.believed():
+            nats = dict(zip(self.at_work, map(tuple, entry["nats"]), strict=True))
+            return Measured(nats, entry["flops"], entry["seconds"])
+
+    @torch.inference_mode()
+    def _measured(self, name: str, bar: Bar) -> list[list[float]]:
+        model, many = self.model, len(self.places)
+        model.original_experts()
+        states = model.passage(self.all_ids, keeps=True)
+        count = len(self.at_work) * len(self.patterns)
+        moving = Passage(model.room.folder / "scales" / name[:16], (count * many, *states.shape[1:]))
+        bar.update(moving.reached)
+        for at in range(moving.reached, self.n_layers):
+            with moving.leaving(at + 1) as left:
+                if at:
+                    self._go_on(moving, at, left)
+                self._set_out(states, at, left)
+            bar.update(1)
+        found = self._judged(states, moving)
+        moving.remove()
+        return found
+
+    def _variants(self, at: int) -> list[int]:
+        """First rows of those that set out at a layer."""
+        before = sum(one.layer < at for one in self.at_work) * len(self.patterns)
+        here = len(self.patterns) if any(one.layer == at for one in self.at_work) else 0
+        return [(before + number) * len(self.places) for number in range(here)]
+
+    def _go_on(self, moving: Passage, at: int, left: Leaving) -> None:
+        """What set out at layers before goes through this one, whose experts are as they were."""
+        rows = sum(one.layer < at for one in self.at_work) * len(self.patterns) * len(self.places)
+        if not rows:
+            return
+        self.model.original_experts()
+        ids, real = (part.repeat(rows // len(self.places), 1) for part in (self.texts.ids, self.texts.real))
+        with self.model.ready(at):
+            for batch in self.model.batches(ids):
+                hidden, final = self.model.step(moving, at, ids, real, batch)
+                left[batch] = final if at + 1 == self.n_layers else hidden
+
+    def _set_out(self, states: Passage, at: int, left: Leaving) -> None:
+        """The layer with all of its experts at each pattern of widths."""
+        for start, bits in zip(self._variants(at), self.patterns, strict=False):
+            widths = uniform(self.model.spec, ORIGINAL) | {
+                key: bits for key in self.model.spec.expert_keys() if key.at == ("decoder", at)
+            }
+            self.model.assign(widths)
+            with self.model.ready(at):
+                for batch in self.model.batches(self.texts.ids):
+                    entering = states.entering(at)[self.places[batch]] if at else None
+                    hidden, final = self.model.step(states, at, self.texts.ids, self.texts.real, batch, entering)
+                    left[start + batch] = final if at + 1 == self.n_layers else hidden
+
+    def _judged(self, states: Passage, moving: Passage) -> list[list[float]]:
+        scored, targets = self.texts.scored, self.texts.targets()[self.texts.scored]
+        ends, many = moving.entering(self.n_layers), len(self.places)
+        with self.model.head() as head:
+            reference = head.reference(states.entering(self.n_layers)[self.places][scored])
+            nats = [
+                float(head.judge(ends[start : start + many][scored], targets, reference)[1].double().sum())
+                for start in range(0, len(ends), many)
+            ]
+        width = len(self.patterns)
+        return [nats[start : start + width] for start in range(0, len(nats), width)]
+
+
+# What each expert costs at every width, from one forward and a few backward passes: the Fisher form of the
+# divergence.
+# For a small change d_t of what an expert gives for token t, the divergence of all later predictions is 1/2
+# E[(sum_t G_t . d_t)^2], with G the gradient of sum_s log p(y_s) at the output of that layer's experts, and y drawn
+# from the model's own distribution. Here d_t = p_t (FFN_q(x_t) - FFN(x_t)), p the router's weight. Sums go over the
+# tokens of one text (a window, or a target and the input to it); texts add up. What the routers of later layers
+# would decide otherwise no gradient sees: see `scales`. `Gradients` goes through a model layer by layer; see
+# `fisher_pairs` for models that read one text and write another.
 
 DRAWS = 16
 _STATES_A_DRAW = (
@@ -289,3 +397,182 @@ def _through(start: Tensor, ends: Sequence[tuple[Tensor, Tensor]]) -> Tensor:
 def layer_costs(entry: Mapping[str, Any]) -> LayerCosts:
     """What Totals found, out of the journal."""
     return LayerCosts(tuple(entry["rows"]), tuple(map(tuple, entry["costs"])))
+
+
+# What each expert of an encoder-decoder model costs, by gradients: `fisher` and `scales` for pairs of texts.
+# The decoder reads each sample's target, as it does where divergences are measured one expert at a time. Gradients
+# go back through the decoder, and through its attention to the input into the encoder, so that experts of both
+# stacks are beside each other. The model is in memory.
+
+SCALE_TOKENS = 2048  # of targets, that whole layers are measured on
+
+
+@dataclass(frozen=True)
+class Part:
+    """Samples that go through the model together: their places in the scorer's items, [rows, tokens] of their inputs,
+    where these are real, and of their targets, below 0 where there is none."""
+
+    items: list[int]
+    inputs: Tensor
+    mask: Tensor
+    targets: Tensor
+
+    @property
+    def real(self) -> Tensor:
+        return self.targets >= 0
+
+
+class PairGradients:
+    """A pass forth and back through a model in memory, for as many samples at once as fit `batch_bytes`. `patterns` are
+    those of Totals."""
+
+    def __init__(
+        self, trial: Trial, scorer: GeneratedScorer, patterns: Sequence[Bits], draws: int, seed: int, batch_bytes: int
+    ) -> None:
+        self.trial, self.model, self.patterns, self.draws, self.seed = trial, scorer.model, patterns, draws, seed
+        most = batch_bytes // _token_bytes(trial.spec, draws)
+        self.parts = [part for bucket in scorer.buckets for part in _parts(scorer, bucket, most)]
+
+    def run(self, journal: Journal, about: str, bar: Bar) -> Costs:
+        """Part by part; a run that was killed goes on with the first that it lacks."""
+        name = identity(about, "gradients of pairs", self.draws, self.seed, [list(bits) for bits in self.patterns])
+        found = []
+        for part in self.parts:
+            found.append(journal.remember(identity(name, part.items), partial(self._measured, part)))
+            bar.update(1)
+        with journal.believed():
+            layers = {at: _sum([entry["layers"][str(at)] for entry in found]) for at in self.trial.spec.moe_layers()}
+            return Costs(layers, sum(entry["flops"] for entry in found), sum(entry["seconds"] for entry in found))
+
+    def _measured(self, part: Part) -> dict[str, Any]:
+        calls, started = self.trial.calls, time.perf_counter()
+        rows = calls.rows
+        self.trial.original_experts()
+        asked: dict[LayerKey, tuple[Call, Tensor]] = {}
+
+        def answer(at: LayerKey, call: Call) -> Tensor:
+            given = calls.given(at, call)
+            mark = torch.zeros_like(given).requires_grad_()
+            asked[at] = Call(call.x.detach(), call.chosen, call.weights.detach()), mark
+            return given + mark
+
+        with torch.enable_grad(), calls.answering(answer), transformers_model(self.trial.checkpoint.path):
+            encoded = self.model.encode({"input_ids": part.inputs}, part.mask)
+            fed = {"input_ids": self.model.fed(part.targets)}
+            final = self.model.decode(fed, part.real, encoded, part.mask)
+        marks = [mark for _, mark in asked.values()]
+        back = [torch.autograd.grad(final, marks, above, retain_graph=True) for above in self._above(part, final)]
+        calls.rows += self.draws * (calls.rows - rows)
+        layers = {}
+        for place, (at, (call, _)) in enumerate(asked.items()):
+            layers[str(at)] = self._costs(at, call, torch.stack([each[place] for each in back]), len(part.items))
+        spent = {"flops": calls.flops(calls.rows - rows), "seconds": round(time.perf_counter() - started, 4)}
+        return {"layers": layers, **spent}
+
+    def _above(self, part: Part, final: Tensor) -> Iterator[Tensor]:
+        """Gradients at the last states [rows, tokens, d_model], of each draw."""
+        found = torch.zeros(self.draws, *final.shape)
+        for row, item in enumerate(part.items):
+            real = part.real[row]
+            hidden = final[row][real]
+            for draw, gradient in enumerate(drawn(self.model.head, hidden, self.draws, chance_of(self.seed, item))):
+                found[draw, row, real] = gradient
+        return iter(found)
+
+    def _costs(self, at: LayerKey, call: Call, gradients: Tensor, texts: int) -> dict[str, Any]:
+        """Of one layer's experts; gradients [draws, tokens, d_model] at what they give."""
+        calls, totals = self.trial.calls, Totals(self.trial.calls, self.trial.coder, self.patterns)
+        totals.code(at)
+        text = torch.arange(texts).repeat_interleave(len(call.x) // texts)
+        for number in torch.unique(call.chosen[call.chosen >= 0]).tolist():
+            key = at.expert(number)
+            token, place = (call.chosen == number).nonzero(as_tuple=True)
+            x, at_given = call.x[token], gradients[:, token] * call.weights[token, place][:, None]
+            totals.add(key, x, calls.ffn(key, x, calls.weights(key)), at_given, text[token])
+        return totals.found()
+
+
+class PairScales:
+    """What all experts of a layer cost together, measured with the samples of the scorer, whose metric must not
+    generate. `patterns` are the widths that they get at once."""
+
+    def __init__(self, trial: Trial, scorer: GeneratedScorer, patterns: Sequence[Bits]) -> None:
+        self.trial, self.scorer, self.patterns = trial, scorer, patterns
+
+    def run(self, journal: Journal, about: str, bar: Bar) -> Measured:
+        """Layer by layer; a run that was killed goes on with the first that it lacks. Raises ConversionError."""
+        name = identity(about, "scales of pairs", self.scorer.n_samples, [list(bits) for bits in self.patterns])
+        found = {}
+        for at in self.trial.spec.moe_layers():
+            found[at] = journal.remember(identity(name, str(at)), partial(self._measured, at))
+            bar.update(1)
+        with journal.believed():
+            nats = {at: tuple(entry["nats"]) for at, entry in found.items()}
+            spent = [sum(entry[what] for entry in found.values()) for what in ("flops", "seconds")]
+            return Measured(nats, *spent)
+
+    def _measured(self, at: LayerKey) -> dict[str, Any]:
+        calls, started = self.trial.calls, time.perf_counter()
+        rows = calls.rows
+        with transformers_model(self.trial.checkpoint.path):
+            if self.scorer.reference is None:
+                self.trial.original_experts()
+                self.scorer.score(as_reference=True)
+            nats = [self._together(at, bits) for bits in self.patterns]
+        spent = {"flops": calls.flops(calls.rows - rows), "seconds": round(time.perf_counter() - started, 4)}
+        return {"nats": nats, **spent}
+
+    def _together(self, at: LayerKey, bits: Bits) -> float:
+        spec = self.trial.spec
+        here = {at.expert(number): bits for number in range(spec.moe.n)}
+        self.trial.assign({**uniform(spec, ORIGINAL), **here})
+        return float(self.scorer.score().kls.sum())
+
+
+def narrower(patterns: Sequence[Bits]) -> list[Bits]:
+    """What layers are measured at: the patterns below the base, or the base where there is none."""
+    return [bits for bits in patterns[1:] if max(bits) <= max(patterns[0])] or [patterns[0]]
+
+
+def scaled_as_one(
+    costs: LayerCosts, patterns: Sequence[Bits], measured: Sequence[float], share: float
+) -> list[list[float]]:
+    """Nats above the base of each pattern and expert. `measured` is what the layer costs at each of the `narrower`
+    patterns, on a `share` of the text.
+
+    One factor for all widths of a layer, and no base taken away: on hundreds of short texts what a layer costs hangs on
+    few tokens that routers behind it send elsewhere, at 4 bits hardly less than at 2. Ranks of g2p's experts at 2 and
+    3 bits, beside an exact sweep of six times as many texts: a factor for each width 0.58 and 0.30, no factor 0.67 and
+    0.41, this one 0.67 and 0.46.
+    """
+    asked = narrower(patterns)
+    rows = [row for bits, row in zip(patterns, costs.costs, strict=True) if bits in asked]
+    if asked == [patterns[0]]:
+        rows = [tuple(-cost for cost in costs.costs[-1])]  # about what the base costs
+    together = share * sum(map(sum, rows))
+    factor = sum(measured) / together if together * sum(measured) > 0 else 1.0
+    return [[cost * factor for cost in row] for row in costs.costs]
+
+
+def _parts(scorer: GeneratedScorer, bucket: Bucket, most_tokens: int) -> Iterator[Part]:
+    """A bucket's samples in parts of so many tokens, or of one sample; of choices only the right one."""
+    right = torch.from_numpy(scorer.items.right[bucket.items].copy()).nonzero()[:, 0]
+    width = bucket.inputs.shape[1] + bucket.targets.shape[1]
+    for items in torch.split(right, max(1, most_tokens // width)):
+        rows = bucket.of_row[items]
+        yield Part(
+            (items + bucket.items.start).tolist(), bucket.inputs[rows], bucket.mask[rows], bucket.targets[items]
+        )  # fmt: skip
+
+
+def _token_bytes(spec: ModelSpec, draws: int) -> int:
+    """What a token takes at most until its batch has gone back: its states in every layer of a stack, and its gradients
+    there, of all draws."""
+    return max(map(len, spec.stacks.values())) * (token_bytes(spec) + 4 * draws * spec.d_model)
+
+
+def _sum(entries: Sequence[Mapping[str, Any]]) -> LayerCosts:
+    """Of all parts."""
+    rows = torch.tensor([entry["rows"] for entry in entries]).sum(0)
+    costs = torch.tensor([entry["costs"] for entry in entries], dtype=torch.float64).sum(0)
+    return layer_costs({"rows": rows.tolist(), "costs": costs.tolist()})

@@ -74,7 +74,7 @@ def pack_of(subject: Subject, layout: str, ordered: bool = True) -> Path:
     neurons, if `ordered` those that fire most often on calibration text come first; else they lie as in the checkpoint.
     """
     from moeconv.artifacts import uniform
-    from moeconv.conversion.layouts import neurons_of
+    from moeconv.conversion.settings import neurons_of
     from moeconv.packing.emit import Label, emit
     from moeconv.quantizers import QUANTIZERS
     from moeconv.quantizers.coder import ExpertCoder
@@ -100,9 +100,9 @@ def order_of(subject: Subject, checkpoint: Checkpoint) -> NeuronOrder:
     """By how often neurons of the unquantised model fire on calibration text."""
     from moeconv.calibration import Sample
     from moeconv.measure.firing import by_frequency, firing_counts
-    from moeconv.measure.loaded import LoadedModel
     from moeconv.measure.metrics import METRICS
-    from moeconv.measure.scorers.build import Extent, build_scorer, load_tokenizer
+    from moeconv.measure.scoring import Extent, build_scorer, load_tokenizer
+    from moeconv.measure.trial import LoadedModel
     from moeconv.progress import unseen
 
     say(f"{subject.name}: neurons that fire are counted")

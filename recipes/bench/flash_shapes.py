@@ -8,8 +8,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from moeconv.conversion.layouts import neurons_of
-from moeconv.conversion.neuron_lessons import usual_rank
+from moeconv.conversion.settings import neurons_of
+from moeconv.conversion.taught import usual_rank
 from moert.beside.flash.runner import EXACT, PREDICTED
 from moert.pack.manifest import BACKBONE
 from moert.pack.model_spec import ModelSpec

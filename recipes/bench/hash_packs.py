@@ -84,8 +84,8 @@ def _source(subject: Subject) -> Path:
 
 def _converted(subject: Subject) -> Path:
     from moeconv.command.recipe import Recipe
+    from moeconv.conversion.additions import profile_paths
     from moeconv.conversion.conversion import Conversion
-    from moeconv.conversion.profile import profile_paths
     from moeconv.progress import bar
 
     say(f"{subject.name}: converted by its recipe")

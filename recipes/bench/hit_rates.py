@@ -15,7 +15,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from moeconv.plan.likeness import DATA, Kind, kind_of
+from moeconv.plan.forecast import HIT_RATES, Kind, kind_of
 from moert.experts.cache.residency import Residency
 from moert.experts.demand import Demand
 from moert.experts.policy.eviction import EVICTION
@@ -27,7 +27,7 @@ from moert.pack.model_spec import ExpertKey, ModelSpec
 from moert.pack.paths import TRACE, Trace
 from moert.pack.reader import Pack
 
-OUT = Path("moeconv/plan") / DATA
+OUT = Path("moeconv/plan") / HIT_RATES
 SHARES = (0.05, 0.1, 0.15, 0.2, 0.25, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 0.95)
 WARM = 0.5
 """Of the demands that are replayed, those that are not counted."""

@@ -107,7 +107,7 @@ def word_rows(pack: Path) -> list[Row]:
 def text_rows(name: str, pack: Path) -> list[Row]:
     """Of a thousand tokens written freely: how likely the unquantised model finds them, and how many four in a
     row were there before in the same text."""
-    from moeconv.measure.loaded import LoadedModel
+    from moeconv.measure.trial import LoadedModel
     from moeconv.source.checkpoint import Checkpoint
 
     model, found = LoadedModel(Checkpoint.open(f"recipes/models/{name}")).model, []

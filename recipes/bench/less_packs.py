@@ -12,12 +12,11 @@ from pathlib import Path
 
 from moeconv.artifacts import ConversionReport
 from moeconv.command.recipe import Recipe
-from moeconv.conversion.account import Account
-from moeconv.conversion.bonuses import Bonuses
+from moeconv.conversion.choosing import Bonuses
 from moeconv.conversion.conversion import Conversion
-from moeconv.conversion.references import References
+from moeconv.conversion.measuring import Account, References
 from moeconv.conversion.settings import Settings
-from moeconv.measure.assignments import Preferred
+from moeconv.measure.trial import Preferred
 from moeconv.plan.problem import Plan
 from moeconv.plan.search import MeasuredPlan, search
 from moeconv.progress import bar

@@ -23,10 +23,9 @@ from typing import NamedTuple
 
 from moeconv.artifacts import uniform
 from moeconv.command.recipe import Recipe
-from moeconv.conversion.bench import Bench
-from moeconv.conversion.references import References, evaluated
+from moeconv.conversion.measuring import Bench, References, evaluated
 from moeconv.plan.problem import Plan
-from moeconv.plan.question import uniform_bytes, weights_of
+from moeconv.plan.search import uniform_bytes, weights_of
 from moeconv.promise.judging import estimate
 from moert.pack.manifest import LossEstimate
 from recipes.bench.opened import opened

@@ -5,11 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from moeconv.conversion.bench import Bench
-from moeconv.conversion.coding import Coding
-from moeconv.conversion.material import Material
+from moeconv.conversion.conversion import directory_of, subject_of
+from moeconv.conversion.material import Coding, Material
+from moeconv.conversion.measuring import Bench
 from moeconv.conversion.settings import Settings
-from moeconv.conversion.subject import directory_of, subject_of
 from moeconv.measure.workdir import WorkDir
 
 

@@ -12,11 +12,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from statistics import median
 
-from moeconv.plan.forecast import prospect
-from moeconv.plan.likeness import references
-from moeconv.plan.machine import stated
-from moeconv.plan.mixture import mixture
-from moeconv.plan.pace import Drive, Processor, Work, token_s
+from moeconv.plan.forecast import Drive, Processor, Work, prospect, references, stated, token_s
+from moeconv.plan.outlook import mixture
 from moeconv.plan.problem import Storage
 from moert.pack.manifest import Dense
 from recipes.bench.outlook_machine import BITS_PER_WEIGHT, RESULTS, work_of

@@ -16,17 +16,14 @@ from pathlib import Path
 from statistics import mean, median
 
 from moeconv.conversion.host import facts
-from moeconv.plan.forecast import prospect
-from moeconv.plan.machine import DATA, SOURCE, Machine
-from moeconv.plan.mixture import mixture
-from moeconv.plan.outlook import Host
-from moeconv.plan.pace import KERNEL_BITS, Drive, Processor, Work, token_s
+from moeconv.plan.forecast import KERNEL_BITS, MACHINE, SOURCE, Drive, Machine, Processor, Work, prospect, token_s
+from moeconv.plan.outlook import Host, mixture
 from moeconv.plan.problem import Storage
 from moeconv.source.outline import CONFIG, Outline
 from moert.pack.files import write_atomically
 from recipes.bench.result import Result, read
 
-OUT = Path("moeconv/plan") / DATA
+OUT = Path("moeconv/plan") / MACHINE
 RESULTS = Path("docs/results")
 KERNELS = "kernels-amx.json"
 REFERENCES = ("wiki", "wikids")

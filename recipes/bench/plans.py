@@ -23,13 +23,10 @@ import numpy as np
 
 from moeconv.artifacts import SensitivityTable, Target, uniform
 from moeconv.command.recipe import Recipe
-from moeconv.conversion.account import Account
-from moeconv.conversion.bench import Bench
-from moeconv.conversion.references import References, evaluated
+from moeconv.conversion.measuring import Account, Bench, References, evaluated, job_of, swept
 from moeconv.conversion.room import Memory
-from moeconv.conversion.sweeping import job_of, swept
 from moeconv.plan.problem import Plan
-from moeconv.plan.question import Question, uniform_bytes
+from moeconv.plan.search import Question, uniform_bytes
 from moeconv.progress import unseen
 from moeconv.promise.judging import estimate
 from moert.pack.model_spec import ExpertKey

@@ -10,17 +10,14 @@ import numpy as np
 from moeconv.artifacts import Probe, uniform
 from moeconv.calibration import RANKING_SHARE, divide, load_splits
 from moeconv.command.recipe import Recipe
-from moeconv.measure.loaded import LoadedModel
 from moeconv.measure.metrics import Metric, default_metric, find_metric
 from moeconv.measure.scorers import Scores
-from moeconv.measure.scorers.build import Extent, build_scorer, load_tokenizer
-from moeconv.measure.scorers.text import TextScorer
-from moeconv.measure.trial import Trial
+from moeconv.measure.scoring import Extent, TextScorer, build_scorer, load_tokenizer
+from moeconv.measure.trial import LoadedModel, Trial
 from moeconv.quantizers import QUANTIZERS
 from moeconv.quantizers.coder import ExpertCoder
 from moeconv.source.checkpoint import Checkpoint
-from moeconv.sweep.probes.generated import Seq2SeqProber
-from moeconv.sweep.probes.text import TextProber
+from moeconv.sweep.probes import Seq2SeqProber, TextProber
 from moeconv.sweep.sensitivity import BASE_BITS
 from moert.pack.model_spec import ExpertKey, LayerKey
 

@@ -42,7 +42,7 @@ from pathlib import Path
 from typing import Any
 
 from moeconv.artifacts import ConversionReport, Target
-from moeconv.calibration.catalogue import find_entry
+from moeconv.calibration.load import find_entry
 from moeconv.conversion.conversion import Conversion
 from moeconv.conversion.settings import Settings
 from moeconv.errors import TargetMissed

@@ -15,8 +15,7 @@ from typing import NamedTuple
 import numpy as np
 
 from moeconv.measure.metrics import F64, METRICS
-from moeconv.promise.bound import Terms, upper_bounds
-from moeconv.promise.evidence import Evidence
+from moeconv.promise.bound import Evidence, Terms, upper_bounds
 from recipes.bench.result import Row
 from recipes.bench.sized import sized
 

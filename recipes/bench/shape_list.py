@@ -12,7 +12,7 @@ from typing import Any, Literal
 import torch
 
 from moeconv.source.archs import Description
-from moeconv.source.archs.source import FP8_SCALES, Source
+from moeconv.source.archs.description import FP8_SCALES, Source
 from moeconv.source.outline import CONFIG, Outline
 from recipes.bench.sized import SMOKE
 from tests.published import PUBLISHED

@@ -10,7 +10,7 @@ import numpy.typing as npt
 from scipy.stats import rankdata
 
 from moeconv.artifacts import SIGNALS
-from moeconv.conversion.sweeping import RACING_BLOCKS, RACING_SPAN
+from moeconv.conversion.measuring import RACING_BLOCKS, RACING_SPAN
 from moeconv.measure.metrics import F64, Metric
 from moeconv.measure.scorers import Scores
 from moeconv.sweep.racing import Race

@@ -14,7 +14,7 @@ from pathlib import Path
 
 from moeconv.artifacts import REPORT
 from moeconv.errors import ConversionError
-from moeconv.report.document import read_report
+from moeconv.report.writer import read_report
 from moert.pack.errors import PackError
 from moert.pack.reader import Pack
 from tests.cgroups import Group

@@ -32,9 +32,7 @@ from dataclasses import dataclass
 import torch
 
 from moeconv.artifacts import Probe
-from moeconv.sweep.probes import Found
-from moeconv.sweep.probes.generated import Seq2SeqProber
-from moeconv.sweep.probes.text import TextProber
+from moeconv.sweep.probes import Found, Seq2SeqProber, TextProber
 from moeconv.sweep.sensitivity import BASE_BITS, PROBES_A_TASK
 from moert.pack.model_spec import LayerKey
 from recipes.bench.agreement import Agreement

@@ -27,8 +27,8 @@ CONTEXT = 512  # tokens in a window of running text, at most
 
 
 def figures(activity: Any) -> dict[str, Any]:
-    """Of one layer (moeconv.measure.activity.Activity), as JSON values."""
-    from moeconv.measure.activity import BLOCKS, LATELY
+    """Of one layer (moeconv.measure.firing.Activity), as JSON values."""
+    from moeconv.measure.firing import BLOCKS, LATELY
 
     known = activity.by_expert[activity.asked > 0]
     return {
@@ -52,10 +52,10 @@ def table_of(layers: Mapping[str, dict[str, Any]]) -> list[dict[str, Any]]:
 def measured(folder: Path, rows: list[dict[str, str]], limit: int) -> dict[str, dict[str, Any]] | None:
     """Figures of each layer of a checkpoint, over at most ``limit`` rows or windows spread over the text."""
     from moeconv.calibration import Sample
-    from moeconv.measure.activity import activity_of
-    from moeconv.measure.loaded import LoadedModel
+    from moeconv.measure.firing import activity_of
     from moeconv.measure.metrics import find_metric
-    from moeconv.measure.scorers.build import Extent, build_scorer, load_tokenizer
+    from moeconv.measure.scoring import Extent, build_scorer, load_tokenizer
+    from moeconv.measure.trial import LoadedModel
     from moeconv.progress import unseen
     from moeconv.source.checkpoint import TOKENIZER, Checkpoint
 

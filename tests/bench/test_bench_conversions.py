@@ -12,9 +12,7 @@ import numpy as np
 import pytest
 
 from moeconv.artifacts import Probe, SensitivityTable, Summary, SweepCost
-from moeconv.plan.likeness import references
-from moeconv.plan.machine import SOURCE, stated
-from moeconv.plan.pace import Drive, token_s
+from moeconv.plan.forecast import SOURCE, Drive, references, stated, token_s
 from moert.pack.manifest import LossEstimate
 from moert.pack.model_spec import ExpertKey, ModelSpec
 from moert.pack.paths import Trace, record

@@ -11,14 +11,11 @@ from pathlib import Path
 from typing import Any
 
 from moeconv.artifacts import ConversionReport, Target
-from moeconv.conversion.bench import Bench
-from moeconv.conversion.coding import Coding
-from moeconv.conversion.conversion import Conversion
-from moeconv.conversion.material import Material
-from moeconv.conversion.references import References
+from moeconv.conversion.conversion import Conversion, directory_of, subject_of
+from moeconv.conversion.material import Coding, Material
+from moeconv.conversion.measuring import Bench, References
 from moeconv.conversion.settings import Settings
-from moeconv.conversion.subject import directory_of, subject_of
-from moeconv.measure.journal import Journal
+from moeconv.measure.workdir import Journal
 from moeconv.progress import Bar
 from moeconv.promise.judging import Judge
 from moert.pack.manifest import Manifest

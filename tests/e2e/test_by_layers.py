@@ -13,17 +13,16 @@ import pytest
 from tiny import TINY
 
 from moeconv.artifacts import Target
-from moeconv.conversion import bench, profile, room
+from moeconv.conversion import additions, measuring, room
+from moeconv.conversion.additions import profile_paths
 from moeconv.conversion.planning import plan
-from moeconv.conversion.profile import profile_paths
 from moeconv.errors import ConversionError, SettingsError
-from moeconv.measure.coding import CodingWorker
-from moeconv.measure.layered import LayeredModel
-from moeconv.packing.layers import PackedLayers
-from moeconv.packing.verify import verify
+from moeconv.measure.codes import CodingWorker
+from moeconv.measure.passes import LayeredModel
+from moeconv.packing.packed import PackedLayers, verify
 from moeconv.source.checkpoint import Checkpoint
-from moeconv.sweep.fisher_pairs import PairGradients
-from moeconv.sweep.runners import runner_for
+from moeconv.sweep.cluster import runner_for
+from moeconv.sweep.fisher import PairGradients
 from moert.pack.paths import PATHS, TRACE
 from moert.pack.reader import Pack
 from tests.e2e.conversions import Done, settings_for
@@ -77,7 +76,7 @@ def test_workers_code_what_one_process_does(
     memory = tight(monkeypatch)
     changes: dict[str, Any] = {**SMALL, "bits": (3,), "quantizer": quantizer, "memory_bytes": memory}
     alone = Done(settings_for(sources, "olmoe", tmp_path, **changes, out=tmp_path / "a.pack", work=tmp_path / "w1"))
-    monkeypatch.setattr(bench, "runner_for", local)
+    monkeypatch.setattr(measuring, "runner_for", local)
     shared = Done(settings_for(sources, "olmoe", tmp_path, **changes, cluster="here:1", work=tmp_path / "w2"))
     assert shared.manifest.experts == alone.manifest.experts
     coded = [(key, bits) for task in tasks for key, widths in task.experts for bits in widths]
@@ -179,7 +178,7 @@ def test_paths_are_profiled_layer_by_layer_where_a_model_does_not_fit(
     profile_paths(Pack.open(settings.out), **calls, say=lambda line: None)
     whole = {name: (settings.out / name).read_bytes() for name in (PATHS, TRACE)}
     memory, passes = tight(monkeypatch), settings.out.with_name(f"{settings.out.name}.passes")
-    monkeypatch.setattr(profile, "whole_bytes", lambda spec: memory + 1)
+    monkeypatch.setattr(additions, "whole_bytes", lambda spec: memory + 1)
     ready, entered = PackedLayers.ready, list[int]()
 
     def killed(self: PackedLayers, at: int) -> Any:

@@ -14,16 +14,15 @@ from tiny import tiny_olmoe
 import moeconv
 from moeconv.artifacts import Target
 from moeconv.command.cli import _exit_code
-from moeconv.conversion import bench, conversion, room
+from moeconv.conversion import conversion, measuring, room
+from moeconv.conversion.additions import profile_paths
 from moeconv.conversion.planning import plan
-from moeconv.conversion.profile import profile_paths
 from moeconv.errors import ConversionError, SettingsError
-from moeconv.measure.coding import CodingWorker
-from moeconv.measure.scorers.build import build_scorer, load_tokenizer
-from moeconv.packing.packed import PackedModel
-from moeconv.packing.verify import verify
+from moeconv.measure.codes import CodingWorker
+from moeconv.measure.scoring import build_scorer, load_tokenizer
+from moeconv.packing.packed import PackedModel, verify
 from moeconv.source.checkpoint import Checkpoint
-from moeconv.sweep.runners import runner_for
+from moeconv.sweep.cluster import runner_for
 from moert.command.description import describe, description_lines
 from moert.pack.layout import Neurons
 from moert.pack.manifest import Manifest
@@ -86,7 +85,7 @@ def test_measurements_are_those_of_such_codes(
     columns = convert("columns")
     folders = set((tmp_path / "work").iterdir())
     with monkeypatch.context() as patched:
-        patched.setattr(bench, "LoadedModel", None)
+        patched.setattr(measuring, "LoadedModel", None)
         again = convert("neuron")
     assert set((tmp_path / "work").iterdir()) == folders
     assert again.report.heldout == columns.report.heldout
@@ -125,7 +124,7 @@ def test_layer_by_layer_it_is_the_same_pack(
         assert make is CodingWorker
         return runner_for(None, make, reads)
 
-    monkeypatch.setattr(bench, "runner_for", local)
+    monkeypatch.setattr(measuring, "runner_for", local)
     shared = Done(settings_for(firing, "olmoe", tmp_path, **changes, cluster="here:1", work=tmp_path / "w3"))
     assert shared.manifest.experts == layered.manifest.experts
     orders = [load_order(Pack.open(done.settings.out)) for done in (whole, layered, shared)]
@@ -159,7 +158,7 @@ def test_neurons_lie_by_how_often_they_fire(
             Done(settings)
     [file] = settings.work.glob("*/order-*.safetensors")
     with monkeypatch.context() as patched:
-        patched.setattr(bench, "firing_counts", stops)
+        patched.setattr(measuring, "firing_counts", stops)
         done = Done(settings)
     pack, source = Pack.open(settings.out), Checkpoint.open(settings.model)
     order = load_order(pack)
@@ -183,7 +182,7 @@ def test_neurons_lie_by_how_often_they_fire(
     )
     assert again.manifest.experts == done.manifest.experts
     with monkeypatch.context() as patched:
-        patched.setattr(bench, "firing_counts", stops)
+        patched.setattr(measuring, "firing_counts", stops)
         plain = Done(settings_for(firing, "switch", tmp_path, **{**changes, "layout": "expert"}))
     assert ORDER not in plain.manifest.files
 

@@ -14,8 +14,8 @@ import pytest
 from conversions import WORDS, Done, settings_for, words
 
 from moeconv.artifacts import Target
+from moeconv.conversion.additions import profile_paths
 from moeconv.conversion.planning import plan
-from moeconv.conversion.profile import profile_paths
 from moeconv.report.writer import write_report
 from moert.pack.reader import Pack
 

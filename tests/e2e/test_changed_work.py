@@ -12,7 +12,7 @@ from safetensors.numpy import load_file, save_file
 
 from moeconv.conversion import room
 from moeconv.errors import ConversionError
-from moeconv.promise.looks import LOOKS
+from moeconv.promise.judging import LOOKS
 from moert.pack.reader import Pack
 from tests.e2e.conversions import Done, settings_for
 

@@ -19,15 +19,14 @@ from tiny import tiny_olmoe, tiny_switch
 from moeconv.artifacts import Probe, uniform
 from moeconv.calibration import Sample
 from moeconv.command.recipe import Expectations, Recipe
-from moeconv.conversion import bench
-from moeconv.conversion.profile import profile_paths
+from moeconv.conversion import measuring
+from moeconv.conversion.additions import profile_paths
 from moeconv.conversion.settings import Settings
 from moeconv.errors import CalibrationError, ConversionError, SettingsError, TargetMissed, VerifyFailed
 from moeconv.measure.metrics import METRICS
-from moeconv.measure.scorers.build import Extent, build_scorer, load_tokenizer
+from moeconv.measure.scoring import Extent, build_scorer, load_tokenizer
 from moeconv.measure.workdir import WorkDir
-from moeconv.packing.packed import PackedModel
-from moeconv.packing.verify import verify
+from moeconv.packing.packed import PackedModel, verify
 from moeconv.source.checkpoint import Checkpoint
 from moert.experts.policy.eviction import EVICTION
 from moert.pack.errors import HashMismatch, WriteFailed
@@ -113,7 +112,7 @@ def test_a_second_loss_measures_no_probe_again(
     names = [json.loads(line)["id"] for line in after]
     assert len(set(names)) == len(names), "something was measured twice"
     assert second.report.expert_bytes["pack"] <= first.report.expert_bytes["pack"]
-    monkeypatch.delattr(bench, "LoadedModel")  # all was measured before
+    monkeypatch.delattr(measuring, "LoadedModel")  # all was measured before
     again = Done(settings_for(sources, "olmoe", tmp_path, loss=0.06, quantizer="channel", out=tmp_path / "c.pack"))
     assert len(again.bench.journal) == len(after)
 

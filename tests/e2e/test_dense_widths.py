@@ -13,15 +13,14 @@ from dense_packs import widened
 
 from moeconv.artifacts import to_json, uniform
 from moeconv.command.cli import _exit_code
-from moeconv.conversion import bench
-from moeconv.conversion.profile import profile_paths
+from moeconv.conversion import measuring
+from moeconv.conversion.additions import profile_paths
 from moeconv.errors import SettingsError, TargetMissed
-from moeconv.measure.scorers.build import build_scorer, load_tokenizer
-from moeconv.packing.packed import PackedModel
-from moeconv.packing.verify import verify
+from moeconv.measure.scoring import build_scorer, load_tokenizer
+from moeconv.packing.packed import PackedModel, verify
 from moeconv.promise.judging import estimate
 from moeconv.quantizers.coder import ORIGINAL
-from moeconv.report.document import read_report
+from moeconv.report.writer import read_report
 from moeconv.source.checkpoint import Checkpoint
 from moert.command.description import describe, description_lines
 from moert.engine.engine import Engine
@@ -113,7 +112,7 @@ def test_a_rerun_measures_nothing_and_other_widths_measure_anew(
 
     first = convert("a.pack", {"head": 8, "attention": 8})
     with monkeypatch.context() as unloaded:
-        unloaded.delattr(bench, "LoadedModel")  # all was measured before
+        unloaded.delattr(measuring, "LoadedModel")  # all was measured before
         again = convert("b.pack", {"attention": 8, "head": 8})
     assert again.swept() == 0 < first.swept()
     for name in ("manifest.json", "backbone.safetensors"):

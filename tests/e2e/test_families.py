@@ -15,8 +15,7 @@ from tiny_families import FAMILIES
 from tiny_packs import record_routes
 
 from moeconv.packing.emit import Label, emit
-from moeconv.packing.packed import PackedModel
-from moeconv.packing.verify import verify
+from moeconv.packing.packed import PackedModel, verify
 from moeconv.quantizers import QUANTIZERS
 from moeconv.quantizers.coder import ExpertCoder
 from moeconv.source.checkpoint import Checkpoint

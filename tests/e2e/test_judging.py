@@ -11,10 +11,10 @@ import pytest
 from conversions import Done, settings_for
 
 from moeconv.artifacts import Target, uniform
-from moeconv.conversion import choice
+from moeconv.conversion import choosing
 from moeconv.errors import TargetMissed
-from moeconv.measure.evaluation import Evaluation
-from moeconv.plan.frontier import Frontier
+from moeconv.measure.trial import Evaluation
+from moeconv.plan.problem import Frontier
 from moeconv.plan.search import Found
 from moeconv.promise.judging import Judge, estimate
 
@@ -75,7 +75,7 @@ def test_a_search_that_noise_misled_ends_at_what_holds(
     plain = Done(settings)
     fitting = max(plain.tried)
     assert fitting > 2, "the target must bind, or there is no search to mislead"
-    monkeypatch.setattr(choice, "search", lost)
+    monkeypatch.setattr(choosing, "search", lost)
     assert Done(settings).report.bits_histogram == {fitting: 6 * 2 * 3}
 
 

@@ -14,12 +14,10 @@ from conversions import Done, settings_for
 from tiny import VOCAB, tiny_of, transformers_model
 
 from moeconv.artifacts import Target
-from moeconv.conversion.hashing import HashAsked, train_hash
+from moeconv.conversion.additions import HashAsked, profile_paths, train_hash
 from moeconv.conversion.planning import plan
-from moeconv.conversion.profile import profile_paths
 from moeconv.errors import SettingsError
-from moeconv.packing.packed import PackedModel
-from moeconv.packing.verify import verify
+from moeconv.packing.packed import PackedModel, verify
 from moeconv.progress import unseen
 from moeconv.report.writer import write_report
 from moeconv.source.checkpoint import Checkpoint

@@ -15,8 +15,7 @@ from tiny import tiny_olmoe
 import moeconv
 import moert
 from moeconv.command import cli
-from moeconv.conversion.entries import Options
-from moeconv.conversion.settings import Settings
+from moeconv.conversion.settings import Options, Settings
 from moeconv.errors import ConversionError
 from moert.pack.errors import PackError
 from moert.pack.reader import Pack

@@ -15,16 +15,15 @@ import moeconv
 from moeconv.artifacts import Target, uniform
 from moeconv.command.cli import _exit_code
 from moeconv.command.present import conversion_table, next_steps
-from moeconv.conversion import neuron_lessons
+from moeconv.conversion import taught
+from moeconv.conversion.measuring import References
 from moeconv.conversion.planning import plan
-from moeconv.conversion.predicting import placed
-from moeconv.conversion.references import References
+from moeconv.conversion.taught import placed
 from moeconv.errors import ConversionError, SettingsError, TargetMissed
-from moeconv.foresight.naming import NamedNeurons, PredictedNeurons
-from moeconv.foresight.neurons import NeuronCourse
+from moeconv.foresight.neurons import NamedNeurons, NeuronCourse, PredictedNeurons
 from moeconv.quantizers.coder import ORIGINAL
-from moeconv.report.document import read_report
 from moeconv.report.page import result
+from moeconv.report.writer import read_report
 from moert.pack.layout import Neurons
 from moert.pack.model_spec import ExpertKey
 from moert.pack.neurons import PREDICTOR, NeuronOrder, NeuronPredictor, load_order
@@ -37,7 +36,7 @@ FAMILIES = ("switch", "olmoe", "opt")
 def much_unnamed() -> Iterator[None]:
     """Predictors leave a fifth unnamed: of such small experts all blocks are named otherwise."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(neuron_lessons, "NeuronCourse", partial(NeuronCourse, missed=0.2))
+        patch.setattr(taught, "NeuronCourse", partial(NeuronCourse, missed=0.2))
         yield
 
 
@@ -97,7 +96,7 @@ def test_nothing_that_judges_was_trained_on(converted: dict[str, Done]) -> None:
 @pytest.mark.parametrize("family", FAMILIES)
 def test_the_pack_is_the_model_that_was_measured(converted: dict[str, Done], family: str) -> None:
     """Beside the finished pack's own experts, whose blocks are as many neurons as their widths allow."""
-    from moeconv.measure.scorers.build import build_scorer, load_tokenizer
+    from moeconv.measure.scoring import build_scorer, load_tokenizer
     from moeconv.packing.packed import PackedModel
 
     done = converted[family]

@@ -8,12 +8,10 @@ from pathlib import Path
 
 from conversions import settings_for, words
 
-from moeconv.conversion.account import Account
-from moeconv.conversion.bench import Bench
-from moeconv.conversion.bonuses import Bonuses
-from moeconv.conversion.coding import Coding
-from moeconv.conversion.material import Material
-from moeconv.measure.journal import Journal
+from moeconv.conversion.choosing import Bonuses
+from moeconv.conversion.material import Coding, Material
+from moeconv.conversion.measuring import Account, Bench
+from moeconv.measure.workdir import Journal
 from moeconv.progress import unseen
 from moeconv.quantizers.moments import Moments
 

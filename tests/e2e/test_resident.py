@@ -11,19 +11,18 @@ from conversions import Done, settings_for
 
 from moeconv.artifacts import Assignment, Target, to_json, uniform
 from moeconv.command.present import conversion_table, plan_table
-from moeconv.conversion import bench, residence
-from moeconv.conversion.coding import Coding
+from moeconv.conversion import choosing, measuring
+from moeconv.conversion.material import Coding
 from moeconv.conversion.planning import plan
 from moeconv.conversion.settings import Settings
 from moeconv.errors import SettingsError
-from moeconv.measure.scorers.build import build_scorer, load_tokenizer
+from moeconv.measure.scoring import build_scorer, load_tokenizer
 from moeconv.packing.packed import PackedModel
 from moeconv.plan.outlook import Host
 from moeconv.plan.problem import layout_bytes
-from moeconv.report.document import read_report
-from moeconv.report.writer import write_report
+from moeconv.report.writer import read_report, write_report
 from moeconv.source.checkpoint import Checkpoint
-from moeconv.source.preferring import Preferring
+from moeconv.source.routers import Preferring
 from moert.command.description import description_lines
 from moert.engine.engine import Engine
 from moert.pack.reader import Pack
@@ -116,7 +115,7 @@ def test_the_runtime_takes_what_fits(done: Done) -> None:
 
 def test_the_same_command_measures_nothing_again(done: Done, monkeypatch: pytest.MonkeyPatch) -> None:
     with monkeypatch.context() as unloaded:
-        unloaded.delattr(bench, "LoadedModel")
+        unloaded.delattr(measuring, "LoadedModel")
         again = Done(done.settings)
     assert again.manifest.preferences == done.manifest.preferences
     assert again.report.residences == done.report.residences
@@ -137,7 +136,7 @@ def test_what_memory_has_room_for_is_found(
 ) -> None:
     """Where a process holds more, experts get less."""
     held, some = [0], 200_000_000
-    monkeypatch.setattr(residence, "this_host", lambda: Host(held_bytes=held[0], thread_bytes=0, widened=False))
+    monkeypatch.setattr(choosing, "this_host", lambda: Host(held_bytes=held[0], thread_bytes=0, widened=False))
     asked = settings_of(sources, "olmoe", tmp_path, resident=(1e6,))
     with pytest.raises(SettingsError, match=r"--resident 1MB: moert can't run this model in that: give \d+MB or more"):
         Done(asked)
@@ -158,7 +157,7 @@ def test_what_memory_has_room_for_is_found(
 
 def room(coding: Coding, widths: Assignment, memory_bytes: int) -> float:
     try:
-        return residence._room(coding, widths, memory_bytes)
+        return choosing._room(coding, widths, memory_bytes)
     except SettingsError:
         return 0.0
 

@@ -15,16 +15,15 @@ from torch import Tensor
 from moeconv.artifacts import Target, uniform
 from moeconv.command.cli import _exit_code
 from moeconv.command.present import conversion_table, next_steps
+from moeconv.conversion.measuring import References
 from moeconv.conversion.planning import plan
-from moeconv.conversion.references import References
-from moeconv.conversion.routing import check_route
+from moeconv.conversion.taught import check_route
 from moeconv.errors import SettingsError, TargetMissed
-from moeconv.foresight.following import Following, HashRouting
-from moeconv.foresight.network import Encoded, Networks
+from moeconv.foresight.network import Encoded, Following, HashRouting, Networks
 from moeconv.measure.metrics import METRICS
 from moeconv.quantizers.coder import ORIGINAL
-from moeconv.report.document import read_report
 from moeconv.report.page import result
+from moeconv.report.writer import read_report
 from moeconv.source.experts import Call
 from moert.pack.hash import HASH, HashFunction
 from moert.pack.model_spec import LayerKey
@@ -149,7 +148,7 @@ def test_both_stacks_are_routed_as_the_function_says_also_while_they_write(conve
 
 
 def test_full_experts_take_no_more(sources: dict[str, Path], converted: dict[str, Done], tmp_path: Path) -> None:
-    from moeconv.foresight.following import _within
+    from moeconv.foresight.network import _within
 
     chosen = torch.tensor([1, 1, 0, 1, 1, 1, 2, 1])[:, None]
     real = torch.tensor([[True] * 4, [True, True, True, False]])

@@ -14,10 +14,10 @@ from tiny import tiny_olmoe
 from tokenizers import Tokenizer, models
 from transformers import OlmoeModel
 
-from moeconv.conversion.limits import vocabulary_note
-from moeconv.conversion.profile import profile_paths
+from moeconv.conversion.additions import profile_paths
+from moeconv.conversion.material import vocabulary_note
 from moeconv.errors import SettingsError
-from moeconv.source.archs.errors import ModelFailed
+from moeconv.source.archs.config import ModelFailed
 from moert.pack.reader import Pack
 from recipes.bench.shaped import OLMOE
 

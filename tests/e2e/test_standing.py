@@ -12,8 +12,8 @@ from conversions import Done, settings_for, words
 from moeconv.artifacts import Target
 from moeconv.command.present import conversion_table
 from moeconv.errors import TargetMissed
-from moeconv.report.document import read_report
 from moeconv.report.page import result
+from moeconv.report.writer import read_report
 from moert.pack.reader import Pack
 
 

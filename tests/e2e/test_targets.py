@@ -15,12 +15,12 @@ from moeconv import artifacts
 from moeconv.artifacts import Target
 from moeconv.command.cli import _exit_code
 from moeconv.command.present import conversion_table
+from moeconv.conversion.additions import profile_paths
 from moeconv.conversion.planning import plan
-from moeconv.conversion.profile import profile_paths
 from moeconv.errors import SettingsError, TargetMissed
-from moeconv.packing.verify import verify
+from moeconv.packing.packed import verify
 from moeconv.plan.problem import Storage
-from moeconv.plan.question import check_budget, uniform_bytes, weights_of
+from moeconv.plan.search import check_budget, uniform_bytes, weights_of
 from moeconv.source.checkpoint import Checkpoint
 from moert.command.description import description_lines
 from moert.engine.choosing import GenerationSettings

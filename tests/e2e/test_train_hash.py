@@ -19,14 +19,13 @@ from converting import Started, run
 from trainings import check_read_only, check_work_folders
 
 from moeconv.command.cli import _exit_code
-from moeconv.conversion.hashing import HashAsked, train_hash
-from moeconv.conversion.lessons import lesson_of, usual_width
+from moeconv.conversion.additions import HashAsked, train_hash
+from moeconv.conversion.taught import lesson_of, usual_width
 from moeconv.errors import ConversionError, SettingsError
-from moeconv.foresight.batches import batches
-from moeconv.foresight.examples import collected
+from moeconv.foresight.examples import batches, collected
 from moeconv.foresight.training import Course
 from moeconv.measure.metrics import METRICS
-from moeconv.measure.scorers.build import Extent, build_scorer, load_tokenizer
+from moeconv.measure.scoring import Extent, build_scorer, load_tokenizer
 from moeconv.packing.packed import PackedModel, described
 from moeconv.progress import unseen
 from moeconv.source.archs.weights import parameter

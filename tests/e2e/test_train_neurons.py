@@ -17,13 +17,13 @@ from trainings import check_read_only, check_work_folders
 
 from moeconv.calibration import load_splits
 from moeconv.command.cli import _exit_code
-from moeconv.conversion.neuron_lessons import guessed_block, usual_rank
-from moeconv.conversion.neurons import NeuronFigures, NeuronsAsked, train_neurons
+from moeconv.conversion.additions import NeuronFigures, NeuronsAsked, train_neurons
+from moeconv.conversion.taught import guessed_block, usual_rank
 from moeconv.errors import ConversionError, SettingsError
-from moeconv.foresight.firings import LARGEST, firings
-from moeconv.foresight.naming import NamedNeurons
+from moeconv.foresight.examples import LARGEST, firings
+from moeconv.foresight.neurons import NamedNeurons
 from moeconv.measure.metrics import METRICS
-from moeconv.measure.scorers.build import Extent, build_scorer, load_tokenizer
+from moeconv.measure.scoring import Extent, build_scorer, load_tokenizer
 from moeconv.packing.packed import PackedModel
 from moeconv.progress import unseen
 from moeconv.source.experts import Call

@@ -13,8 +13,8 @@ import pytest
 from moeconv.artifacts import Target
 from moeconv.command.cli import _exit_code
 from moeconv.errors import ConversionError, SettingsError, TargetMissed
-from moeconv.packing.verify import verify
-from moeconv.plan.question import uniform_bytes
+from moeconv.packing.packed import verify
+from moeconv.plan.search import uniform_bytes
 from moeconv.source.checkpoint import Checkpoint
 from moert.pack.reader import Pack
 from tests.e2e.conversions import Done, settings_for

@@ -17,13 +17,13 @@ from moeconv.artifacts import REPORT, to_json
 from moeconv.command.cli import _exit_code
 from moeconv.conversion.planning import Inputs, _finished
 from moeconv.errors import ConversionError
-from moeconv.measure.evaluation import Evaluation
-from moeconv.measure.journal import Journal
-from moeconv.promise.looks import look
-from moeconv.report import curves, maps, writer
-from moeconv.report.chart import Chart
-from moeconv.report.document import MAX_REPORT_BYTES, read_report
-from moeconv.report.tables import marked
+from moeconv.measure.trial import Evaluation
+from moeconv.measure.workdir import Journal
+from moeconv.promise.judging import look
+from moeconv.report import curves, writer
+from moeconv.report.page import Chart
+from moeconv.report.sections import marked
+from moeconv.report.writer import MAX_REPORT_BYTES, read_report
 from moeconv.strict_json import NotJson, parse
 from moert.pack.errors import PackError
 from moert.pack.manifest import FileEntry
@@ -180,7 +180,6 @@ def test_mutations_of_a_report(
     """With those of the other seeds every place at least once, and some more often."""
     painter = Painter()
     monkeypatch.setattr(curves, "draw", painter)
-    monkeypatch.setattr(maps, "draw", painter)
     rng = random.Random(seed)
     every = list(places(whole))
     mine = every[seed::4] + [rng.choice(every) for _ in range(more)]

@@ -14,11 +14,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 from limited import Limited
 
-from moeconv.calibration import Sample, apart, load_splits, rows
+from moeconv.calibration import Sample, apart, load_splits, samples
 from moeconv.calibration.apart import USUAL, rows_apart
-from moeconv.calibration.documents import with_documents
-from moeconv.calibration.fields import FIELDS
 from moeconv.calibration.rendering import LIMITS, RenderFailed, Rendering
+from moeconv.calibration.samples import FIELDS, MAX_ROWS, with_documents
 from moeconv.errors import CalibrationError
 
 MIB = 1 << 20
@@ -89,7 +88,7 @@ def test_a_line_of_a_gigabyte(tmp_path: Path, suffix: str, limited: Limited) -> 
 
 
 def test_a_row_of_many_lines(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(rows, "MAX_ROW_BYTES", 1000)
+    monkeypatch.setattr(samples, "MAX_ROW_BYTES", 1000)
     (tmp_path / "a.csv").write_text("text\n" + '"' + "line\n" * 300 + '"\n')
     assert "a row of over 0 MiB" in refusal(tmp_path / "a.csv")
     (tmp_path / "a.txt").write_text("line\n" * 300)
@@ -111,8 +110,8 @@ def test_too_many_rows(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_blank_lines_without_end_are_counted_once() -> None:
     started = time.process_time()
-    samples = [Sample("a" + "\n" * 300_000 + "b"), Sample("x\n \n \n"), Sample("y")] * 2
-    found, _ = with_documents(samples, running=True)
+    texts = [Sample("a" + "\n" * 300_000 + "b"), Sample("x\n \n \n"), Sample("y")] * 2
+    found, _ = with_documents(texts, running=True)
     assert [sample.document for sample in found] == ["part 1", "part 1", "part 2", "part 2", "part 2", "part 3"]
     assert time.process_time() - started < 5
 
@@ -170,7 +169,7 @@ def test_the_same_in_lists(tmp_path: Path) -> None:
 def test_rows_without_number(tmp_path: Path) -> None:
     import pyarrow as pa
 
-    path = parquet(tmp_path / "a.parquet", pa.table({"text": repeated("", rows.MAX_ROWS + 1)}))
+    path = parquet(tmp_path / "a.parquet", pa.table({"text": repeated("", MAX_ROWS + 1)}))
     assert "has 4194305 rows, at most 4194304 are read" in refusal(path)
 
 

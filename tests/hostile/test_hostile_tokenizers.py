@@ -17,7 +17,7 @@ import pytest
 from tiny_packs import DECODER, write_pack
 
 from moeconv.errors import CalibrationError, SettingsError
-from moeconv.measure.scorers.build import load_tokenizer
+from moeconv.measure.scoring import load_tokenizer
 from moert.engine.text import Text
 from moert.pack.reader import Pack
 from moert.pack.tensors import TOKENIZER

@@ -19,7 +19,7 @@ from random_packs import SPECS
 from safetensors.torch import load, save
 from tiny_packs import DECODER_SHAPE, MIXERS_SHAPE, write_pack
 
-from moeconv.packing.verify import verify
+from moeconv.packing.packed import verify
 from moert.engine.choosing import GenerationSettings
 from moert.engine.engine import Engine
 from moert.errors import NotFinite

@@ -12,11 +12,10 @@ from tiny import ROUTED, TINY, VOCAB
 
 from moeconv.calibration import Sample
 from moeconv.foresight.examples import collected
-from moeconv.foresight.following import Following, refusal
-from moeconv.foresight.network import Networks, Shape
-from moeconv.measure.loaded import LoadedModel
+from moeconv.foresight.network import Following, Networks, Shape, refusal
 from moeconv.measure.metrics import METRICS
-from moeconv.measure.scorers.build import Extent, build_scorer, load_tokenizer
+from moeconv.measure.scoring import Extent, build_scorer, load_tokenizer
+from moeconv.measure.trial import LoadedModel
 from moeconv.progress import unseen
 from moeconv.source.checkpoint import Checkpoint
 from moert.pack.model_spec import LayerKey

@@ -12,7 +12,7 @@ from kept_keys import WideKeys
 from packs import MemoryRunner, open_model
 
 from moeconv.packing.emit import Label, emit
-from moeconv.packing.verify import verify
+from moeconv.packing.packed import verify
 from moeconv.quantizers import QUANTIZERS
 from moeconv.quantizers.coder import ExpertCoder
 from moeconv.source.checkpoint import Checkpoint

@@ -12,9 +12,9 @@ from tiny import tiny_of, tiny_olmoe
 from tiny_packs import run_greedy
 
 from moeconv.artifacts import uniform
-from moeconv.conversion.layouts import blocks_of
-from moeconv.conversion.neurons import NeuronsAsked, train_neurons
-from moeconv.foresight.naming import NamedNeurons
+from moeconv.conversion.additions import NeuronsAsked, train_neurons
+from moeconv.conversion.settings import blocks_of
+from moeconv.foresight.neurons import NamedNeurons
 from moeconv.packing.emit import Label, emit
 from moeconv.packing.packed import PackedModel
 from moeconv.progress import unseen

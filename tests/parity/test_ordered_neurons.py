@@ -13,12 +13,11 @@ from tiny import tiny_of, tiny_olmoe, tiny_switch
 from tiny_packs import run_greedy
 
 from moeconv.artifacts import uniform
-from moeconv.conversion.predicting import placed
+from moeconv.conversion.taught import placed
 from moeconv.errors import VerifyFailed
-from moeconv.foresight.naming import NamedNeurons
+from moeconv.foresight.neurons import NamedNeurons
 from moeconv.packing.emit import Label, emit
-from moeconv.packing.packed import PackedModel
-from moeconv.packing.verify import verify
+from moeconv.packing.packed import PackedModel, verify
 from moeconv.quantizers import QUANTIZERS
 from moeconv.quantizers.coder import ExpertCoder
 from moeconv.source.checkpoint import Checkpoint

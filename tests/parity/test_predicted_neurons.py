@@ -13,7 +13,7 @@ from tiny import tiny_switch
 from tiny_packs import run_greedy
 
 from moeconv.artifacts import uniform
-from moeconv.foresight.naming import NamedNeurons
+from moeconv.foresight.neurons import NamedNeurons
 from moeconv.packing.emit import Label, emit
 from moeconv.packing.packed import PackedModel
 from moeconv.quantizers import QUANTIZERS

@@ -13,10 +13,10 @@ import torch
 from packs import open_model, pack_of
 from tiny import ROUTED, TINY, VOCAB
 
-from moeconv.measure.loaded import LoadedModel
+from moeconv.measure.trial import LoadedModel
 from moeconv.source.checkpoint import Checkpoint
 from moeconv.source.experts import Call
-from moeconv.source.preferring import Preferring
+from moeconv.source.routers import Preferring
 from moert.kernels.backend import opaque
 from moert.models.model import Model
 from moert.pack.codec import F32

@@ -15,11 +15,9 @@ from test_reference_models import heldout_texts, model_folder
 from tiny import TINY, VOCAB, transformers_model
 
 from moeconv.calibration import Sample
-from moeconv.measure.loaded import LoadedModel
 from moeconv.measure.metrics import METRICS
-from moeconv.measure.scorers.build import load_tokenizer
-from moeconv.measure.scorers.generated import GeneratedScorer
-from moeconv.measure.scorers.text import TextScorer, windows_of
+from moeconv.measure.scoring import GeneratedScorer, TextScorer, load_tokenizer, windows_of
+from moeconv.measure.trial import LoadedModel
 from moeconv.source.checkpoint import Checkpoint
 from moert.engine.scoring import Scorer
 from moert.engine.text import Text

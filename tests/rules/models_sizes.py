@@ -8,14 +8,21 @@ from collections.abc import Iterator, Sequence
 
 from published import PUBLISHED
 
-from moeconv.plan.forecast import BITS_PER_WEIGHT, Prospect, forecast, prospect, ways
-from moeconv.plan.likeness import nearest, references
-from moeconv.plan.machine import stated
-from moeconv.plan.mixture import Mixture
-from moeconv.plan.pace import Drive
+from moeconv.plan.forecast import (
+    BITS_PER_WEIGHT,
+    Drive,
+    Prospect,
+    forecast,
+    nearest,
+    prospect,
+    references,
+    stated,
+    ways,
+)
+from moeconv.plan.outlook import Mixture
 from moeconv.plan.problem import Storage
-from moeconv.quantizers.dense_bits import dense_of
-from moeconv.report.units import size
+from moeconv.quantizers.quantizer import dense_of
+from moeconv.report.page import size
 from moeconv.source.archs import FAMILIES
 from moert.pack.model_spec import ModelSpec
 

@@ -22,7 +22,7 @@ from tiny import TINY  # noqa: E402
 from moeconv.plan.outlook import parameters  # noqa: E402
 from moeconv.source.archs import FAMILIES  # noqa: E402
 from moeconv.source.archs.config import Config as Asked  # noqa: E402
-from moeconv.source.features import features  # noqa: E402
+from moeconv.source.outline import features  # noqa: E402
 from moert.pack.model_spec import ModelSpec  # noqa: E402
 
 _INTRODUCTION = (

@@ -18,7 +18,7 @@ from pages import brought_up_to_date
 import moeconv
 import moert
 from moeconv.command.cli import app as moeconv_app
-from moeconv.conversion.entries import Options
+from moeconv.conversion.settings import Options
 from moert.command.cli import app as moert_app
 from moert.engine.session import Request, Session
 

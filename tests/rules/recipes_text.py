@@ -23,7 +23,7 @@ from pages import brought_up_to_date  # noqa: E402
 
 from moeconv.command.cli import app  # noqa: E402
 from moeconv.command.recipe import KEYS, Expectations  # noqa: E402
-from moeconv.conversion.entries import Options  # noqa: E402
+from moeconv.conversion.settings import Options  # noqa: E402
 
 EXAMPLES: Mapping[str, str] = {
     "model": '"models/g2p"', "calib": '"g2p"', "heldout": '"held-out.txt"', "loss": '"5%"', "size": '"120MB"',

@@ -22,7 +22,7 @@ from recipes_text import EXAMPLES, LIMITS, RECIPES, recipes_text
 import moeconv
 import moert
 from moeconv.command.recipe import KEYS, Expectations, Recipe
-from moeconv.conversion.entries import ENTRIES
+from moeconv.conversion.settings import ENTRIES
 from moeconv.source.archs import FAMILIES
 from moert.engine.choosing import GenerationSettings
 from moert.engine.engine import Engine

@@ -10,10 +10,10 @@ import pytest
 import torch
 
 from moeconv.calibration import Sample
-from moeconv.measure.activity import BLOCKS, LATELY, Activity, activity_of, has_zeros
-from moeconv.measure.loaded import LoadedModel
+from moeconv.measure.firing import BLOCKS, LATELY, Activity, activity_of, has_zeros
 from moeconv.measure.metrics import METRICS
-from moeconv.measure.scorers.build import Extent, build_scorer, load_tokenizer
+from moeconv.measure.scoring import Extent, build_scorer, load_tokenizer
+from moeconv.measure.trial import LoadedModel
 from moeconv.source.checkpoint import Checkpoint
 from moeconv.source.experts import Call
 from moert.pack.model_spec import LayerKey

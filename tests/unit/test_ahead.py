@@ -11,8 +11,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from safetensors.torch import save
 
-from moeconv.packing.backbone import Part, write_tensors
-from moeconv.source.ahead import read_ahead
+from moeconv.packing.emit import Part, write_tensors
+from moeconv.source.tensors import read_ahead
 
 TYPES = [torch.uint8, torch.float16, torch.bfloat16, torch.float32, torch.int64]
 

@@ -15,9 +15,8 @@ from problems import heavy_tailed, make_problem, small_problems
 from moeconv.artifacts import Probe, SensitivityTable, Summary
 from moeconv.errors import SettingsError, TargetMissed, WeightsUnusable
 from moeconv.plan import ALLOCATORS, plan_within
-from moeconv.plan.chains import greedy, uniform
-from moeconv.plan.isotonic import falling, rising
-from moeconv.plan.problem import Option, Problem, Storage, Unit, layout_bytes, options, problem
+from moeconv.plan.knapsack import greedy, uniform
+from moeconv.plan.problem import Option, Problem, Storage, Unit, falling, layout_bytes, options, problem, rising
 from moert.pack.layout import expert_layout
 from moert.pack.model_spec import ExpertKey, ModelSpec
 from tests.shapes import Shape

@@ -13,11 +13,8 @@ from problems import heavy_tailed, make_problem, small_problems
 
 from moeconv.errors import TargetMissed
 from moeconv.plan import ALLOCATORS
-from moeconv.plan.chains import greedy, uniform
-from moeconv.plan.frontier import Frontier
-from moeconv.plan.knapsack import hulls
-from moeconv.plan.lossmap import LossMap
-from moeconv.plan.problem import Plan, Problem
+from moeconv.plan.knapsack import greedy, hulls, uniform
+from moeconv.plan.problem import Frontier, LossMap, Plan, Problem
 from moeconv.plan.search import Found, MeasuredPlan, search
 from tests.pairs import thinned
 

@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from moeconv.calibration import Sample as S
-from moeconv.calibration import catalogue, load_splits, samples_digest
+from moeconv.calibration import load, load_splits, samples_digest
 from moeconv.errors import CalibrationError
 
 
@@ -172,7 +172,7 @@ def test_overlap_is_refused_with_both_lines(tmp_path: Path) -> None:
 
 
 def test_catalogue_refuses_what_differs_from_its_manifest(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(catalogue, "CATALOGUE", tmp_path)
+    monkeypatch.setattr(load, "CATALOGUE", tmp_path)
     calibration, heldout = write_rows(tmp_path / "c.jsonl", pairs(9)), write_rows(tmp_path / "h.jsonl", pairs(9, 9))
     manifest = 'builder = "b.py"\nmetric = "rouge2"\n' + "".join(
         f'[splits.{name}]\nfile = "{path}"\nsha256 = "{hashlib.sha256(path.read_bytes()).hexdigest()}"\n'

@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 
 from moeconv.calibration import Sample, Splits, load_splits
-from moeconv.calibration.datasets import read_dataset
-from moeconv.calibration.fields import FIELDS
+from moeconv.calibration.apart import read_dataset
+from moeconv.calibration.samples import FIELDS
 from moeconv.errors import CalibrationError
 
 TEMPLATE = (

@@ -13,10 +13,10 @@ import pytest
 from tiny import tiny_olmoe
 from transformers import AutoTokenizer
 
-from moeconv.calibration.chat import ChatTemplate
+from moeconv.calibration.rendering import ChatTemplate
 from moeconv.command.cli import _exit_code
 from moeconv.errors import CalibrationError
-from moeconv.packing.chat import chat_of
+from moeconv.packing.emit import chat_of
 from moeconv.source.checkpoint import CheckpointError
 from moert.pack.reader import Pack
 from moert.pack.text import load_chat, parse_chat

@@ -8,8 +8,7 @@ from tiny import tiny_olmoe
 
 from moeconv.artifacts import uniform
 from moeconv.errors import WeightsUnusable
-from moeconv.measure.loaded import LoadedModel
-from moeconv.measure.trial import Trial
+from moeconv.measure.trial import LoadedModel, Trial
 from moeconv.quantizers import QUANTIZERS, coder
 from moeconv.quantizers.coder import ORIGINAL, ExpertCoder, batches
 from moeconv.quantizers.moments import Moments

@@ -9,10 +9,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from moeconv.errors import WeightsUnusable
-from moeconv.packing.verify import error_share
+from moeconv.packing.packed import error_share
 from moeconv.quantizers import QUANTIZERS, Inputs, gptq
-from moeconv.quantizers.columns import ColumnProblem
-from moeconv.quantizers.feedback import hessian_of
+from moeconv.quantizers.gptq import ColumnProblem, hessian_of
 from moert.pack.codec import F32, INT_WIDTHS, dequantize, unpack_codes
 from tests.pairs import thinned
 from tests.unit.test_quantizers import inputs_of, random_weights, same

@@ -16,7 +16,7 @@ from tiny import TINY
 from transformers import CONFIG_MAPPING
 
 from moeconv.source.archs import FAMILIES, Description, UnsupportedModel
-from moeconv.source.archs.errors import ConfigInvalid
+from moeconv.source.archs.config import ConfigInvalid
 from moeconv.source.outline import CheckpointError, Outline
 
 Settings = dict[str, Any]

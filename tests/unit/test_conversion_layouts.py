@@ -12,24 +12,18 @@ import torch
 from tiny import tiny_olmoe, tiny_switch
 
 from moeconv.artifacts import Bits, uniform
-from moeconv.conversion.coding import Coding
-from moeconv.conversion.layouts import BY_NEURONS, LAYOUTS, blocks_of, files_of, neurons_of
+from moeconv.conversion.material import Coding
 from moeconv.conversion.planning import Inputs as PlanInputs
-from moeconv.conversion.settings import Settings
+from moeconv.conversion.settings import BY_NEURONS, LAYOUTS, Settings, blocks_of, files_of, neurons_of
 from moeconv.errors import SettingsError, VerifyFailed
-from moeconv.measure.coding import CodingJob, code_expert
-from moeconv.measure.loaded import LoadedModel
-from moeconv.measure.trial import Trial
+from moeconv.measure.codes import CodingJob, code_expert
+from moeconv.measure.trial import LoadedModel, Trial
 from moeconv.packing.emit import Label, emit
-from moeconv.packing.layers import PackedLayers
-from moeconv.packing.packed import PackedModel
-from moeconv.packing.verify import verify
+from moeconv.packing.packed import PackedLayers, PackedModel, verify
 from moeconv.plan.outlook import expert_files, quantization_of
 from moeconv.plan.problem import Storage, layout_bytes
 from moeconv.quantizers import QUANTIZERS
-from moeconv.quantizers.alone import squared_errors
-from moeconv.quantizers.coder import ORIGINAL, ExpertCoder
-from moeconv.quantizers.kept import KeptCodes
+from moeconv.quantizers.coder import ORIGINAL, ExpertCoder, KeptCodes, squared_errors
 from moeconv.source.checkpoint import Checkpoint
 from moert.pack.codec import QuantizedMatrix, dequantize
 from moert.pack.errors import HashMismatch
@@ -225,13 +219,13 @@ def test_auto_takes_columns_where_large_experts_are_all_asked(monkeypatch: pytes
     spec = Checkpoint.open("recipes/models/opt").spec
     bytes_at_4_bits = spec.weights_per_expert() // 2
     for least, expected in ((bytes_at_4_bits, blocks_of(spec, bundled=False)), (bytes_at_4_bits + 1, None)):
-        monkeypatch.setattr("moeconv.conversion.layouts.PAYS_BYTES", least)
+        monkeypatch.setattr("moeconv.conversion.settings.PAYS_BYTES", least)
         assert neurons_of("auto", spec, mxfp4=False) == expected
         assert neurons_of("auto", spec, mxfp4=True) is None
 
 
 def test_auto_leaves_experts_whole_that_a_router_chooses(source: Checkpoint, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("moeconv.conversion.layouts.PAYS_BYTES", 0)
+    monkeypatch.setattr("moeconv.conversion.settings.PAYS_BYTES", 0)
     assert neurons_of("auto", source.spec, mxfp4=False) is None
 
 

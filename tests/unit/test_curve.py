@@ -8,10 +8,8 @@ from problems import heavy_tailed, make_problem
 from moeconv.artifacts import CurvePoint
 from moeconv.command.present import curve_table
 from moeconv.plan import plan_within
-from moeconv.plan.chains import uniform
-from moeconv.plan.curve import curve
-from moeconv.plan.knapsack import hulls
-from moeconv.plan.search import MeasuredPlan, search
+from moeconv.plan.knapsack import hulls, uniform
+from moeconv.plan.search import MeasuredPlan, curve, search
 
 
 def test_a_searched_curve() -> None:

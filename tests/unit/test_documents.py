@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from moeconv.calibration import Sample, divide, load_splits
-from moeconv.calibration.documents import IN_RUNS, RUNS, level, runs, with_documents
+from moeconv.calibration.samples import IN_RUNS, RUNS, level, runs, with_documents
 from moeconv.errors import CalibrationError
 
 PARAGRAPH = "Some words of prose that go on for a while. "
@@ -72,7 +72,7 @@ def test_each_row_may_be_a_document(tmp_path: Path, own: bool) -> None:
 
 
 def test_a_document_is_a_name() -> None:
-    from moeconv.calibration.fields import to_sample
+    from moeconv.calibration.samples import to_sample
 
     with pytest.raises(CalibrationError, match="expected a name in the field 'document'"):
         to_sample({"text": "a", "document": ["b"]}, "running text", "x:1", lambda *_: "")

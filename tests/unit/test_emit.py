@@ -15,7 +15,7 @@ from tiny import tiny_olmoe
 
 from moeconv.artifacts import Bits, uniform
 from moeconv.packing.emit import Label, Profile, emit
-from moeconv.packing.verify import verify
+from moeconv.packing.packed import verify
 from moeconv.quantizers import coder
 from moeconv.quantizers.coder import ExpertCoder
 from moeconv.quantizers.quantizer import Inputs, Wants

@@ -7,9 +7,9 @@ import json
 import numpy as np
 import pytest
 
-from moeconv.measure.evaluation import Evaluation, joined
 from moeconv.measure.metrics import METRICS
 from moeconv.measure.scorers import Scores
+from moeconv.measure.trial import Evaluation, joined
 
 
 def scores(seed: int, count: int = 4) -> Scores:

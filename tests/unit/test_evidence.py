@@ -13,15 +13,11 @@ from hypothesis import strategies as st
 
 from moeconv.artifacts import SensitivityTable, Summary
 from moeconv.errors import ConversionError
-from moeconv.measure.assignments import Measure
-from moeconv.measure.evaluation import Evaluation
 from moeconv.measure.metrics import METRICS
-from moeconv.measure.scorers.build import entropy_of
-from moeconv.promise.bound import Terms, samples_needed
-from moeconv.promise.evidence import Evidence, alike, effective, least, least_heldout
-from moeconv.promise.judging import Judge, at_chance
-from moeconv.promise.looks import LOOKS, look
-from moeconv.promise.standing import bound_doubt, looks_text, needed_text, unreached_text
+from moeconv.measure.scoring import entropy_of
+from moeconv.measure.trial import Evaluation, Measure
+from moeconv.promise.bound import Evidence, Terms, alike, effective, least, least_heldout, samples_needed
+from moeconv.promise.judging import LOOKS, Judge, at_chance, bound_doubt, look, looks_text, needed_text, unreached_text
 from moert.pack.model_spec import ExpertKey
 
 

@@ -15,17 +15,14 @@ from tiny import tiny_of, tiny_olmoe, tiny_switch
 
 from moeconv.calibration import Sample
 from moeconv.measure import firing
-from moeconv.measure.activity import activity_of
-from moeconv.measure.firing import by_frequency, covered, firing_counts
-from moeconv.measure.layered import LayeredModel
-from moeconv.measure.loaded import LoadedModel
+from moeconv.measure.firing import activity_of, by_frequency, covered, firing_counts
 from moeconv.measure.metrics import METRICS
-from moeconv.measure.passes import Room
-from moeconv.measure.scorers.build import Extent, build_scorer, load_tokenizer
+from moeconv.measure.passes import LayeredModel, Room
+from moeconv.measure.scoring import Extent, build_scorer, load_tokenizer
+from moeconv.measure.trial import LoadedModel
 from moeconv.progress import unseen
 from moeconv.quantizers import QUANTIZERS
-from moeconv.quantizers.coder import ExpertCoder
-from moeconv.quantizers.dense import DenseCoder
+from moeconv.quantizers.coder import DenseCoder, ExpertCoder
 from moeconv.source.checkpoint import Checkpoint
 from moeconv.source.experts import Call
 from moert.pack.model_spec import LayerKey

@@ -11,11 +11,10 @@ import torch
 from test_layered import Unseen, layered_of, scorer_of
 from torch import Tensor
 
-from moeconv.measure.journal import Journal
-from moeconv.measure.layered import LayeredModel
+from moeconv.measure.passes import LayeredModel
+from moeconv.measure.workdir import Journal
 from moeconv.source.experts import Call, expert_ffn
-from moeconv.sweep.fisher import Gradients
-from moeconv.sweep.scales import LayerScales
+from moeconv.sweep.fisher import Gradients, LayerScales
 from moert.pack.model_spec import LayerKey
 
 TinyModel = Callable[[str, str], Path]

@@ -14,12 +14,11 @@ from torch import Tensor
 from trials import pairs, questions, scorers, trial_of
 
 from moeconv.artifacts import uniform
-from moeconv.measure.journal import Journal
 from moeconv.measure.trial import Trial
+from moeconv.measure.workdir import Journal
 from moeconv.quantizers.coder import ORIGINAL
 from moeconv.source.experts import Call
-from moeconv.sweep.fisher import Costs, LayerCosts, chance_of
-from moeconv.sweep.fisher_pairs import PairGradients, PairScales, Part, narrower, scaled_as_one
+from moeconv.sweep.fisher import Costs, LayerCosts, PairGradients, PairScales, Part, chance_of, narrower, scaled_as_one
 from moert.pack.model_spec import ExpertKey, LayerKey
 
 TinyModel = Callable[[str, str], Path]

@@ -12,16 +12,32 @@ from hypothesis import strategies as st
 from published import PUBLISHED
 from tiny import TINY
 
-from moeconv.plan.effort import RULES, Subject, Tools, moments_bytes, with_text, without_text
-from moeconv.plan.forecast import BITS_PER_WEIGHT, forecast, outside_bytes, prospect, ways
-from moeconv.plan.likeness import Reference, nearest, references
-from moeconv.plan.machine import processor_of, stated
-from moeconv.plan.mixture import Mixture, effective_bits, mixture, uniform
-from moeconv.plan.outlook import Host, outlooks, parameters, quantization_of
-from moeconv.plan.pace import Drive, Processor, Work, token_s
+from moeconv.plan.forecast import (
+    BITS_PER_WEIGHT,
+    RULES,
+    Drive,
+    Processor,
+    Reference,
+    Subject,
+    Tools,
+    Work,
+    forecast,
+    moments_bytes,
+    nearest,
+    outside_bytes,
+    processor_of,
+    prospect,
+    references,
+    stated,
+    token_s,
+    ways,
+    with_text,
+    without_text,
+)
+from moeconv.plan.outlook import Host, Mixture, effective_bits, mixture, outlooks, parameters, quantization_of, uniform
 from moeconv.plan.problem import Storage
 from moeconv.quantizers import moments
-from moeconv.quantizers.dense_bits import dense_of
+from moeconv.quantizers.quantizer import dense_of
 from moeconv.source.archs import FAMILIES
 from moeconv.source.outline import Outline
 from moert.pack.model_spec import ExpertKey, ModelSpec
@@ -258,10 +274,9 @@ def test_moments_take_what_the_quantizers_say(name: str) -> None:
 
 
 def test_what_is_reckoned_with_is_what_conversions_do() -> None:
-    from moeconv.conversion.bench import EXACT_PROBES
+    from moeconv.conversion.measuring import EXACT_PROBES
     from moeconv.quantizers.coder import CACHE_BYTES
-    from moeconv.sweep.fisher import DRAWS
-    from moeconv.sweep.scales import WINDOWS
+    from moeconv.sweep.fisher import DRAWS, WINDOWS
 
     assert RULES.kept_bytes == CACHE_BYTES
     assert RULES.exact_probes == EXACT_PROBES

@@ -10,10 +10,8 @@ import torch
 from torch import Tensor
 
 from moeconv.errors import ConversionError
-from moeconv.foresight.batches import StackBatch, plan
-from moeconv.foresight.examples import Examples, Part, StackExamples
-from moeconv.foresight.network import Encoded, Networks, Shape
-from moeconv.foresight.sparsemax import sparsemax
+from moeconv.foresight.examples import Examples, Part, StackBatch, StackExamples, plan
+from moeconv.foresight.network import Encoded, Networks, Shape, sparsemax
 from moeconv.foresight.training import Course, Lesson, distillation, foretell, hits_of, trained
 from moeconv.progress import unseen
 from moert.pack.hash import F32, HashFunction, Lstm, StackHash

@@ -7,8 +7,8 @@ import pytest
 import torch
 
 from moeconv.errors import ConversionError
-from moeconv.foresight.halves import half
-from moeconv.foresight.lowrank import LayerNetwork
+from moeconv.foresight.examples import half
+from moeconv.foresight.neurons import LayerNetwork
 
 MATRIX = torch.randn(20, 30, generator=torch.Generator().manual_seed(0))
 

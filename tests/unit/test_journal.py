@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from moeconv.errors import ConversionError
-from moeconv.measure.journal import Journal, identity
+from moeconv.measure.workdir import Journal, identity
 
 
 @pytest.fixture

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from moeconv.errors import ConversionError
-from moeconv.foresight.kept import filled, load_checkpoint, save_checkpoint
+from moeconv.foresight.examples import filled, load_checkpoint, save_checkpoint
 
 WHOLE = b"0123456789"
 

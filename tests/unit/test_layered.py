@@ -17,17 +17,13 @@ from trials import running
 
 from moeconv.artifacts import uniform
 from moeconv.errors import ConversionError
-from moeconv.measure.layered import LayeredModel
-from moeconv.measure.loaded import LoadedModel
 from moeconv.measure.metrics import find_metric
-from moeconv.measure.passage import Passage
-from moeconv.measure.passes import Room
-from moeconv.measure.scorers.build import Extent, build_scorer, load_tokenizer
-from moeconv.measure.trial import Trial
+from moeconv.measure.passes import LayeredModel, Passage, Room
+from moeconv.measure.scoring import Extent, build_scorer, load_tokenizer
+from moeconv.measure.trial import LoadedModel, Trial
 from moeconv.quantizers import QUANTIZERS
-from moeconv.quantizers.coder import ExpertCoder
-from moeconv.quantizers.dense import DenseCoder
-from moeconv.quantizers.dense_bits import dense_of
+from moeconv.quantizers.coder import DenseCoder, ExpertCoder
+from moeconv.quantizers.quantizer import dense_of
 from moeconv.source.checkpoint import Checkpoint
 from moeconv.source.outline import CheckpointError
 from moert.pack.tensors import TOKENIZER

@@ -15,8 +15,8 @@ from moeconv.artifacts import Target
 from moeconv.calibration import Splits
 from moeconv.command.cli import _exit_code
 from moeconv.conversion import material
+from moeconv.conversion.additions import Asked, _metric_of
 from moeconv.conversion.settings import Settings
-from moeconv.conversion.training import Asked, _metric_of
 from moeconv.errors import SettingsError
 from moeconv.measure.metrics import find_metric, recorded_metric
 from moeconv.source.checkpoint import Checkpoint

@@ -10,11 +10,10 @@ import pytest
 from trials import pairs, scorers, trial_of
 
 from moeconv.artifacts import uniform
-from moeconv.measure.assignments import Measure, known_plans, unquantised
-from moeconv.measure.journal import Journal
 from moeconv.measure.metrics import METRICS
 from moeconv.measure.scorers import Scorer, Scores
-from moeconv.measure.trial import Trial
+from moeconv.measure.trial import Measure, Trial, known_plans, unquantised
+from moeconv.measure.workdir import Journal
 from moert.pack.model_spec import ExpertKey
 
 TinyModel = Callable[[str, str], Path]

@@ -11,9 +11,8 @@ import pytest
 import torch
 from tiny import tiny_olmoe, tiny_switch
 
-from moeconv.quantizers.moments import Moments, MomentsError, collect, moments_bytes, widest
+from moeconv.quantizers.moments import SAMPLED, Moments, MomentsError, collect, moments_bytes, widest
 from moeconv.quantizers.quantizer import Wants
-from moeconv.quantizers.sample import SAMPLED
 from moeconv.source.checkpoint import Checkpoint
 from moeconv.source.experts import ExpertCalls
 from moert.pack.model_spec import ExpertKey

@@ -15,10 +15,19 @@ from tiny_packs import SPECS
 from torch import Tensor
 
 from moeconv.errors import ConversionError
-from moeconv.foresight.firings import LARGEST, LayerFirings
-from moeconv.foresight.lowrank import LayerNetwork, begun, in_blocks
-from moeconv.foresight.naming import NamedNeurons
-from moeconv.foresight.neurons import NeuronCourse, NeuronLesson, kept_of, threshold_of, thresholds, trained_neurons
+from moeconv.foresight.examples import LARGEST, LayerFirings
+from moeconv.foresight.neurons import (
+    LayerNetwork,
+    NamedNeurons,
+    NeuronCourse,
+    NeuronLesson,
+    begun,
+    in_blocks,
+    kept_of,
+    threshold_of,
+    thresholds,
+    trained_neurons,
+)
 from moeconv.progress import unseen
 from moeconv.source.experts import expert_ffn
 from moert.pack.model_spec import LayerKey

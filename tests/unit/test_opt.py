@@ -13,11 +13,10 @@ import torch
 from safetensors.torch import load_file, save_file
 from tiny import TINY, tiny_of, transformers_model
 
-from moeconv.measure.loaded import LoadedModel
+from moeconv.measure.trial import LoadedModel
 from moeconv.source.archs import FAMILIES, UnsupportedModel
 from moeconv.source.checkpoint import Checkpoint
-from moeconv.source.features import features
-from moeconv.source.outline import CheckpointError
+from moeconv.source.outline import CheckpointError, features
 from moert.kernels import AUTO_KERNELS, REFERENCE, open_backend
 from moert.pack.model_spec import ExpertKey
 from tests.parity.packs import open_model, pack_of

@@ -18,7 +18,7 @@ from tiny_packs import SWITCH, write_pack
 
 import moeconv
 from moeconv.command.cli import _exit_code
-from moeconv.conversion.profile import _others
+from moeconv.conversion.additions import _others
 from moeconv.errors import ConversionError, SettingsError
 from moeconv.measure.workdir import WorkDir
 from moert.bench.plot import check_drawing

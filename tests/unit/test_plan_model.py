@@ -15,10 +15,10 @@ from moeconv.artifacts import Target
 from moeconv.command import cli, forecast
 from moeconv.command.forecast import OF_MODEL, OF_WORK, as_json, expect, is_model, lines, parse_speed, where
 from moeconv.command.present import target_text
-from moeconv.conversion.timing import Timing, timing
+from moeconv.conversion.host import Timing, timing
 from moeconv.errors import SettingsError
-from moeconv.plan.machine import DEFAULT_DRIVE
-from moeconv.report.units import many
+from moeconv.plan.forecast import DEFAULT_DRIVE
+from moeconv.report.page import many
 
 MACHINE: dict[str, Any] = {
     "process": {"held_bytes": 45_000_000, "thread_bytes": 1 << 20},

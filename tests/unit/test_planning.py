@@ -21,11 +21,10 @@ from moeconv.conversion.conversion import Conversion
 from moeconv.conversion.planning import Inputs, plan
 from moeconv.conversion.settings import Settings
 from moeconv.errors import SettingsError, TargetMissed
-from moeconv.measure.journal import identity
-from moeconv.measure.workdir import INPUTS
-from moeconv.plan.question import uniform_bytes, weights_of
+from moeconv.measure.workdir import INPUTS, identity
+from moeconv.plan.search import uniform_bytes, weights_of
 from moeconv.progress import unseen
-from moeconv.report import units
+from moeconv.report import page
 from moeconv.source.checkpoint import Checkpoint
 from moert.pack.model_spec import ExpertKey
 
@@ -139,7 +138,7 @@ def test_the_plan_leads_and_the_curve_is_shown_on_demand(finished: Path) -> None
     short, long = (plan_table(found, target, whole_curve=whole).splitlines() for whole in (False, True))
     assert len(short) == 3
     assert short[:2] == long[:2]
-    assert short[1].startswith(f"  for a loss of at most 30.00%: {units.size(found.chosen.nbytes)}, ")
+    assert short[1].startswith(f"  for a loss of at most 30.00%: {page.size(found.chosen.nbytes)}, ")
     assert short[2] == f"  --curve shows all {len(found.points)} plans, size against loss"
     assert len(long) == 4 + len(found.points)
 

@@ -17,11 +17,10 @@ from safetensors.torch import load_file, save_file
 from tiny import tiny_olmoe, tiny_switch
 
 from moeconv.packing.emit import Label, emit
-from moeconv.packing.verify import error_share, verify
+from moeconv.packing.packed import error_share, verify
 from moeconv.quantizers import QUANTIZERS
-from moeconv.quantizers.coder import ExpertCoder
-from moeconv.quantizers.dense import DenseCoder
-from moeconv.quantizers.dense_bits import dense_of
+from moeconv.quantizers.coder import DenseCoder, ExpertCoder
+from moeconv.quantizers.quantizer import dense_of
 from moeconv.source.checkpoint import Checkpoint
 from moert.beside.gpu.torch_backend import TorchBackend
 from moert.beside.gpu.torch_matrices import TorchMemory

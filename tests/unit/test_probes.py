@@ -17,12 +17,12 @@ from trials import pairs, questions, running, scorers, trial_of
 
 from moeconv.artifacts import Probe, uniform
 from moeconv.calibration import Sample
-from moeconv.measure.scorers import Scorer, Scores, text
-from moeconv.measure.scorers.text import TextScorer
+from moeconv.measure import scoring
+from moeconv.measure.scorers import Scorer, Scores
+from moeconv.measure.scoring import TextScorer
 from moeconv.measure.trial import Trial
-from moeconv.sweep.probes import Found, Prober, generated, rewrites
-from moeconv.sweep.probes.generated import Seq2SeqProber
-from moeconv.sweep.probes.text import TextProber
+from moeconv.sweep import probes as probing
+from moeconv.sweep.probes import Found, Prober, Seq2SeqProber, TextProber
 
 TinyModel = Callable[[str, str], Path]
 AT_ONCE = 5  # of one layer, so that a batch mixes experts and widths
@@ -208,7 +208,7 @@ def test_what_changes_at_unscored_places_alone_changes_no_score(tiny_model: Tiny
 
 def test_a_base_run_is_never_in_memory_twice(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     trial = trial_of(tiny_olmoe(tmp_path, num_hidden_layers=8))
-    monkeypatch.setattr(text, "BATCH_TOKENS", 64)
+    monkeypatch.setattr(scoring, "BATCH_TOKENS", 64)
     [scorer] = scorers(trial, running(40), "perplexity", context=32)
     assert len(list(scorer.batches())) > 10
     before = {id(value) for value in gc.get_objects() if type(value) is torch.Tensor}
@@ -244,11 +244,8 @@ def test_small_batches_give_the_same_answers(
     prober.prepare()
     probes = [Probe(key, (2, 2)) for key in trial.spec.expert_keys() if key[:2] == layer]
     expected = prober.probe(probes)
-    for module, name, value in (
-        (generated, "BATCH_TOKENS", 40), (generated, "WAITING_TOKENS", 60), (rewrites, "WRITTEN_TOKENS", 40),
-        (rewrites, "WRITTEN_ROWS", 3),
-    ):  # fmt: skip
-        monkeypatch.setattr(module, name, value)
+    for name, value in (("BATCH_TOKENS", 40), ("WAITING_TOKENS", 60), ("WRITTEN_TOKENS", 40), ("WRITTEN_ROWS", 3)):
+        monkeypatch.setattr(probing, name, value)
     for one, same in zip(prober.probe(probes), expected, strict=True):
         assert_equal(one.scores, same.scores, one.near_ties + same.near_ties, one.probe)
     assert len({one.scores.outputs for one in expected}) > 2

@@ -16,6 +16,7 @@ from hypothesis import strategies as st
 from moeconv.measure.metrics import F64, METRICS
 from moeconv.promise.bound import (
     GAP_SHARE,
+    Evidence,
     Terms,
     effects,
     interval,
@@ -25,7 +26,6 @@ from moeconv.promise.bound import (
     widening,
     worst_harm,
 )
-from moeconv.promise.evidence import Evidence
 from recipes.bench.promise_documents import ALLOWED, WITHIN, Setting, coverage, windows
 from tests.pairs import thinned
 

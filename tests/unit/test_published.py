@@ -9,10 +9,9 @@ from published import PARAMETERS, PUBLISHED, SWITCH_C_2048_AS_IT_IS, Config
 
 from moeconv.plan.outlook import MXFP4_WIDTHS, WIDTHS, Host, outlooks, parameters
 from moeconv.plan.problem import Storage
-from moeconv.quantizers.dense_bits import dense_of
+from moeconv.quantizers.quantizer import dense_of
 from moeconv.source.archs import FAMILIES
-from moeconv.source.features import features
-from moeconv.source.outline import CheckpointError, Outline
+from moeconv.source.outline import CheckpointError, Outline, features
 
 HOST = Host(held_bytes=45_000_000, thread_bytes=1 << 20, widened=False)
 FEATURES = {

@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from moeconv.errors import WeightsUnusable
-from moeconv.packing.verify import error_share
+from moeconv.packing.packed import error_share
 from moeconv.quantizers import QUANTIZERS, Inputs, gptq
 from moeconv.quantizers.quantizer import times_powers
 from moert.pack.codec import F32, INT_WIDTHS, QuantizedMatrix, dequantize, unpack_codes

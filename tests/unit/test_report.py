@@ -14,12 +14,10 @@ from report_packs import LARGE, NASTY, SWITCH, bare_pack, bare_report, full_pack
 from moeconv.artifacts import ConversionReport, DenseReport, Standing, Step, Target, to_json
 from moeconv.command.present import conversion_table
 from moeconv.errors import ConversionError
-from moeconv.report.document import read_report
-from moeconv.report.page import result
-from moeconv.report.routing import path_shares, prediction, top_share
-from moeconv.report.tables import marked
-from moeconv.report.units import duration, percent, size
-from moeconv.report.writer import write_report
+from moeconv.report.curves import path_shares, prediction, top_share
+from moeconv.report.page import duration, percent, result, size
+from moeconv.report.sections import marked
+from moeconv.report.writer import read_report, write_report
 from moert.pack.manifest import LossEstimate
 from moert.pack.model_spec import ExpertKey, LayerKey
 from moert.pack.paths import build

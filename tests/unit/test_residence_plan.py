@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from problems import make_problem
 
-from moeconv.plan.residence import Step, ladder, read_more, split, steps_of
+from moeconv.plan.search import Step, ladder, read_more, split, steps_of
 from moert.pack.model_spec import ExpertKey, LayerKey
 
 FIRST, SECOND = LayerKey("decoder", 0), LayerKey("decoder", 3)

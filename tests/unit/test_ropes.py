@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
-from moeconv.source.archs.ropes import KINDS, frequencies, turns
+from moeconv.source.archs.config import KINDS, frequencies, turns
 
 LONGEST = 131072
 factors = st.floats(1.0, 64.0)

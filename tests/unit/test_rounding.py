@@ -9,9 +9,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from moeconv.quantizers import QUANTIZERS, Inputs, rounding
-from moeconv.quantizers.feedback import Hessian
-from moeconv.quantizers.rounding import Rounding
+from moeconv.quantizers import QUANTIZERS, Inputs, gptq
+from moeconv.quantizers.gptq import Hessian, Rounding
 from moert.kernels import coding, library
 from moert.pack.codec import F32, dequantize, unpack_codes
 
@@ -35,7 +34,7 @@ def both_ways(monkeypatch: pytest.MonkeyPatch, code: Rounding, *arguments: Tenso
     """Codes by the C, and by torch."""
     found = []
     for way in (coding.code_inputs, lambda: None):
-        monkeypatch.setattr(rounding, "code_inputs", way)
+        monkeypatch.setattr(gptq, "code_inputs", way)
         given = [each.clone() for each in arguments]
         found.append(code.improved(*given) if improves else code.made(*given))
     return found
@@ -77,7 +76,7 @@ def test_a_matrix_loses_as_much_with_either(monkeypatch: pytest.MonkeyPatch, bit
         return [float(((miss @ moment) * miss).sum()) for miss, moment in zip(misses, inputs.moment, strict=True)]
 
     with_c = lost()
-    monkeypatch.setattr(rounding, "code_inputs", lambda: None)
+    monkeypatch.setattr(gptq, "code_inputs", lambda: None)
     assert with_c == pytest.approx(lost(), rel=2e-3)
 
 
@@ -86,7 +85,7 @@ def test_improving_never_loses_more(monkeypatch: pytest.MonkeyPatch, way: str) -
     if way == "c" and library.load() is None:
         pytest.skip("the native kernels were not built")
     if way == "torch":
-        monkeypatch.setattr(rounding, "code_inputs", lambda: None)
+        monkeypatch.setattr(gptq, "code_inputs", lambda: None)
     weights, hessian, code = problem(2, 100, 40, 1, 2, 5)
     code = Rounding(code.scale.clamp(min=0.1), code.minimum, code.group, code.top)
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from moeconv.sweep.runners import runner_for
+from moeconv.sweep.cluster import runner_for
 
 
 class LayerTask(NamedTuple):

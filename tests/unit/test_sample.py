@@ -9,9 +9,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from moeconv.quantizers import QUANTIZERS, Inputs
-from moeconv.quantizers.moments import summed, told
+from moeconv.quantizers.moments import SAMPLED, LayerSample, summed, told, worth
 from moeconv.quantizers.quantizer import Wants
-from moeconv.quantizers.sample import SAMPLED, LayerSample, worth
 from moeconv.source.experts import Call
 from moert.pack.codec import dequantize
 

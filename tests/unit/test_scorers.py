@@ -21,12 +21,19 @@ from trials import pairs, questions, running, scorers, trial_of, words
 
 from moeconv.calibration import Sample
 from moeconv.errors import CalibrationError
-from moeconv.measure.scorers.build import Extent, dealt, load_tokenizer, spread, volume
-from moeconv.measure.scorers.generated import targets_of
-from moeconv.measure.scorers.head import Head
-from moeconv.measure.scorers.items import documents_of
-from moeconv.measure.scorers.seq2seq import Seq2Seq
-from moeconv.measure.scorers.text import REST, choices_of, windows_of
+from moeconv.measure.scorers import Head, documents_of
+from moeconv.measure.scoring import (
+    REST,
+    Extent,
+    Seq2Seq,
+    choices_of,
+    dealt,
+    load_tokenizer,
+    spread,
+    targets_of,
+    volume,
+    windows_of,
+)
 from moeconv.measure.trial import Trial
 from moeconv.source.checkpoint import Checkpoint
 from moeconv.source.experts import Call, Substitute, expert_ffn

@@ -17,14 +17,12 @@ from trials import pairs, questions, running, scorers, trial_of
 from moeconv.artifacts import SIGNALS, SensitivityTable
 from moeconv.calibration import Sample
 from moeconv.errors import SettingsError
-from moeconv.measure.evaluation import Evaluation
-from moeconv.measure.journal import Journal
 from moeconv.measure.metrics import find_metric
-from moeconv.measure.scorers.build import Extent, Volume, volume
-from moeconv.measure.trial import Trial
-from moeconv.sweep.memory import batch_bytes, blocks_for, kept_bytes
-from moeconv.sweep.sensitivity import BASE_BITS, RaceRules, Sweep, probes_for
-from moeconv.sweep.worker import SweepJob, SweepWorker, Task
+from moeconv.measure.scoring import Extent, Volume, volume
+from moeconv.measure.trial import Evaluation, Trial
+from moeconv.measure.workdir import Journal
+from moeconv.sweep.probes import batch_bytes, blocks_for, kept_bytes
+from moeconv.sweep.sensitivity import BASE_BITS, RaceRules, Sweep, SweepJob, SweepWorker, Task, probes_for
 
 TinyModel = Callable[[str, str], Path]
 

@@ -7,8 +7,7 @@ import pytest
 from problems import make_problem
 
 from moeconv.plan import plan_within
-from moeconv.plan.problem import Plan, Problem
-from moeconv.plan.shrinkage import shrunk
+from moeconv.plan.problem import Plan, Problem, shrunk
 
 WIDTHS = (2, 3, 4, 8)
 

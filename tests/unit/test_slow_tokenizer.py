@@ -15,9 +15,8 @@ from hypothesis import strategies as st
 from tiny import tiny_olmoe
 from tokenizers import Tokenizer
 
-from moeconv.chat_tokenizer import chat_tokenizer
-from moeconv.slow_tokenizer import made
 from moeconv.source.checkpoint import Checkpoint
+from moeconv.tokenizers import chat_tokenizer, made
 from moert.pack.text import TokenizerUnfit, check_tokenizer
 
 WORDS = ("the", " cat", "'s", "日本", "東京", " Мос", "ква", "  ", "\n\n", "123", "é", "🙂")

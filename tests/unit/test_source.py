@@ -7,9 +7,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from moeconv.source.archs.errors import ShapeDiffers
-from moeconv.source.archs.source import Source
-from moeconv.source.archs.views import View, halves, in_turn, of_heads, rows, transposed
+from moeconv.source.archs.config import ShapeDiffers
+from moeconv.source.archs.description import Source, View, halves, in_turn, of_heads, rows, transposed
 
 STORED = {
     "fused": torch.arange(48.0).reshape(2, 6, 4),

@@ -10,7 +10,7 @@ from tiny import VOCAB, tiny_olmoe
 
 from moeconv.errors import VerifyFailed
 from moeconv.packing.emit import Label, emit
-from moeconv.packing.verify import verify
+from moeconv.packing.packed import verify
 from moeconv.quantizers import QUANTIZERS
 from moeconv.quantizers.coder import ExpertCoder
 from moeconv.quantizers.moments import Moments, collect

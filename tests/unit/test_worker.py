@@ -11,11 +11,10 @@ import pytest
 from trials import running, trial_of
 
 from moeconv.errors import ConversionError
-from moeconv.measure.scorers.build import Extent
+from moeconv.measure.scoring import Extent
 from moeconv.measure.trial import Trial
-from moeconv.sweep.probes.text import TextProber
-from moeconv.sweep.sensitivity import BASE_BITS, probes_for
-from moeconv.sweep.worker import SweepJob, SweepWorker, Task
+from moeconv.sweep.probes import TextProber
+from moeconv.sweep.sensitivity import BASE_BITS, SweepJob, SweepWorker, Task, probes_for
 
 TinyModel = Callable[[str, str], Path]
 

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
+from moeconv.source.archs.config import UnsupportedModel
 from moeconv.source.archs.deepseek_v2 import DeepseekV2
 from moeconv.source.archs.deepseek_v3 import DeepseekV3, KimiK2
 from moeconv.source.archs.description import Description
 from moeconv.source.archs.dots1 import Dots1
 from moeconv.source.archs.ernie4_5_moe import Ernie45Moe
-from moeconv.source.archs.errors import UnsupportedModel
 from moeconv.source.archs.exaone_moe import ExaoneMoe
 from moeconv.source.archs.family import Family
 from moeconv.source.archs.gemma4 import Gemma4, Gemma4Text

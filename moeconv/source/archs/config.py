@@ -1,20 +1,194 @@
-"""config.json as a family reads it: nothing in it is passed over that might change what the model computes."""
+"""A family's settings as its config.json has them, every field of it heeded or refused."""
 
 from __future__ import annotations
 
+import ast
 import math
-from collections.abc import Mapping, Sequence, Set
+import re
+import sys
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence, Set
+from contextlib import contextmanager
+from pathlib import Path
 from typing import Any, Literal, TypeVar
 
 import numpy as np
 
-from moeconv.source.archs.errors import ConfigInvalid, UnsupportedModel
-from moeconv.source.archs.heeded import on, without_effect
-from moeconv.source.archs.ropes import frequencies, turns
+from moeconv.errors import ConversionError
 from moert.pack.codec import F32
 from moert.pack.documents import MAX_COUNT, brief
+from moert.pack.errors import PackError
 from moert.pack.model_spec import MOST_LAYERS
 from moert.pack.parts import MOST_TURN, Act, Attention, Ffn, Rope
+
+# What an adapter says when it can't represent a model.
+
+
+class UnsupportedModel(ConversionError):
+    """The checkpoint uses something that a pack can't say. The message is one line, fit to be shown to a user."""
+
+
+class ConfigInvalid(ConversionError):
+    """Settings that transformers can't take, or that mean nothing. The message is a part of a line."""
+
+
+class ShapeDiffers(ValueError):
+    """A tensor has another shape than config.json implies; the message is a part of a sentence."""
+
+
+class ModelFailed(ConversionError):
+    """Transformers can't build or run the model."""
+
+
+@contextmanager
+def transformers_model(path: Path) -> Iterator[None]:
+    """Around what builds a model from `path` or runs it first. Raises ModelFailed: whatever transformers raises inside
+    comes from the model's own files, and is one line."""
+    try:
+        yield
+    except (ConversionError, PackError, MemoryError, ModuleNotFoundError):
+        raise
+    except Exception as error:
+        reason = " ".join(str(error).split())[:300]
+        raise ModelFailed(
+            f"transformers can't run the model in {path} ({type(error).__name__}: {reason}): its config.json asks for "
+            "what this family can't compute, or its weights are not those that it describes"
+        ) from error
+
+
+# Which settings transformers looks at, as far as its source says: the source is read, not run.
+
+_SHARED = (
+    "configuration_utils.py", "modeling_rope_utils.py", "modeling_utils.py", "modeling_layers.py", "masking_utils.py",
+    "cache_utils.py", "integrations/moe.py", "integrations/sdpa_attention.py",
+)  # fmt: skip
+"""Files of transformers that run for every family."""
+_READ = re.compile(r'config\.(\w+)|(?:getattr|hasattr)\([\w.]*config, "(\w+)"|"(\w+)" (?:not )?in [\w.]*config')
+
+
+def without_effect(names: Collection[str], config_class: Any) -> tuple[str, ...]:
+    """Returns those of the names of settings that can't change an answer of the class's model: neither the class nor
+    its modelling code knows them, or transformers drops them, since they say how texts are written."""
+    from transformers import GenerationConfig
+
+    if not names:
+        return ()
+    module = Path(str(sys.modules[config_class.__module__].__file__))
+    models = module.parent.glob(module.name.replace("configuration_", "modeling_"))
+    of_class = {*dir(config_class), *config_class.attribute_map, *_words(module)}
+    of_model = {word for file in models for word in _words(file)} | _shared()
+    dropped = set(vars(GenerationConfig())) - of_class  # type: ignore[no-untyped-call]
+    return tuple(sorted(name for name in names if name in dropped or name not in of_class | of_model))
+
+
+def _words(file: Path) -> Iterator[str]:
+    """Yields all names and strings of a program, without its comments."""
+    for node in ast.walk(ast.parse(file.read_bytes())):
+        for found in (getattr(node, field, None) for field in ("id", "attr", "arg", "value")):
+            if isinstance(found, str):
+                yield found
+
+
+def _shared() -> Set[str]:
+    """Returns the settings that are read for every family."""
+    import transformers
+
+    folder, found = Path(str(transformers.__file__)).parent, set()
+    for file in (folder / name for name in _SHARED if (folder / name).is_file()):
+        found |= {name for read in _READ.findall(file.read_text("utf-8")) for name in read}
+    return found
+
+
+def on(settings: Mapping[str, Any], name: str) -> bool:
+    """Whether a setting says anything."""
+    return settings[name] not in (None, False, [], {}) or name == "is_causal"
+
+
+# How far rotary positions turn a pair of features at each token, as transformers has it.
+
+Parameters = Mapping[str, Any]
+"""The rope_parameters of config.json."""
+
+
+def turns(theta: float, dims: int, of: int | None = None) -> F32:
+    """Returns frequencies [dims / 2] of a head of `of` features (None: `dims`), of which that many turn. Powers are
+    computed in float64 and rounded once."""
+    exponents = np.arange(0, dims, 2, dtype=np.float32) / np.float32(of or dims)
+    with np.errstate(all="ignore"):  # the caller looks at what comes out
+        found: F32 = np.float32(1) / np.power(float(theta), exponents.astype(np.float64)).astype(np.float32)
+    return found
+
+
+def frequencies(parameters: Parameters, dims: int, longest: int) -> tuple[F32, float]:
+    """Returns frequencies [dims / 2] of a kind of KINDS, and the factor of what they turn; `longest`: the positions of
+    the model. Raises KeyError, TypeError, ValueError or ArithmeticError for parameters that a kind can't take."""
+    plain = turns(parameters["rope_theta"], dims)
+    with np.errstate(all="ignore"):
+        found, factor = KINDS[parameters["rope_type"]](parameters, plain, longest)
+    return found.astype(np.float32), float(factor)
+
+
+def _linear(parameters: Parameters, plain: F32, _: int) -> tuple[F32, float]:
+    return plain / parameters["factor"], 1.0
+
+
+def _llama3(parameters: Parameters, plain: F32, _: int) -> tuple[F32, float]:
+    """Long waves become longer, short ones stay, and those between change by degrees."""
+    factor, low, high = (parameters[name] for name in ("factor", "low_freq_factor", "high_freq_factor"))
+    length = parameters["original_max_position_embeddings"]
+    waves = 2 * math.pi / plain
+    degree = (length / waves - low) / (high - low)
+    between = (1 - degree) * plain / factor + degree * plain
+    found = np.where(waves > length / low, plain / factor, np.where(waves < length / high, plain, between))
+    return found, 1.0
+
+
+def _yarn(parameters: Parameters, plain: F32, longest: int) -> tuple[F32, float]:
+    """YaRN (arXiv 2309.00071)."""
+    pairs, theta, length = len(plain), parameters["rope_theta"], parameters["original_max_position_embeddings"]
+    factor = _factor(parameters, longest)
+
+    def place(turns_in_all: float) -> float:
+        """Returns the pair, between two, that turns so often in a text of the original length."""
+        return pairs * math.log(length / (turns_in_all * 2 * math.pi)) / math.log(theta)
+
+    low, high = place(parameters.get("beta_fast") or 32), place(parameters.get("beta_slow") or 1)
+    if parameters.get("truncate", True):
+        low, high = math.floor(low), math.ceil(high)
+    low, high = max(low, 0), min(high, 2 * pairs - 1)
+    high += 0.001 if low == high else 0
+    kept = 1 - np.clip((np.arange(pairs, dtype=np.float32) - low) / (high - low), 0, 1)
+    found = plain / factor * (1 - kept) + plain * kept
+    if (said := parameters.get("attention_factor")) is not None:
+        return found, said
+    if (wide := parameters.get("mscale")) and (all_dims := parameters.get("mscale_all_dim")):
+        return found, _scale(factor, wide) / _scale(factor, all_dims)
+    return found, _scale(factor, 1)
+
+
+def _scale(factor: float, wide: float) -> float:
+    return 1.0 if factor <= 1 else 0.1 * wide * math.log(factor) + 1.0
+
+
+def _longrope(parameters: Parameters, plain: F32, longest: int) -> tuple[F32, float]:
+    """Of the short factors, which transformers uses for texts of any length."""
+    short, length = np.asarray(parameters["short_factor"], np.float32), parameters["original_max_position_embeddings"]
+    if (said := parameters.get("attention_factor")) is None:
+        factor = _factor(parameters, longest)
+        said = 1.0 if factor <= 1 else math.sqrt(1 + math.log(factor) / math.log(length))
+    return plain / short, said
+
+
+def _factor(parameters: Parameters, longest: int) -> float:
+    said = parameters.get("factor")
+    return longest / parameters["original_max_position_embeddings"] if said is None else float(said)
+
+
+KINDS: Mapping[str, Callable[[Parameters, F32, int], tuple[F32, float]]] = {
+    "linear": _linear, "llama3": _llama3, "yarn": _yarn, "longrope": _longrope,
+}  # fmt: skip
+
+
+# config.json as a family reads it: nothing in it is passed over that might change what the model computes.
 
 # Of training, of what else is returned, of tokens (see archs.tokens), or of who made the file.
 _NO_MATTER = {

@@ -6,8 +6,7 @@ import math
 from collections.abc import Callable
 
 from moeconv.source.archs.config import Config
-from moeconv.source.archs.description import Inside, Place
-from moeconv.source.archs.views import View, halves, in_turn, of_heads, rows, transposed
+from moeconv.source.archs.description import Inside, Place, View, halves, in_turn, of_heads, rows, transposed
 from moert.pack.parts import Experts, Ffn, Groups, Latent, Norm, Router
 
 _COUNTS = ("n_routed_experts", "num_experts", "num_local_experts")

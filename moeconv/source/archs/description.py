@@ -1,4 +1,4 @@
-"""What a family says of one checkpoint: the model as a tree of parts, and where each of its tensors comes from."""
+"""A model in parts, and where each tensor of them comes from."""
 
 from __future__ import annotations
 
@@ -6,20 +6,129 @@ import math
 import re
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Protocol, TypeAlias
 
 import numpy as np
 
-from moeconv.source.archs.config import Config, check_computed
-from moeconv.source.archs.errors import UnsupportedModel
-from moeconv.source.archs.source import FP8_SCALES, INT4_CODES, Form, Source
-from moeconv.source.archs.views import View, rows
+from moeconv.source.archs.config import Config, ShapeDiffers, UnsupportedModel, check_computed
 from moert.pack.codec import F32
 from moert.pack.model_spec import ExpertKey, Head, Layer, ModelSpec, Tokens, stack_of
 from moert.pack.parts import Experts, Rope
 
+if TYPE_CHECKING:
+    from torch import Tensor
+
+# Views of a checkpoint's tensors that hold what a pack calls a tensor: written to, they change the tensor itself.
+
+View: TypeAlias = "Callable[[Tensor], Tensor]"
+"""Of more dimensions than the pack's tensor, maybe, with the same numbers in the same order."""
+
+
+def rows(start: int | None = None, stop: int | None = None, step: int | None = None) -> View:
+    return lambda tensor: tensor[start:stop:step]
+
+
+def transposed(tensor: Tensor) -> Tensor:
+    """The last two dimensions change places."""
+    return tensor.transpose(-1, -2)
+
+
+def of_heads(heads: int, start: int | None = None, stop: int | None = None) -> View:
+    """Some rows of each head of a matrix [heads · dim, ...]: [heads, stop - start, ...]."""
+    return lambda tensor: tensor.reshape(heads, -1, *tensor.shape[1:])[:, start:stop]
+
+
+def halves(heads: int, start: int | None = None, stop: int | None = None) -> View:
+    """The same, where rotary positions turn pairs (2i, 2i + 1): the first of all pairs, then the second, as a pack has
+    them. Heads all turned alike give the same scores in any order."""
+    pick = of_heads(heads, start, stop)
+    return lambda tensor: pick(tensor).unfold(1, 2, 2).movedim(-1, 1)
+
+
+def in_turn(*views: View) -> View:
+    """Each a view of what the one before gives."""
+
+    def all_of_them(tensor: Tensor) -> Tensor:
+        for view in views:
+            tensor = view(tensor)
+        return tensor
+
+    return all_of_them
+
+
+# Where a tensor of a pack is in a checkpoint, and in what form it lies there.
+
+Form = Literal["fp8 blocks", "mxfp4", "int4 groups"]
+
+FP8_SCALES, INT4_CODES = "_scale_inv", "_packed"
+_SUFFIXES: Mapping[Form, tuple[str, ...]] = {
+    "fp8 blocks": ("", FP8_SCALES), "mxfp4": ("_blocks", "_scales"), "int4 groups": (INT4_CODES, "_scale", "_shape"),
+}  # fmt: skip
+"""How the tensors are called that a coded matrix is made of."""
+
+
+class Fetch(Protocol):
+    """Reads a tensor of the checkpoint by its name, or one index of its first dimension."""
+
+    def __call__(self, name: str, index: int | None) -> Tensor: ...
+
+
+@dataclass(frozen=True)
+class Source:
+    """The tensor `name`; of it the `index` of the first dimension, and of that a `view`, times `factor`, plus `plus`.
+
+    `form`: how its numbers are coded; None if it holds them as they are. `shape`: of the decoded tensor, or of one
+    index of it; None for that of the pack's tensor.
+    """
+
+    name: str
+    index: int | None = None
+    view: View | None = None
+    shape: tuple[int, ...] | None = None
+    form: Form | None = None
+    factor: float = 1.0
+    plus: float = 0.0
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """The tensors that it is made of."""
+        suffixes = ("",) if self.form is None else _SUFFIXES[self.form]
+        return tuple(self.name + suffix for suffix in suffixes)
+
+    def read(self, fetch: Fetch, shape: tuple[int, ...]) -> Tensor:
+        """The pack's tensor of this shape, in the checkpoint's type; what is coded, multiplied or added to
+        becomes float32.
+
+        Raises ShapeDiffers."""
+        if self.form is None:
+            found = fetch(self.name, self.index)
+        else:
+            from moeconv.source.archs.modules import DECODERS
+
+            found = DECODERS[self.form](*(fetch(name, self.index) for name in self.names))
+        expected = self.shape or shape
+        if tuple(found.shape) != expected:
+            raise ShapeDiffers(f"{self.name} has the shape {tuple(found.shape)}, config.json implies {expected}")
+        found = self._viewed(found).reshape(shape)
+        return found if self._as_it_is else found.float() * self.factor + self.plus
+
+    def write(self, tensor: Tensor, weight: Tensor) -> None:
+        """Puts the pack's tensor where it belongs in the one that is called `name`."""
+        place = self._viewed(tensor if self.index is None else tensor[self.index])
+        place.copy_((weight if self._as_it_is else (weight - self.plus) / self.factor).reshape(place.shape))
+
+    @property
+    def _as_it_is(self) -> bool:
+        return self.factor == 1 and self.plus == 0
+
+    def _viewed(self, tensor: Tensor) -> Tensor:
+        return tensor if self.view is None else self.view(tensor)
+
+
+# What a family says of one checkpoint: the model as a tree of parts, and where each of its tensors comes from.
+
 _LAYER = re.compile(r"decoder\.(\d+)\.(.+)")
-_SUFFIXES = (".weight", ".bias", "")
+_TENSOR_SUFFIXES = (".weight", ".bias", "")
 _OUTSIDE = {"embed": "embed_tokens", "decoder.norm": "norm"}
 
 
@@ -258,7 +367,7 @@ def _source(canonical: str, inside: Inside, root: str, head: str) -> Source:
     part, start = canonical, root
     if found is not None:
         part, start = found[2], f"{root}layers.{found[1]}."
-    for suffix in _SUFFIXES:
+    for suffix in _TENSOR_SUFFIXES:
         name = part.removesuffix(suffix) if suffix else part
         if part != name + suffix:
             continue

@@ -3,11 +3,9 @@ that have experts."""
 
 from __future__ import annotations
 
-from moeconv.source.archs.config import Config
-from moeconv.source.archs.description import Description, Names, Place, decoder
-from moeconv.source.archs.errors import UnsupportedModel
+from moeconv.source.archs.config import Config, UnsupportedModel
+from moeconv.source.archs.description import Description, Names, Place, decoder, halves
 from moeconv.source.archs.family import Family
-from moeconv.source.archs.views import halves
 from moert.pack.model_spec import Head, Layer, Tokens
 from moert.pack.parts import Experts, Norm, Router
 

@@ -1,23 +1,98 @@
-"""What the converter asks of a family of Hugging Face models; most answer it with a few names."""
+"""What a family of models is: its classes, its tokens, its description."""
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterator, Mapping, Sequence, Set
 from contextlib import contextmanager
 from dataclasses import replace
+from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from moeconv.source.archs.classes import config_class
-from moeconv.source.archs.config import Config, beside_text
+from moeconv.source.archs.config import Config, UnsupportedModel, beside_text
 from moeconv.source.archs.description import Description
-from moeconv.source.archs.errors import UnsupportedModel
-from moeconv.source.archs.tokens import special_tokens
 from moert.pack.model_spec import ExpertKey, LayerKey, ModelSpec, StackName, Tokens
 
 if TYPE_CHECKING:
     import torch
     from torch import Tensor, nn
+
+# The classes in transformers that read a config.json. They compute nothing, and torch stays out (but of Gemma 4,
+# whose class imports what images are read with).
+
+
+def config_class(model_type: str) -> Any:
+    """Returns the class of the settings of this model_type."""
+    with torch_later():
+        from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+
+        return CONFIG_MAPPING[model_type]
+
+
+class _Torch:
+    """Stands for the module, which is imported when something of it is asked for."""
+
+    def __getattr__(self, name: str) -> Any:
+        import torch
+
+        return getattr(torch, name)
+
+
+@contextmanager
+def torch_later() -> Iterator[None]:
+    """Around what imports those classes. One module that they begin with, modeling_rope_utils, imports torch (in two
+    seconds) for functions that no class of settings calls: here it gets it when one of them is called."""
+    utils: Any = import_module("transformers.utils")
+    name, asked = "transformers.modeling_rope_utils", utils.is_torch_available
+    if name in sys.modules or not asked():
+        yield
+        return
+    utils.is_torch_available = lambda: False
+    try:
+        rope_utils: Any = import_module(name)
+    finally:
+        utils.is_torch_available = asked
+    rope_utils.torch = _Torch()
+    yield
+
+
+# Special tokens: generation_config.json has the last word, config.json the first.
+
+_FIELDS = {"bos": "bos", "pad": "pad", "start": "decoder_start", "first": "forced_bos"}
+
+
+def token_id(name: str, config: Mapping[str, Any], generation_config: Mapping[str, Any]) -> int | None:
+    """One id, or None where neither file has it."""
+    value = generation_config.get(name)
+    return config.get(name) if value is None else value
+
+
+def special_tokens(config: Mapping[str, Any], generation_config: Mapping[str, Any]) -> Tokens:
+    """All that a ModelSpec names."""
+    found = {name: token_id(f"{field}_token_id", config, generation_config) for name, field in _FIELDS.items()}
+    return Tokens(eos=token_ids("eos_token_id", config, generation_config), **found)
+
+
+def token_ids(name: str, config: Mapping[str, Any], generation_config: Mapping[str, Any]) -> tuple[int, ...]:
+    """One id or a list of them, as a tuple; empty where neither file has it."""
+    value = token_id(name, config, generation_config)
+    if value is None:
+        return ()
+    return (value,) if isinstance(value, int) else tuple(value)
+
+
+def checked_start(config: Config, tokens: Tokens) -> Tokens:
+    """Those of a model with an encoder, whose decoder begins with a token: where none is given, with that which begins
+    texts, or the pad token. Raises UnsupportedModel."""
+    config.get("forced_bos_token_id")  # it is in `tokens`
+    start = next((token for token in (tokens.start, tokens.bos, tokens.pad) if token is not None), None)
+    if start is None:
+        raise UnsupportedModel("config.json has no decoder_start_token_id: an encoder–decoder model needs one")
+    return replace(tokens, start=start)
+
+
+# What the converter asks of a family of Hugging Face models; most answer it with a few names.
 
 
 class Family:

@@ -9,11 +9,9 @@ from typing import Any
 
 import numpy as np
 
-from moeconv.source.archs.config import Config, count_of, number_of, text_settings
+from moeconv.source.archs.config import Config, UnsupportedModel, count_of, number_of, text_settings, turns
 from moeconv.source.archs.description import Description, Names, Place, decoder, joined
-from moeconv.source.archs.errors import UnsupportedModel
 from moeconv.source.archs.family import Family
-from moeconv.source.archs.ropes import turns
 from moert.pack.codec import F32
 from moert.pack.model_spec import Head, Join, Layer, StackName, Tokens
 from moert.pack.parts import Attention, Beside, Experts, Norm, Rope, Router

@@ -5,10 +5,8 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from moeconv.source.archs.config import Config
-from moeconv.source.archs.description import Description, Names, decoder
+from moeconv.source.archs.description import Description, Names, Source, decoder, in_turn, rows, transposed
 from moeconv.source.archs.family import Family
-from moeconv.source.archs.source import Source
-from moeconv.source.archs.views import in_turn, rows, transposed
 from moert.pack.model_spec import ExpertKey, Layer, Tokens
 from moert.pack.parts import Act, Experts, Ffn, Norm, Router
 

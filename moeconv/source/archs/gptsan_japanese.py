@@ -12,12 +12,9 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from moeconv.source.archs.classes import torch_later
-from moeconv.source.archs.config import Config
-from moeconv.source.archs.description import Description
-from moeconv.source.archs.errors import UnsupportedModel
-from moeconv.source.archs.family import Family
-from moeconv.source.archs.source import Source
+from moeconv.source.archs.config import Config, UnsupportedModel
+from moeconv.source.archs.description import Description, Source
+from moeconv.source.archs.family import Family, torch_later
 from moert.pack.model_spec import MOST_LAYERS, ExpertKey, Head, Join, Layer, ModelSpec, StackName, Tokens, stack_of
 from moert.pack.parts import Act, Attention, Experts, Ffn, Norm, PositionTable, Router
 
@@ -113,7 +110,7 @@ class GptsanJapanese(Family):
     @property
     def _config_class(self) -> Any:
         with torch_later():
-            from moeconv.source.gptsan_config import GptsanJapaneseConfig
+            from moeconv.source.gptsan_japanese import GptsanJapaneseConfig
         return GptsanJapaneseConfig
 
     @property

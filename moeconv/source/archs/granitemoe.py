@@ -7,10 +7,8 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
 from moeconv.source.archs.config import Config
-from moeconv.source.archs.description import Description, Inside, Names, Place, decoder
+from moeconv.source.archs.description import Description, Inside, Names, Place, Source, decoder, rows
 from moeconv.source.archs.family import Family
-from moeconv.source.archs.source import Source
-from moeconv.source.archs.views import rows
 from moert.pack.model_spec import Head, Join, Layer, StackName, Tokens
 from moert.pack.parts import Attention, Experts, Ffn, FixedState, Norm, Router
 

@@ -5,9 +5,8 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-from moeconv.source.archs.config import Config
+from moeconv.source.archs.config import Config, UnsupportedModel
 from moeconv.source.archs.description import Description, Inside
-from moeconv.source.archs.errors import UnsupportedModel
 from moeconv.source.archs.granitemoe import GraniteMoe
 from moeconv.source.archs.mamba2 import places, unbounded_steps
 from moert.pack.model_spec import Tokens

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-from moeconv.source.archs.config import FIXED_ROPES, Config
+from moeconv.source.archs.config import FIXED_ROPES, Config, UnsupportedModel, turns
 from moeconv.source.archs.description import Description, Names, decoder
-from moeconv.source.archs.errors import UnsupportedModel
 from moeconv.source.archs.family import Family
-from moeconv.source.archs.ropes import turns
 from moert.pack.codec import F32
 from moert.pack.model_spec import Layer, Tokens
 from moert.pack.parts import Experts, Norm, Rope, Router

@@ -7,12 +7,20 @@ from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from moeconv.source.archs.config import Config, text_settings
-from moeconv.source.archs.description import Description, Inside, Names, Place, decoder
-from moeconv.source.archs.errors import UnsupportedModel
+from moeconv.source.archs.config import Config, UnsupportedModel, text_settings
+from moeconv.source.archs.description import (
+    Description,
+    Inside,
+    Names,
+    Place,
+    Source,
+    decoder,
+    halves,
+    in_turn,
+    rows,
+    transposed,
+)
 from moeconv.source.archs.family import Family
-from moeconv.source.archs.source import Source
-from moeconv.source.archs.views import halves, in_turn, rows, transposed
 from moert.pack.model_spec import ExpertKey, Layer, StackName, Tokens
 from moert.pack.parts import Attention, Experts, Norm, Router, Stretch
 

@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import math
 
-from moeconv.source.archs.config import Config
-from moeconv.source.archs.description import Place
-from moeconv.source.archs.errors import UnsupportedModel
-from moeconv.source.archs.views import rows
+from moeconv.source.archs.config import Config, UnsupportedModel
+from moeconv.source.archs.description import Place, rows
 from moert.pack.parts import Mamba2
 
 UNBOUNDED = (0.0, math.inf)

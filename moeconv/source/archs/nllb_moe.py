@@ -13,12 +13,9 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from moeconv.source.archs.config import Config
-from moeconv.source.archs.description import Description
-from moeconv.source.archs.errors import UnsupportedModel
-from moeconv.source.archs.family import Family
-from moeconv.source.archs.source import Source
-from moeconv.source.archs.tokens import checked_start
+from moeconv.source.archs.config import Config, UnsupportedModel
+from moeconv.source.archs.description import Description, Source
+from moeconv.source.archs.family import Family, checked_start
 from moert.pack.codec import F32
 from moert.pack.model_spec import STACKS, ExpertKey, Head, Layer, ModelSpec, Stack, StackName, Tokens, stack_of
 from moert.pack.parts import Attention, Experts, Ffn, Norm, PositionTable, Router

@@ -9,12 +9,9 @@ from contextlib import contextmanager
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
-from moeconv.source.archs.config import Config
-from moeconv.source.archs.description import Description, Inside, Names, OfExpert, Place, decoder
-from moeconv.source.archs.errors import UnsupportedModel
+from moeconv.source.archs.config import Config, UnsupportedModel
+from moeconv.source.archs.description import Description, Inside, Names, OfExpert, Place, Source, decoder, rows
 from moeconv.source.archs.family import Family
-from moeconv.source.archs.source import Source
-from moeconv.source.archs.views import rows
 from moert.pack.model_spec import ExpertKey, Layer, StackName, Tokens, stack_of
 from moert.pack.parts import Attention, Experts, Ffn, Norm, PositionTable, Router
 

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from moeconv.source.archs.config import Config
+from moeconv.source.archs.config import Config, UnsupportedModel
 from moeconv.source.archs.description import EXPERTS_W123, Description, Names, decoder
-from moeconv.source.archs.errors import UnsupportedModel
 from moeconv.source.archs.family import Family
 from moert.pack.codec import F32
 from moert.pack.model_spec import Head, Layer, Tokens

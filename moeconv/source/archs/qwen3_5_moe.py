@@ -8,9 +8,8 @@ from itertools import accumulate, pairwise
 from typing import Any
 
 from moeconv.source.archs.config import Config, text_settings
-from moeconv.source.archs.description import Description, Inside, Place
+from moeconv.source.archs.description import Description, Inside, Place, rows
 from moeconv.source.archs.qwen3_next import Qwen3Next, experts, taps_of
-from moeconv.source.archs.views import rows
 from moert.pack.model_spec import Tokens
 from moert.pack.parts import Experts, Ffn, GatedDelta
 

@@ -8,9 +8,8 @@ from itertools import pairwise
 
 from moeconv.source.archs.config import Config
 from moeconv.source.archs.deepseek import MORE_PREDICTED
-from moeconv.source.archs.description import Description, Inside, Names, Place, decoder, joined
+from moeconv.source.archs.description import Description, Inside, Names, Place, decoder, joined, of_heads
 from moeconv.source.archs.family import Family
-from moeconv.source.archs.views import of_heads
 from moert.pack.model_spec import Layer, Tokens
 from moert.pack.parts import Act, Attention, Experts, Ffn, GatedDelta, Norm, Router
 

@@ -7,8 +7,8 @@ from functools import cache
 
 from tokenizers import Tokenizer, models
 
-from moeconv.calibration.chat import ChatTemplate
-from moeconv.calibration.fields import kind_of, to_sample
+from moeconv.calibration.rendering import ChatTemplate
+from moeconv.calibration.samples import kind_of, to_sample
 from moeconv.errors import ConversionError
 from tests.fuzz.target import Target
 from tests.fuzz.targets.packs import folder

@@ -5,7 +5,7 @@ from __future__ import annotations
 from hashlib import sha256
 from pathlib import Path
 
-from moeconv.calibration import catalogue
+from moeconv.calibration import load
 from moeconv.errors import ConversionError
 from tests.fuzz.target import Target
 from tests.fuzz.targets.packs import folder
@@ -26,11 +26,11 @@ numbers = [1, 2.5e3, inf, 0x1f, 1979-05-27T07:32:00Z]
 
 def read(body: bytes) -> None:
     (folder() / "set.toml").write_bytes(body)
-    before, catalogue.CATALOGUE = catalogue.CATALOGUE, folder()
+    before, load.CATALOGUE = load.CATALOGUE, folder()
     try:
-        catalogue.find_entry("set")
+        load.find_entry("set")
     finally:
-        catalogue.CATALOGUE = before
+        load.CATALOGUE = before
 
 
 def seeds() -> list[bytes]:

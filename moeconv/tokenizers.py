@@ -1,0 +1,135 @@
+"""Tokenizers: as transformers knows one, for a chat template, and made of tiktoken's file."""
+
+from __future__ import annotations
+
+import ast
+import base64
+import json
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+from moeconv.strict_json import NotJson, bounded, parse
+from moert.pack.fence import locked
+from moert.pack.tensors import TOKENIZER
+from moert.pack.text import TokenizerUnfit, check_tokenizer_in
+
+# A tokenizer.json for a checkpoint that has none, made by transformers' converter of its tiktoken file. Of a
+# checkpoint's own code one pattern is read; nothing of it runs.
+
+CONFIG = "tokenizer_config.json"
+_TIKTOKEN = ("tiktoken.model", "*.tiktoken")
+_CODE, _PATTERNS = "tokenization_*.py", ("pat_str", "pattern", "pat")
+MOST_BYTES, _MOST_CODE = 1 << 26, 1 << 20
+_LONGEST = 512  # bytes of a token, all ways to cut which are tried
+_SPECIAL = ("bos_token", "eos_token", "pad_token", "unk_token")
+
+
+def made(folder: Path) -> str | None:
+    """Returns the text of a tokenizer.json; None where the folder has one, or no file that one can be made of. Raises
+    TokenizerUnfit where it would not be the same tokenizer."""
+    files = (file for pattern in _TIKTOKEN for file in sorted(folder.glob(pattern)) if file.is_file())
+    if (folder / TOKENIZER).is_file() or (ranks := next(files, None)) is None:
+        return None
+    try:
+        return _of_tiktoken(folder, ranks)
+    except TokenizerUnfit:
+        raise
+    except Exception as error:  # the libraries raise nothing more precise
+        raise TokenizerUnfit(f"can't be made ({' '.join(str(error).split())[:200] or type(error).__name__})") from None
+
+
+def _of_tiktoken(folder: Path, ranks: Path) -> str:
+    from transformers.convert_slow_tokenizer import TikTokenConverter
+
+    class Converter(TikTokenConverter):
+        @staticmethod
+        def load_tiktoken_bpe(path: str) -> dict[bytes, int]:
+            lines = (line.split() for line in bounded(Path(path), MOST_BYTES).splitlines() if line)
+            found = {base64.b64decode(token): int(rank) for token, rank in lines}
+            if max(map(len, found), default=0) > _LONGEST:
+                raise TokenizerUnfit(f"can't be made: a token of {Path(path).name} has more than {_LONGEST} bytes")
+            return found
+
+    config = _config(folder)
+    added = {int(number): _content(token) for number, token in (config.get("added_tokens_decoder") or {}).items()}
+    start = max(Converter.load_tiktoken_bpe(str(ranks)).values()) + 1
+    special = [added.get(number, f"<|reserved_token_{number}|>") for number in range(start, max(added, default=0) + 1)]
+    pattern = _pattern(folder, config)
+    options = {} if pattern is None else {"pattern": pattern}
+    converter: Any = Converter
+    found = converter(vocab_file=str(ranks), extra_special_tokens=special, **options).converted()
+    for name in _SPECIAL:
+        token = _content(config.get(name))
+        if token and found.token_to_id(token) is None:
+            raise TokenizerUnfit(f"can't be made of {ranks.name}: {CONFIG} has no id for its {name} {token[:60]!r}")
+    return str(found.to_str())
+
+
+def _pattern(folder: Path, config: Mapping[str, Any]) -> str | None:
+    """Returns the pattern that cuts text into words, as the checkpoint's code has it; None where transformers' own is
+    meant."""
+    if "auto_map" not in config:
+        return None
+    for file in sorted(folder.glob(_CODE)):
+        for node in ast.walk(ast.parse(bounded(file, _MOST_CODE))):
+            if not isinstance(node, (ast.Assign, ast.AnnAssign)):
+                continue
+            targets = node.targets if isinstance(node, ast.Assign) else [node.target]
+            names = {str(getattr(target, "id", getattr(target, "attr", ""))).lower() for target in targets}
+            if names.intersection(_PATTERNS) and (text := "".join(_text(node.value))):
+                return text
+    raise TokenizerUnfit(f"can't be made: the pattern that cuts text into words stands in no {_CODE} here")
+
+
+def _text(value: ast.expr | None) -> Iterator[str]:
+    """Yields the text that a literal stands for, or literals that are joined."""
+    if isinstance(value, ast.Constant) and isinstance(value.value, str):
+        yield value.value
+    elif isinstance(value, ast.Call) and isinstance(value.func, ast.Attribute) and value.func.attr == "join":
+        between, parts = "".join(_text(value.func.value)), value.args[0]
+        texts = ["".join(_text(part)) for part in getattr(parts, "elts", [])]
+        yield between.join(texts) if all(texts) else ""
+
+
+def _config(folder: Path) -> Mapping[str, Any]:
+    try:
+        found = parse(bounded(folder / CONFIG, MOST_BYTES), finite=False)
+    except FileNotFoundError:
+        return {}
+    except (OSError, NotJson) as error:
+        raise TokenizerUnfit(f"can't be made: {CONFIG} is not JSON ({error})") from None
+    return found if isinstance(found, dict) else {}
+
+
+def _content(token: Any) -> str:
+    return str(token.get("content", "")) if isinstance(token, dict) else str(token or "")
+
+
+# A checkpoint's tokenizer as transformers knows it, for the chat template that came with it.
+
+
+def chat_tokenizer(folder: Path) -> Any:
+    """Checked before the library reads it; no code that the checkpoint brings is run, nor asked about. Raises
+    TokenizerUnfit, OSError, or what the library raises."""
+    from transformers import AutoTokenizer
+
+    if (body := made(folder)) is not None:
+        with TemporaryDirectory() as beside:
+            _put_beside(folder, Path(beside), body)
+            return chat_tokenizer(Path(beside))
+    check_tokenizer_in(folder)
+    options = {"local_files_only": True, "trust_remote_code": False}
+    return locked(lambda: AutoTokenizer.from_pretrained(str(folder), **options))
+
+
+def _put_beside(folder: Path, beside: Path, body: str) -> None:
+    """Writes what says how the made tokenizer is used, without the class that reads the other files."""
+    config = parse(bounded(folder / CONFIG, MOST_BYTES), finite=False) if (folder / CONFIG).is_file() else {}
+    kept = {name: value for name, value in config.items() if name not in ("auto_map", "tokenizer_class")}
+    (beside / CONFIG).write_text(json.dumps({**kept, "tokenizer_class": "PreTrainedTokenizerFast"}))
+    (beside / TOKENIZER).write_text(body)
+    for name in ("chat_template.jinja", "special_tokens_map.json"):
+        if (folder / name).is_file():
+            (beside / name).write_bytes(bounded(folder / name, MOST_BYTES))
