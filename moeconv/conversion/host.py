@@ -18,8 +18,8 @@ from moeconv.plan.outlook import Host
 
 _OF_PROCESS = """
 import json
-from moert.command import cli, system
-print(json.dumps(system.process_facts()))
+from moert.command import cli, description
+print(json.dumps(description.process_facts()))
 """
 
 

@@ -69,7 +69,7 @@ def test_a_backbone_that_is_cut_while_it_is_read(pack: Path, turn: int, kept: in
 FAILING_DRIVE = """
 import errno, io, os, sys
 from moert.command import cli
-from moert.pack import opened
+from moert.pack import files
 class Failing(io.FileIO):
     def fails(self):
         if os.readlink(f"/proc/self/fd/{self.fileno()}").endswith(sys.argv[1]):
@@ -80,7 +80,7 @@ class Failing(io.FileIO):
     def readinto(self, buffer):
         self.fails()
         return super().readinto(buffer)
-opened.FileIO = Failing
+files.FileIO = Failing
 cli.main(["run", sys.argv[2], "abc", "--max-new-tokens", "2"])
 """
 
