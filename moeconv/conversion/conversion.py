@@ -1,4 +1,24 @@
-"""One conversion from start to end: the stages in their order, each leaving its artefact in the work directory."""
+"""One conversion from start to end: the stages in their order, each leaving its artefact in the work directory.
+
+A conversion with text goes through these stages. Each stands where it does for a reason; all losses are in the journal,
+so that a run that was killed goes on from there.
+
+1. moments (moments-*.safetensors): the experts' inputs on the ranking text. First: every code is made with them.
+2. references: the unquantised model's answers, which every later loss is measured against. Text on which nothing can be
+   promised ends the run here.
+3. order of neurons (order-*.safetensors): counted on the unquantised model, before predictors are trained for its blocks.
+4. hash function or predictor of neurons (hash-*, neurons-*.safetensors): a part of every plan, so trained before the
+   first one is judged.
+5. looks: counted before the first plan is judged, since each look at a text weakens the promise that it carries.
+6. losses of single parts: of 4 alone, then of the dense matrices alone. Where one of them misses the target, no width of
+   experts can meet it.
+7. uniform widths: all experts at one width. An unreachable target ends here; the sweep measures only widths around it.
+8. sweep (planning.json): the cost of each expert at each width. The longest stage, and the last that other targets share.
+9. search: plans by these costs, measured until the smallest that holds the target is found.
+10. residents (residences.json): routing that prefers experts in memory, fitted to the plan that was found.
+11. held-out: the chosen plan on text that no stage before has seen. Once, and after all choices.
+12. delivery: report and pack.
+"""
 
 from __future__ import annotations
 
@@ -163,30 +183,28 @@ class Conversion:
     def _measured(
         self, bench: Bench, job: SweepJob, work: WorkDir, conversion: str
     ) -> tuple[Manifest, ConversionReport]:
-        """`conversion` is the digest of all that this one is decided by."""
+        """Runs the stages that the first lines of this file list; `conversion` is the digest of all that decides it."""
         account = self.account
-        if bench.moments is not None and not bench.journal.sealed(bench.moments):
-            with account.step("moments", bench.journal):
-                bench.collect_moments(bench.moments)
-                bench.journal.seal(bench.moments)
-        references = measured_references(bench, account)
+        self._collect_moments(bench)  # 1
+        references = measured_references(bench, account)  # 2
         judge = references.judge
-        order = neuron_order(bench, work, account)
-        taught = self._taught(bench, work, order)
+        order = neuron_order(bench, work, account)  # 3
+        taught = self._taught(bench, work, order)  # 4
         bench.instead = None if taught is None else taught.instead
         references.judged_with(bench.instead)
-        looks = self._count_looks(bench, judge, conversion)
-        alone = None if taught is None else loses_alone(taught, bench, references, account)
+        looks = self._count_looks(bench, judge, conversion)  # 5
+        alone = None if taught is None else loses_alone(taught, bench, references, account)  # 6
         dense = dense_alone(bench, judge, account)
-        widths = widths_worth_probing(bench, judge, account)
-        sweep = swept(bench, job, widths.probed, judge.measure.samples_id, account)
-        work.save(INPUTS, sweep.inputs.to_json(), bench.journal)  # what ends from here on leaves it to be planned from
+        widths = widths_worth_probing(bench, judge, account)  # 7
+        sweep = swept(bench, job, widths.probed, judge.measure.samples_id, account)  # 8
+        work.save(INPUTS, sweep.inputs.to_json(), bench.journal)  # a run that ends later leaves it to be planned from
         choice = Choice(bench, sweep.inputs, widths, judge, account)
-        plan, routings = fitted(bench, references, choice, choice.plan(), account)
+        found = choice.plan()  # 9
+        plan, routings = fitted(bench, references, choice, found, account)  # 10
         residences = tuple(one.residence for one in routings)
         work.save(RESIDENCES, {"residences": [asdict(one) for one in residences]}, bench.journal)
         outcome = replace(
-            self._outcome(bench, references, plan, looks),
+            self._outcome(bench, references, plan, looks),  # 11
             preferences=tuple(one.preference for one in routings),
             residences=residences,
             table=sweep.inputs.table,
@@ -195,12 +213,17 @@ class Conversion:
             dense_alone=dense,
             order=order,
         )
-        if taught is not None:
-            assert alone is not None
-            assert outcome.heldout is not None
+        if taught is not None and alone is not None and outcome.heldout is not None:
             report = reported(taught, bench, references, plan, alone)
             outcome = replace(outcome, learnt={taught.file: taught.body(outcome.heldout)}, taught=report)
-        return deliver(self.settings, bench.coder, bench.coding.dense, outcome, account, self._lost)
+        return deliver(self.settings, bench.coder, bench.coding.dense, outcome, account, self._lost)  # 12
+
+    def _collect_moments(self, bench: Bench) -> None:
+        """Collects the moments that the quantizer needs, where it needs any and the work directory has none."""
+        if bench.moments is not None and not bench.journal.sealed(bench.moments):
+            with self.account.step("moments", bench.journal):
+                bench.collect_moments(bench.moments)
+                bench.journal.seal(bench.moments)
 
     def _taught(self, bench: Bench, work: WorkDir, order: NeuronOrder | None) -> Taught | None:
         """What is a part of every plan that is measured; None where nothing is trained."""
