@@ -6,14 +6,14 @@ so that a run that was killed goes on from there.
 1. moments (moments-*.safetensors): the experts' inputs on the ranking text. First: every code is made with them.
 2. references: the unquantised model's answers, which every later loss is measured against. Text on which nothing can be
    promised ends the run here.
-3. order of neurons (order-*.safetensors): counted on the unquantised model, before predictors are trained for its blocks.
+3. order of neurons (order-*.safetensors): counted on the unquantised model, before predictors are trained for it.
 4. hash function or predictor of neurons (hash-*, neurons-*.safetensors): a part of every plan, so trained before the
    first one is judged.
 5. looks: counted before the first plan is judged, since each look at a text weakens the promise that it carries.
-6. losses of single parts: of 4 alone, then of the dense matrices alone. Where one of them misses the target, no width of
-   experts can meet it.
+6. losses of single parts: of 4 alone, then of the dense matrices alone. Where one of them misses the target, no width
+   of experts can meet it.
 7. uniform widths: all experts at one width. An unreachable target ends here; the sweep measures only widths around it.
-8. sweep (planning.json): the cost of each expert at each width. The longest stage, and the last that other targets share.
+8. sweep (planning.json): the cost of each expert at each width. The longest stage, and the last that all targets share.
 9. search: plans by these costs, measured until the smallest that holds the target is found.
 10. residents (residences.json): routing that prefers experts in memory, fitted to the plan that was found.
 11. held-out: the chosen plan on text that no stage before has seen. Once, and after all choices.
