@@ -9,9 +9,8 @@ from typing import Any
 
 import numpy as np
 
-from moert.experts.cache.cache import ExpertCache
-from moert.experts.demand import Arrivals, Demand
-from moert.experts.policy.eviction import EVICTION
+from moert.experts.cache import ExpertCache
+from moert.experts.policy import EVICTION, Arrivals, Demand
 from moert.pack.errors import HashMismatch, PackError
 from moert.pack.model_spec import ExpertKey, LayerKey
 from moert.stats import ExpertCounters

@@ -54,7 +54,7 @@ from moeconv.report.page import size
 from moeconv.source.archs.config import transformers_model
 from moeconv.source.checkpoint import Checkpoint
 from moeconv.source.skeleton import by_layers
-from moert.experts.policy.selection import with_eviction
+from moert.experts.replay import with_eviction
 from moert.pack.files import beside
 from moert.pack.hash import HASH, MOST_WIDTH, RoutedLoss
 from moert.pack.manifest import BACKBONE, Manifest

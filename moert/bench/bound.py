@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from moert.experts.demand import Demand
-from moert.experts.policy.belady import reads_of_belady
+from moert.experts.policy import Demand
+from moert.experts.replay import reads_of_belady
 from moert.pack.model_spec import ExpertKey
 
 

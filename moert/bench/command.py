@@ -17,7 +17,7 @@ from moert.command.description import system_facts
 from moert.command.prompts import Longest, Source, read_records
 from moert.engine.budget import HASH_ROUTING, room_within
 from moert.errors import DrawingImpossible, InputInvalid, said
-from moert.experts.policy.names import check_hash, check_predictor
+from moert.experts.names import check_hash, check_predictor
 from moert.pack.messages import in_one_line, shown
 from moert.pack.reader import MANIFEST, Pack
 

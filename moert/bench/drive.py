@@ -11,7 +11,7 @@ from typing import Any
 from moert.bench.figures import Figure
 from moert.command.description import system_facts
 from moert.engine.budget import room_within
-from moert.experts.drive.curve import IN_FLIGHT, Curve, Neurons, best_piece, curve_of, piece_times
+from moert.experts.probe import IN_FLIGHT, Curve, Neurons, best_piece, curve_of, piece_times
 from moert.pack.layout import DOWN, columns_bytes
 from moert.pack.manifest import BACKBONE
 from moert.pack.messages import shown

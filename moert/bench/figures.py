@@ -11,9 +11,9 @@ from moert.bench.bound import furthest_first
 from moert.bench.choices import Choices, Shares
 from moert.bench.measure import BenchRun
 from moert.bench.summary import percentile
-from moert.experts.policy.eviction import EVICTION
-from moert.experts.policy.names import succession_of
-from moert.experts.policy.replay import replay
+from moert.experts.names import succession_of
+from moert.experts.policy import EVICTION
+from moert.experts.replay import replay
 from moert.pack.messages import in_one_line
 from moert.pack.model_spec import StackName
 from moert.stats import size

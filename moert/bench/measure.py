@@ -16,8 +16,8 @@ from moert.engine.choosing import GenerationSettings
 from moert.engine.engine import Engine
 from moert.engine.regulator import Notify
 from moert.engine.settings import EngineSettings
-from moert.experts.demand import Demand
-from moert.experts.drive.probe import read_for, settings_for
+from moert.experts.policy import Demand
+from moert.experts.probe import read_for, settings_for
 from moert.machine import drop_page_cache, machine_memory
 from moert.pack.manifest import BACKBONE
 from moert.pack.model_spec import ExpertKey

@@ -13,7 +13,7 @@ from collections.abc import Collection, Mapping, Sequence
 import numpy as np
 import numpy.typing as npt
 
-from moert.experts.demand import Demand
+from moert.experts.policy import Demand
 from moert.pack.model_spec import ExpertKey
 
 I64 = npt.NDArray[np.int64]

@@ -11,13 +11,14 @@ from pathlib import Path
 from typing import Any
 
 from moert.beside.gpu.device import known_costs
+from moert.beside.sida.network import network_bytes, recalled_bytes
 from moert.command.options import CHAT_NEW_TOKENS
 from moert.engine.budget import Budget, budget_of, share_text
 from moert.engine.regulator import TYPICAL
 from moert.engine.text import Text
 from moert.errors import RunError, TokenizerMissing
-from moert.experts.drive.probe import remembered
-from moert.experts.policy.names import hash_for, reading_ahead_pays
+from moert.experts.names import hash_for, reading_ahead_pays
+from moert.experts.probe import remembered
 from moert.kernels import library
 from moert.kernels.speed import MOST_BYTES, kernel_speeds
 from moert.machine import ROOT, affinity, held_bytes, machine_memory, quota_of, text, thread_bytes, usable_cores
@@ -29,7 +30,6 @@ from moert.pack.neurons import ORDER, PREDICTOR, NeuronPredictor, load_predictor
 from moert.pack.paths import PATHS, TRACE
 from moert.pack.reader import Pack, bits_histogram
 from moert.pack.text import load_chat
-from moert.predict.network import network_bytes, recalled_bytes
 from moert.stats import size
 
 _ROOM = 4  # of what is free, the part of it that kernels are measured in

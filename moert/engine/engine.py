@@ -14,6 +14,7 @@ from weakref import WeakSet, ref
 from moert.beside.flash.runner import PREDICTED, Firing, check_neurons, fidelity, predictor_of
 from moert.beside.gpu.device import Device
 from moert.beside.gpu.opening import AUTO_DEVICE, open_device
+from moert.beside.sida.foresight import Foreseeing
 from moert.engine.budget import (
     EXACT_ROUTING,
     HASH_ROUTING,
@@ -33,10 +34,10 @@ from moert.engine.session import Answer, Interrupted, Prefix, Session, Turns
 from moert.engine.settings import EngineOptions, EngineSettings
 from moert.engine.text import LONG_TEXT, Text, several
 from moert.errors import SettingInvalid, memory_shortage, said
-from moert.experts.ahead import Lookahead
-from moert.experts.cache.cache import ExpertCache
-from moert.experts.demand import Demand
-from moert.experts.policy.names import Policies, hash_for, predictor_for
+from moert.experts.ahead import Lookahead, Worth
+from moert.experts.cache import ExpertCache
+from moert.experts.names import TAKE_HASH, Policies, hash_for, predictor_for
+from moert.experts.policy import Demand
 from moert.experts.streaming import Streaming
 from moert.kernels import AUTO_KERNELS, open_backend
 from moert.kernels.backend import Backend, Keeps
@@ -48,9 +49,6 @@ from moert.models.model import Model
 from moert.pack.manifest import BACKBONE
 from moert.pack.model_spec import ExpertKey
 from moert.pack.reader import Pack
-from moert.predict import TAKE_HASH
-from moert.predict.foreseeing import Foreseeing
-from moert.predict.worth import Worth
 from moert.stats import ExpertCounters, ReadAhead, RequestTimes, Room, RunStats, Ways, run_stats, size
 
 if TYPE_CHECKING:

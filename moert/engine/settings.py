@@ -14,13 +14,12 @@ from moert.beside.gpu.residents import DEFAULT_KEEP, KEEPS
 from moert.beside.gpu.tiers import Asked
 from moert.engine.budget import AUTO_ROUTING, CacheLimit, MemoryLimit, check_routing, parse_cache, parse_memory
 from moert.errors import Adjustable, SettingInvalid, said
-from moert.experts.drive.io import IoSettings, parse_io
-from moert.experts.policy.names import DEFAULT_EVICTION, DEFAULT_PREDICTOR, EVICTIONS
-from moert.experts.policy.selection import AUTO_EVICTION
+from moert.experts.io import IoSettings, parse_io
+from moert.experts.names import AUTO_PREDICTOR, DEFAULT_EVICTION, DEFAULT_PREDICTOR, EVICTIONS, PREDICTORS
+from moert.experts.replay import AUTO_EVICTION
 from moert.kernels import AUTO_KERNELS
 from moert.kernels.pages import KvBits
 from moert.pack.messages import NotASize, parse_size
-from moert.predict import AUTO_PREDICTOR, PREDICTORS
 
 
 class EngineOptions(TypedDict, total=False):
@@ -49,7 +48,7 @@ class EngineSettings(Adjustable):
     """`memory`: of the whole process, bytes or as `--memory` takes it ("1.5GB", "50%", "auto"); `cache`: of the experts
     alone, alike; with neither, experts stay in memory once they were read.
 
-    `eviction`, `predict`: names (moert.experts.policy.names, moert.predict). `io`: how experts are read, as `--io`
+    `eviction`, `predict`: names of moert.experts.names. `io`: how experts are read, as `--io`
     takes it; with None or "auto", what lies in the page cache is taken from there if all experts fit into memory,
     otherwise what is best for the drive is measured, and remembered. `threads` compute; by default and at most one for
     each usable core.

@@ -3,20 +3,231 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping
+from bisect import bisect_left, bisect_right
+from collections.abc import Collection, Mapping, Sequence
 from typing import Protocol
 
 import numpy as np
 
-from moert.experts.cache.cache import ExpertCache
-from moert.experts.demand import Arrivals, Demand
+from moert.beside.sida.foresight import Foresight
+from moert.experts.cache import ExpertCache
+from moert.experts.policy import Arrivals, Demand
+from moert.experts.predictors import Prediction, Predictor, Selected, Situation
 from moert.pack.codec import F32
 from moert.pack.model_spec import ExpertKey, LayerKey, ModelSpec, StackName
 from moert.pack.paths import F64
-from moert.predict.foresight import Foresight
-from moert.predict.predictor import Prediction, Predictor, Selected, Situation
-from moert.predict.worth import Worth
 from moert.stats import ExpertCounters, ReadAhead
+
+_WARM_TOKENS = 32  # before the first trial, while the cache fills
+_BLOCK_TOKENS = 4  # timed together, so that rare long stalls count and single outliers don't
+_PERIOD_TOKENS = (8, 16, 32, 64)  # in the stages of a trial
+_CLEAR = 3.0  # standard deviations
+_GAIN = 0.99  # what is kept without clear evidence must at least take 1% less time
+_PAUSE = 32  # tokens without a trial for each token that the trial gave to the losing side
+_MOST_DOUBLINGS = 6
+
+
+class Switch:
+    """`on` says whether the next token is to run with reading ahead.
+
+    A trial times tokens with and without reading ahead, in up to four stages. Each stage has four periods in the order
+    present, other, other, present, so that a steady drift adds as much to both. After each stage a rank test (Mann and
+    Whitney 1947) over blocks of tokens decides if it is clear; after the last the smaller median does, and a draw
+    switches reading ahead off. The winner then runs for 32 times as many tokens as the loser had, and twice as many
+    each time that it wins again, up to 2,048 times. So the slower way gets 48 to 240 tokens of the first trial, 3% of
+    those after it, and one in 2,000 while the same way goes on winning.
+    """
+
+    def __init__(self) -> None:
+        self.on = True
+        self._blocks: dict[bool, list[float]] = {True: [], False: []}
+        self._block_s, self._in_block = 0.0, 0
+        self._winner = True
+        self._wins = 0  # of the same way, one after the other
+        self._stage: int | None = None  # of a trial
+        self._period = 0
+        self._left = _WARM_TOKENS
+
+    def token(self, seconds: float) -> None:
+        """One generated token took so many seconds, run with or without reading ahead as `on` said. Tokens of a prompt
+        are not reported."""
+        if self._stage is not None:
+            self._block_s += seconds
+            self._in_block += 1
+            if self._in_block == _BLOCK_TOKENS:
+                self._blocks[self.on].append(self._block_s)
+                self._block_s, self._in_block = 0.0, 0
+        self._left -= 1
+        if not self._left:
+            self._turn()
+
+    def _turn(self) -> None:
+        """Begins what comes after a period of timing or a pause."""
+        if self._stage is None:
+            self._blocks = {True: [], False: []}
+            self._begin(0)
+        elif self._period == 3:
+            self._judge(self._stage)
+        else:
+            self._period += 1
+            self.on = self._winner if self._period == 3 else not self._winner
+            self._left = _PERIOD_TOKENS[self._stage]
+
+    def _begin(self, stage: int) -> None:
+        self._stage, self._period, self._left = stage, 0, _PERIOD_TOKENS[stage]
+
+    def _judge(self, stage: int) -> None:
+        slower = rank_test(self._blocks[True], self._blocks[False])
+        if abs(slower) >= _CLEAR:
+            self._keep(slower < 0)
+        elif stage + 1 == len(_PERIOD_TOKENS):
+            self._keep(bool(np.median(self._blocks[True]) < _GAIN * np.median(self._blocks[False])))
+        else:
+            self._begin(stage + 1)
+
+    def _keep(self, on: bool) -> None:
+        self._wins = self._wins + 1 if on is self._winner else 0
+        self._stage, self._winner, self.on = None, on, on
+        lost = len(self._blocks[not on]) * _BLOCK_TOKENS
+        self._left = (_PAUSE * lost) << min(self._wins, _MOST_DOUBLINGS)
+
+
+def rank_test(these: Sequence[float], those: Sequence[float]) -> float:
+    """How many standard deviations `these` are larger than `those`, by the ranks of both (normal approximation)."""
+    ordered = sorted(those)
+    above = sum((bisect_left(ordered, value) + bisect_right(ordered, value)) / 2 for value in these)
+    n, m = len(these), len(those)
+    return float((above - n * m / 2) / (n * m * (n + m + 1) / 12) ** 0.5)
+
+
+_MOST = 16  # candidates that are looked at
+_BUCKETS = 10
+_PRIOR = 8  # observations that a predictor's own claim counts for
+_MEMORY = 256  # observations of a bucket after which old ones fade
+_WASTE = 0.25  # of a read: what its room was worth to the expert that had to leave
+_HASTE = 0.1  # of a read: what it saves at least if begun just before the router speaks
+_PACE = 1e-9  # seconds per byte, until the drive was heard of
+_WINDOW_RATE, _DRIVE_RATE, _MISSED_RATE = 1 / 16, 1 / 8, 1 / 64
+_LACKING_RATE, _ASKING_RATE = 1 / 8, 1 / 16
+
+
+class Worth:
+    """For each layer of each token, in this order: does it pay to ask (`asks`)? what is `wanted`? how long has that
+    taken (`asked`)? `observe` what the router says, and tell what the layer `lacked`.
+
+    After each token: `drive`, `token`. Where the predictor was not asked, `observe` does nothing.
+    """
+
+    def __init__(self) -> None:
+        self.figures = ReadAhead()
+        self._switch = Switch()
+        self._pace: float | None = None
+        self._window_s: float | None = None
+        self._asking_s = 0.0  # what a question takes
+        self._lacking_bytes: float | None = None  # of a layer, when it would be asked about
+        self._missed = 0.5  # share of layers that still read something when the router has spoken
+        self._rates = [min(1.0, (at + 0.5) / _BUCKETS) for at in range(_BUCKETS + 1)]
+        self._seen = [_PRIOR] * (_BUCKETS + 1)
+        self._asked: Sequence[tuple[int, float]] | None = None
+        self._nbytes: Sequence[int] = ()
+        self._busy_s = 0.0  # what reading all that was wanted takes
+
+    def asks(self) -> bool:
+        """Whether a question can pay: reading what the next layer is likely to lack must take longer than asking."""
+        if not self._switch.on:
+            return False
+        lacking = self._lacking_bytes
+        return lacking is None or lacking * (self._pace or _PACE) > self._asking_s
+
+    def asked(self, seconds: float) -> None:
+        """Asking the predictor once took so many seconds."""
+        self._asking_s = self._asking_s + _ASKING_RATE * (seconds - self._asking_s) if self._asking_s else seconds
+
+    def lacked(self, nbytes: int) -> None:
+        """So many bytes of what a layer demands were not in memory when the predictor could have been asked."""
+        known = self._lacking_bytes
+        self._lacking_bytes = nbytes if known is None else known + _LACKING_RATE * (nbytes - known)
+
+    def wanted(self, ranked: Sequence[tuple[int, float]], nbytes: Sequence[int]) -> list[int]:
+        """Which to read ahead, in this order.
+
+        `ranked`: (expert, claimed probability) of those that are not in memory, most probable first; nbytes
+        [num_experts] of that layer's experts.
+        """
+        if not self._switch.on:
+            self._asked = None
+            return []
+        self._asked, self._nbytes = ranked[:_MOST], nbytes
+        self._busy_s = 0.0
+        return self._chosen(self._asked, nbytes, self._window_s or 0.0)
+
+    def further(self, ranked: Sequence[tuple[int, float]], nbytes: Sequence[int], layers: int) -> list[int]:
+        """After `wanted`, the same for a layer that is `layers` ahead, once what was wanted so far is read."""
+        return self._chosen(ranked[:_MOST], nbytes, layers * (self._window_s or 0.0))
+
+    @property
+    def busy_layers(self) -> float:
+        """For how many layers the drive is busy with what was wanted so far."""
+        return self._busy_s / self._window_s if self._window_s else 0.0
+
+    def _chosen(self, ranked: Sequence[tuple[int, float]], nbytes: Sequence[int], window: float) -> list[int]:
+        rates, pace, missed = self._rates, self._pace or _PACE, self._missed
+        chosen, start = [], self._busy_s
+        for expert, claim in ranked:
+            rate, takes = rates[int(claim * _BUCKETS)], nbytes[expert] * pace
+            saved = window - start
+            if saved > takes:
+                saved = takes
+            elif saved < _HASTE * takes:
+                saved = _HASTE * takes
+            if rate * saved > (1.0 - rate) * ((takes - saved) * missed + _WASTE * takes):
+                chosen.append(expert)
+                start += takes
+        self._busy_s = start
+        return chosen
+
+    def observe(self, demanded: Collection[int], started: Sequence[int], missed: int, window_s: float) -> None:
+        """What came after `wanted`: what the layer demands; of what was wanted, the reads that were begun before the
+        router spoke; how many of the demanded are still to be read from the beginning; and the seconds that the drive
+        had for reading ahead (from the question to the router's answer, less what demanded reads took)."""
+        asked = self._asked
+        if asked is None:
+            return
+        self._asked = None
+        self._window_s = (
+            window_s if self._window_s is None else self._window_s + _WINDOW_RATE * (window_s - self._window_s)
+        )
+        self._missed += _MISSED_RATE * ((missed > 0) - self._missed)
+        rates, seen = self._rates, self._seen
+        for expert, claim in asked:
+            at = int(claim * _BUCKETS)
+            if seen[at] < _MEMORY:
+                seen[at] += 1
+            rates[at] += ((expert in demanded) - rates[at]) / seen[at]
+        figures = self.figures
+        figures.missed += missed
+        for expert in started:
+            figures.read += 1
+            figures.read_bytes += self._nbytes[expert]
+            if expert in demanded:
+                figures.used += 1
+            else:
+                figures.wasted_bytes += self._nbytes[expert]
+
+    def drive(self, nbytes: int, seconds: float) -> None:
+        """Some reads brought so many bytes and took so many seconds, each summed over them."""
+        if nbytes:
+            pace = seconds / nbytes
+            self._pace = pace if self._pace is None else self._pace + _DRIVE_RATE * (pace - self._pace)
+
+    def token(self, seconds: float) -> None:
+        """One token was generated in so many seconds."""
+        if self._switch.on:
+            self.figures.tokens_on += 1
+        else:
+            self.figures.tokens_off += 1
+        self._switch.token(seconds)
+
 
 _DEPTH = 8
 """Layers that are looked ahead at most, where they are foreseen."""

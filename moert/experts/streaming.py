@@ -9,17 +9,14 @@ from moert.beside.flash.runner import Firing, FiringExperts, Naming, PredictedEx
 from moert.beside.gpu.device import Device
 from moert.beside.gpu.tiers import Asked, DeviceTier, LendingStore, TieredExperts
 from moert.experts.ahead import Lookahead
-from moert.experts.cache.cache import ExpertCache
-from moert.experts.cache.supply import Store
-from moert.experts.demand import Listener
-from moert.experts.drive.io import DEFAULT_THREADS, IoSettings
-from moert.experts.drive.probe import settings_for
-from moert.experts.drive.store import ExpertStore
-from moert.experts.executor import CachedExperts
-from moert.experts.policy.belady import Recorder, headroom
-from moert.experts.policy.eviction import EVICTION, EvictionPolicy
-from moert.experts.policy.names import eviction_for
-from moert.experts.policy.selection import AUTO_EVICTION, DEFAULT, OF_PREFERENCES
+from moert.experts.cache import ExpertCache, Store
+from moert.experts.io import DEFAULT_THREADS, IoSettings
+from moert.experts.names import eviction_for
+from moert.experts.policy import EVICTION, EvictionPolicy, Listener
+from moert.experts.probe import settings_for
+from moert.experts.replay import AUTO_EVICTION, DEFAULT, OF_PREFERENCES, Recorder, headroom
+from moert.experts.runner import CachedExperts
+from moert.experts.store import ExpertStore
 from moert.kernels.backend import Backend
 from moert.pack.neurons import NeuronPredictor
 from moert.pack.reader import Pack

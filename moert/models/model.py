@@ -43,7 +43,7 @@ from moert.pack.parts import Attention, Beside, Experts, Ffn, FixedState, Latent
 
 
 class Foresees(Protocol):
-    """See moert.predict.foresight.Foresight. `embed`: the model's embedding [vocab, d_model]."""
+    """See moert.beside.sida.foresight.Foresight. `embed`: the model's embedding [vocab, d_model]."""
 
     embed: Matrix | None
 

@@ -1,5 +1,5 @@
 """hash.safetensors: a small network that says from a text's tokens which experts every layer will choose (SiDA, Du et
-al. 2023, arXiv 2310.18859: its hash function). SPEC.md has the layout; moert.predict.network runs it.
+al. 2023, arXiv 2310.18859: its hash function). SPEC.md has the layout; moert.beside.sida.network runs it.
 """
 
 from __future__ import annotations

@@ -17,12 +17,11 @@ from moert.beside.gpu.residents import KEEPS, Residents
 from moert.beside.gpu.simulated import PROFILES, SimulatedDevice
 from moert.beside.gpu.tiers import CopyAhead, Lent, Others, Telling, TieredExperts, Tiers
 from moert.experts.ahead import Lookahead
-from moert.experts.cache.cache import ExpertCache
-from moert.experts.demand import Demand
-from moert.experts.policy.eviction import EVICTION
+from moert.experts.cache import ExpertCache
+from moert.experts.policy import EVICTION, Demand
+from moert.experts.predictors import GateAhead
 from moert.kernels.backend import ExpertView, ProjectionView
 from moert.pack.model_spec import LayerKey
-from moert.predict.gate import GateAhead
 from moert.stats import DeviceCounters, ExpertCounters
 from recipes.bench.cards_routing import Chosen, Guesses, Routes
 from tests.shapes import Shape, every

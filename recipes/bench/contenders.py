@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-from moert.experts.policy.names import DEFAULT_PREDICTOR
+from moert.experts.names import DEFAULT_PREDICTOR
 from recipes.bench.stream_packs import PIECE, Packs, expert_bytes, layer_bytes
 from recipes.bench.streamed import Setting
 

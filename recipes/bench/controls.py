@@ -12,16 +12,14 @@ from typing import Any, Protocol
 import numpy as np
 import numpy.typing as npt
 
+from moert.beside.sida.foresight import Foresight
 from moert.engine.engine import Engine
-from moert.experts.policy.eviction import EvictionPolicy, ExpectedWait, LayerOrder
-from moert.experts.policy.names import Policies, succession_of
-from moert.experts.policy.succession import Succession
-from moert.experts.policy.usage import F64, Candidates, place_of
+from moert.experts.names import Policies, succession_of
+from moert.experts.policy import F64, Candidates, EvictionPolicy, ExpectedWait, LayerOrder, Succession, place_of
+from moert.experts.predictors import Prediction, Predictor, Situation, of_any_token, of_one_token, ranked
 from moert.pack.model_spec import LayerKey
 from moert.pack.paths import TransitionTable
 from moert.pack.reader import Pack
-from moert.predict.foresight import Foresight
-from moert.predict.predictor import Prediction, Predictor, Situation, of_any_token, of_one_token, ranked
 
 
 class FirstInFirstOut:

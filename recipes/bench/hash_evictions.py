@@ -11,13 +11,9 @@ from pathlib import Path
 import numpy as np
 
 from moert.engine.engine import Engine
-from moert.experts.demand import Demand
-from moert.experts.policy.belady import reads_of_belady
-from moert.experts.policy.eviction import EVICTION
-from moert.experts.policy.names import succession_of
-from moert.experts.policy.replay import replay
-from moert.experts.policy.selection import demands_of
-from moert.experts.policy.usage import F64
+from moert.experts.names import succession_of
+from moert.experts.policy import EVICTION, F64, Demand
+from moert.experts.replay import demands_of, reads_of_belady, replay
 from moert.kernels.backend import I64
 from moert.pack.codec import F32
 from moert.pack.model_spec import LayerKey, StackName

@@ -9,7 +9,7 @@ from typing import Any
 
 from moert.bench.measure import read_all
 from moert.engine.engine import Engine
-from moert.experts.demand import Demand
+from moert.experts.policy import Demand
 from moert.pack.model_spec import ExpertKey
 from moert.pack.reader import Pack
 from recipes.bench.controls import opened

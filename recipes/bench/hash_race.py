@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from moert.experts.policy.names import DEFAULT_EVICTION, DEFAULT_PREDICTOR
+from moert.experts.names import DEFAULT_EVICTION, DEFAULT_PREDICTOR
 from moert.pack.manifest import BACKBONE
 from moert.pack.reader import Pack
 from recipes.bench.devices import PROCESS_BYTES

@@ -9,19 +9,16 @@ from typing import Any
 
 import numpy as np
 
+from moert.beside.sida.foresight import Foresight, HashAhead, HashAndGate
 from moert.engine.engine import Engine
-from moert.experts.policy.names import Policies
+from moert.experts.names import Policies
+from moert.experts.predictors import GateAhead, Predictor, Situation, Transitions
 from moert.kernels.backend import I64
 from moert.models.router import Recent, Routed
 from moert.pack.codec import F32
 from moert.pack.model_spec import LayerKey, StackName
 from moert.pack.paths import PATHS, TransitionTable
 from moert.pack.reader import Pack
-from moert.predict.foresight import Foresight
-from moert.predict.gate import GateAhead
-from moert.predict.hash import HashAhead, HashAndGate
-from moert.predict.predictor import Predictor, Situation
-from moert.predict.transitions import Transitions
 from recipes.bench import controls
 from recipes.bench.routing import Replaced
 from recipes.bench.streamed import THREADS

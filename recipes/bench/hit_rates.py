@@ -16,12 +16,9 @@ from pathlib import Path
 from typing import Any
 
 from moeconv.plan.forecast import HIT_RATES, Kind, kind_of
-from moert.experts.cache.residency import Residency
-from moert.experts.demand import Demand
-from moert.experts.policy.eviction import EVICTION
-from moert.experts.policy.replay import replay
-from moert.experts.policy.selection import best_eviction, demands_of
-from moert.experts.policy.succession import Succession
+from moert.experts.policy import EVICTION, Demand, Succession
+from moert.experts.replay import best_eviction, demands_of, replay
+from moert.experts.residency import Residency
 from moert.pack.files import write_atomically
 from moert.pack.model_spec import ExpertKey, ModelSpec
 from moert.pack.paths import TRACE, Trace

@@ -31,7 +31,7 @@ LAYERS = 6
 Routing = npt.NDArray[np.uint8]  # [tokens, layers, top_k], ascending in the last
 Guesses = npt.NDArray[np.float16]
 """[tokens, layers, num_experts]: the probabilities that the router of a layer gives to a token when it is asked one
-layer too early (moert.predict.gate); nothing in the first layer."""
+layer too early (moert.experts.predictors); nothing in the first layer."""
 
 
 def join(first: Routing, second: Routing, num_experts: int) -> Routing:

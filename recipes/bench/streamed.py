@@ -20,7 +20,7 @@ from recipes.bench.runner import serve
 from recipes.bench.stream_packs import PIECE
 
 if TYPE_CHECKING:
-    from moert.experts.demand import Demand
+    from moert.experts.policy import Demand
     from moert.pack.model_spec import ExpertKey
 
 THREADS = 2
@@ -105,7 +105,7 @@ class Streamed:
 
         from moert.bench.measure import read_all
         from moert.engine.budget import parse_cache
-        from moert.experts.drive.io import parse_io
+        from moert.experts.io import parse_io
         from recipes.bench.controls import opened
         from recipes.bench.routing import ReplayedRouting
 

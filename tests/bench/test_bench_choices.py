@@ -14,7 +14,7 @@ from moert.bench.choices import Change, Input, Reader, changes, shares_idle, sha
 from moert.bench.measure import BenchRun, measure
 from moert.engine.engine import Engine
 from moert.errors import BudgetTooSmall
-from moert.experts.demand import Demand
+from moert.experts.policy import Demand
 from moert.kernels.backend import I64
 from tests import tiny_packs
 from tests.tiny_bench import SETTINGS, but

@@ -25,8 +25,8 @@ from moert.engine.choosing import GenerationSettings
 from moert.engine.engine import Engine
 from moert.engine.session import Request, Session
 from moert.errors import DrawingImpossible, InputInvalid, PathsMissing
-from moert.experts.demand import Demand
-from moert.experts.drive.io import IoSettings
+from moert.experts.io import IoSettings
+from moert.experts.policy import Demand
 from moert.machine import usable_cores
 from moert.pack.errors import ManifestMissing, PackError
 from moert.pack.model_spec import ExpertKey, LayerKey

@@ -10,7 +10,7 @@ from command_line import Moert
 
 from moert.bench import drive as module
 from moert.bench.drive import FIRING
-from moert.experts.drive.curve import CHUNKS, IN_FLIGHT, Curve, best_piece
+from moert.experts.probe import CHUNKS, IN_FLIGHT, Curve, best_piece
 from tests import tiny_packs
 
 SPEEDS = {(chunk, count): float(chunk * count * 1000) for chunk in CHUNKS for count in IN_FLIGHT}

@@ -16,7 +16,7 @@ from tiny_packs import PROMPTS, SPECS, write_pack
 
 from moert.beside.flash.keeping import KEEPING, replay
 from moert.beside.flash.runner import PREDICTED
-from moert.experts.demand import Demand
+from moert.experts.policy import Demand
 from moert.pack.layout import Neurons
 from moert.pack.model_spec import LayerKey
 from moert.pack.neurons import NeuronOrder, PredictedLoss

@@ -14,7 +14,7 @@ import pytest
 
 from moert.engine.engine import Engine
 from moert.engine.session import Session
-from moert.experts.demand import Demand
+from moert.experts.policy import Demand
 from moert.pack.codec import F32
 from moert.pack.reader import Pack, projection_weights
 from recipes.bench import contenders, readahead, stream, stream_packs, stream_rows

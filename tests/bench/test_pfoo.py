@@ -12,9 +12,8 @@ from hypothesis import strategies as st
 
 from moert.bench.bound import furthest_first
 from moert.bench.pfoo import least_bytes
-from moert.experts.demand import Demand
-from moert.experts.policy.eviction import EVICTION
-from moert.experts.policy.replay import replay
+from moert.experts.policy import EVICTION, Demand
+from moert.experts.replay import replay
 from moert.pack.model_spec import ExpertKey, LayerKey
 
 EXPERTS = 5

@@ -28,7 +28,7 @@ from moeconv.measure.scoring import Extent, build_scorer, load_tokenizer
 from moeconv.measure.workdir import WorkDir
 from moeconv.packing.packed import PackedModel, verify
 from moeconv.source.checkpoint import Checkpoint
-from moert.experts.policy.eviction import EVICTION
+from moert.experts.policy import EVICTION
 from moert.pack.errors import HashMismatch, WriteFailed
 from moert.pack.model_spec import ExpertKey
 from moert.pack.paths import DROPPED, PATHS, TRACE, Trace, TransitionTable

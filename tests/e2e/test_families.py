@@ -21,7 +21,7 @@ from moeconv.quantizers.coder import ExpertCoder
 from moeconv.source.checkpoint import Checkpoint
 from moert.engine.choosing import GenerationSettings
 from moert.engine.engine import Engine
-from moert.experts.policy.eviction import EVICTION
+from moert.experts.policy import EVICTION
 from moert.kernels.backend import opaque
 from moert.pack.paths import PATHS, build
 from moert.pack.reader import Pack

@@ -24,7 +24,7 @@ from moeconv.source.checkpoint import Checkpoint
 from moert.command.description import description_lines
 from moert.engine.choosing import GenerationSettings
 from moert.engine.engine import Engine
-from moert.experts.policy.names import EVICTIONS
+from moert.experts.names import EVICTIONS
 from moert.kernels import REFERENCE
 from moert.kernels.backend import opaque
 from moert.pack.codec import WIDTHS

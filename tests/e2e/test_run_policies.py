@@ -23,16 +23,15 @@ from moert.engine import engine as engine_module
 from moert.engine.budget import Budget
 from moert.engine.choosing import GenerationSettings
 from moert.engine.engine import Engine
-from moert.experts import executor as executor_module
-from moert.experts.cache import cache as cache_module
-from moert.experts.drive import store as store_module
-from moert.experts.drive.io import IoSettings, is_direct, open_expert, read_into
-from moert.experts.executor import CachedExperts
-from moert.experts.policy.names import EVICTIONS
+from moert.experts import cache as cache_module
+from moert.experts import runner as executor_module
+from moert.experts import store as store_module
+from moert.experts.io import IoSettings, is_direct, open_expert, read_into
+from moert.experts.names import EVICTIONS, PREDICTORS
+from moert.experts.runner import CachedExperts
 from moert.pack.paths import PATHS, build
 from moert.pack.reader import Pack
 from moert.pack.writer import add_to_pack
-from moert.predict import PREDICTORS
 from tests.pairs import thinned
 
 PROMPTS = ("small", "of experts", "the router decides")

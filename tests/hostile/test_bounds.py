@@ -23,7 +23,7 @@ from tiny_packs import DECODER_SHAPE, write_pack
 from moert.command import cli
 from moert.engine.budget import MemoryLimit, room_within
 from moert.errors import BudgetTooSmall
-from moert.experts.policy.names import eviction_for
+from moert.experts.names import eviction_for
 from moert.machine import held_bytes
 from moert.pack.documents import parsed
 from moert.pack.errors import HeaderInvalid, ManifestInvalid, PackError, SizeOverflow

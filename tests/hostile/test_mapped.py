@@ -190,8 +190,8 @@ CUT_WHILE_MAPPED = """
 import os, sys
 from pathlib import Path
 from moert.command import cli
-from moert.experts.cache import supply
-from moert.experts.drive import store
+from moert.experts import cache as supply
+from moert.experts import store as store
 store.MAPPED_BYTES, store.TOGETHER_BYTES = 1, 0
 pack, moves, early = sys.argv[1], sys.argv[2], sys.argv[3]
 move = supply.Moves.next

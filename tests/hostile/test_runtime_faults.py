@@ -29,8 +29,8 @@ ENDED = {signal.SIGINT: 130, signal.SIGTERM: 143}
 PATIENCE_S = 600
 SLOW_DISK = """
 import time
-from moert.experts.cache import loaders
-from moert.experts.drive import store
+from moert.experts import cache as loaders
+from moert.experts import store as store
 read_into, loaders._CLOSE_S = store.read_into, 0.5
 def slowly(fd, into, offset):
     time.sleep({seconds})
@@ -237,8 +237,8 @@ def test_a_slow_disk_changes_no_token(pack: Path, expected: dict[str, list[int]]
 
 FAILING = """
 import errno, os
-from moert.experts.drive import patience, store
-read_into, patience._PAUSES_S, turn = store.read_into, (0.001,) * 3, [0]
+from moert.experts import store
+read_into, store._PAUSES_S, turn = store.read_into, (0.001,) * 3, [0]
 def sometimes(fd, into, offset):
     turn[0] += 1
     if {fails}:

@@ -23,7 +23,7 @@ MOERT = [
      "moert.beside.gpu.torch_backend", "moert.beside.gpu.torch_device", "moert.beside.gpu.torch_matrices",
      "moert.beside.gpu.triton_kernel"),
     ("moert.beside.gpu.placement",),
-    ("moert.experts", "moert.predict", "moert.beside"),
+    ("moert.experts", "moert.beside"),
     ("moert.models",),
     ("moert.engine.choosing", "moert.engine.generation", "moert.engine.session", "moert.engine.text",
      "moert.engine.scoring"),
@@ -53,7 +53,7 @@ MOECONV = [
 ASKS = {
     "moeconv.quantizers.gptq": {"moert.kernels.coding"},
     "moeconv.conversion.room": {"moert.machine"},
-    "moeconv.conversion.additions": {"moert.experts.policy.selection"},
+    "moeconv.conversion.additions": {"moert.experts.replay"},
     "moeconv.measure.passes": {"moert.kernels.library"},
     "moeconv.calibration.rendering": {"moert.chat.sandbox"},
     "moeconv.plan.outlook": {"moert.engine.budget", "moert.models.footprint"},
@@ -85,7 +85,7 @@ INSIDE = {
 FORBIDDEN = [
     (here, room)
     for here in ("moert.models", "moert.engine.generation", "moert.engine.session")
-    for room in ("moert.experts", "moert.predict")
+    for room in ("moert.experts", "moert.beside")
 ] + [(stage, other) for stage in STAGES for other in STAGES if stage != other]
 
 # What needs torch is imported by nothing but each other and, inside of functions, by who opens a device by name.
@@ -125,14 +125,11 @@ COMMAND_LINES = [
 ]
 PURE = [
     "moert/pack",
-    "moert/predict",
-    "moert/experts/policy/eviction.py",
-    "moert/experts/policy/replay.py",
-    "moert/experts/policy/usage.py",
-    "moert/experts/policy/succession.py",
-    "moert/experts/policy/belady.py",
-    "moert/experts/policy/selection.py",
-    "moert/experts/cache/residency.py",
+    "moert/beside/sida",
+    "moert/experts/policy.py",
+    "moert/experts/predictors.py",
+    "moert/experts/replay.py",
+    "moert/experts/residency.py",
     "moert/beside/flash/keeping.py",
     "moert/engine/budget.py",
     "moert/beside/gpu/placement.py",

@@ -10,14 +10,13 @@ import pytest
 from native_problems import F64, FLOATS, Dtype, Projections, floats, normal, plain_expert
 from tiny_packs import DECODER, write_pack
 
-from moert.experts import executor as executor_module
-from moert.experts.cache import cache as cache_module
-from moert.experts.cache.cache import ExpertCache
-from moert.experts.cache.lease import Slot
-from moert.experts.drive.io import IoSettings
-from moert.experts.drive.store import ExpertStore
-from moert.experts.executor import CachedExperts
-from moert.experts.policy.eviction import EVICTION
+from moert.experts import cache as cache_module
+from moert.experts import runner as executor_module
+from moert.experts.cache import ExpertCache, Slot
+from moert.experts.io import IoSettings
+from moert.experts.policy import EVICTION
+from moert.experts.runner import CachedExperts
+from moert.experts.store import ExpertStore
 from moert.kernels import library, open_backend
 from moert.kernels.backend import ROWS, Backend
 from moert.kernels.library import InstructionSetInvalid

@@ -10,7 +10,7 @@ import sys
 import numpy as np
 import pytest
 
-from moert.experts.cache.buffers import Buffers
+from moert.experts.cache import Buffers
 from moert.kernels.memory import PAGE_BYTES
 
 linux = pytest.mark.skipif(sys.platform != "linux", reason="only Linux is asked to take pages back")

@@ -7,11 +7,9 @@ import threading
 import pytest
 from memory_store import PATIENCE_S, Model, begin, key, make, mark, use, wait_until
 
-from moert.experts.cache import cache as cache_module
-from moert.experts.cache.cache import ExpertCache
-from moert.experts.cache.lease import Slot
-from moert.experts.cache.supply import Moves
-from moert.experts.demand import Demand
+from moert.experts import cache as cache_module
+from moert.experts.cache import ExpertCache, Moves, Slot
+from moert.experts.policy import Demand
 from moert.kernels.backend import Expert
 from moert.pack.codec import U8
 from moert.pack.errors import HashMismatch

@@ -10,8 +10,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from moert.errors import RunError
-from moert.experts.drive import io as drive
-from moert.experts.drive.io import PAGE_BYTES, IoSettings, is_direct, open_expert, parse_io, read_into
+from moert.experts import io as drive
+from moert.experts.io import PAGE_BYTES, IoSettings, is_direct, open_expert, parse_io, read_into
 
 
 def aligned(nbytes: int, shift: int = 0) -> np.ndarray:

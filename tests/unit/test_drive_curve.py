@@ -9,8 +9,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from moert.experts.drive import curve as module
-from moert.experts.drive.curve import (
+from moert.experts import probe as module
+from moert.experts.io import Table
+from moert.experts.probe import (
     CHUNKS,
     IN_FLIGHT,
     Curve,
@@ -20,7 +21,6 @@ from moert.experts.drive.curve import (
     curve_of,
     piece_times,
 )
-from moert.experts.drive.reads import Table
 
 REQUEST_S, BYTES_PER_S = 1e-5, 1e9
 

@@ -19,12 +19,12 @@ from moert.engine.choosing import GenerationSettings
 from moert.engine.engine import Engine
 from moert.engine.settings import EngineSettings
 from moert.errors import BudgetTooSmall, InputInvalid, PathsMissing, SettingInvalid, TokenizerMissing
-from moert.experts.demand import Demand
-from moert.experts.drive import files, store
-from moert.experts.drive.io import IoSettings, open_expert
-from moert.experts.policy.eviction import EVICTION
-from moert.experts.policy.names import Policies
-from moert.experts.policy.replay import replay
+from moert.experts import io as io_module
+from moert.experts import store
+from moert.experts.io import IoSettings, open_expert
+from moert.experts.names import PREDICTORS, Policies
+from moert.experts.policy import EVICTION, Demand
+from moert.experts.replay import replay
 from moert.kernels import open_backend
 from moert.pack.codec import F32
 from moert.pack.errors import FileMissing, HashMismatch, HeaderInvalid
@@ -32,7 +32,6 @@ from moert.pack.model_spec import ExpertKey, LayerKey
 from moert.pack.paths import PATHS, build
 from moert.pack.reader import Pack
 from moert.pack.writer import add_to_pack
-from moert.predict import PREDICTORS
 from recipes.bench.controls import Oracle
 from tests.alone import alone
 from tests.little_memory import refused_then_enough
@@ -168,7 +167,7 @@ def test_a_way_of_reading_that_was_asked_for_is_used_though_all_experts_fit(pack
         ways.add(direct)
         return open_expert(path, direct)
 
-    for module in (store, files):
+    for module in (store, io_module):
         monkeypatch.setattr(module, "open_expert", opened)
     with Engine.open(packs["decoder"], predict="none", io=io) as engine:
         engine.generate("abc", GenerationSettings(max_new_tokens=2))

@@ -8,12 +8,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from tiny_packs import DECODER_SHAPE as SHAPE
 
-from moert.experts.cache.residency import Residency
-from moert.experts.demand import Demand
-from moert.experts.policy import succession
-from moert.experts.policy.eviction import EVICTION, PaperEviction
-from moert.experts.policy.succession import Succession
-from moert.experts.policy.usage import FORGETTING, Candidates, Usage, place_of
+from moert.experts import policy as succession
+from moert.experts.policy import EVICTION, FORGETTING, Candidates, Demand, PaperEviction, Succession, Usage, place_of
+from moert.experts.residency import Residency
 from moert.pack.model_spec import ExpertKey, LayerKey, StackName
 from moert.pack.paths import record
 from recipes.bench.controls import FirstInFirstOut, LastInFirstOut

@@ -16,22 +16,21 @@ from memory_store import PATIENCE_S, wait_until
 from random_hash import add_hash, random_hash
 from tiny_packs import PROMPTS, SPECS, SWITCH, VOCAB, write_pack
 
+from moert.beside.sida.foresight import Beforehand, Foresight, Ready, any_demands, of_each_token
+from moert.beside.sida.network import Heard, Reader, readers, recalled_bytes
 from moert.engine.engine import Engine
 from moert.engine.session import Continued, Prefix
 from moert.errors import HashMissing, NotFinite, SettingInvalid
-from moert.experts.cache.residency import Residency
-from moert.experts.demand import Demand
-from moert.experts.policy import names as names_module
+from moert.experts import names as names_module
+from moert.experts.policy import Demand
+from moert.experts.predictors import of_one_token
+from moert.experts.residency import Residency
 from moert.kernels import library, open_backend
 from moert.kernels.backend import Floats, opaque
 from moert.kernels.reference import ReferenceBackend, sparsemax
 from moert.pack.errors import HashMismatch, HeaderInvalid
 from moert.pack.hash import HASH, HashFunction, Lstm, RoutedLoss, StackHash
 from moert.pack.model_spec import LayerKey
-from moert.predict.beforehand import Beforehand, Ready
-from moert.predict.foresight import Foresight, any_demands, of_each_token
-from moert.predict.network import Heard, Reader, readers, recalled_bytes
-from moert.predict.predictor import of_one_token
 from recipes.bench.controls import Foreseen, Foretold, opened
 
 NATIVE = library.load() is not None

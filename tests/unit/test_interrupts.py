@@ -10,8 +10,8 @@ import numpy as np
 import pytest
 from memory_store import Model, begin, key, make, mark
 
-from moert.experts.cache import cache as cache_module
-from moert.experts.cache.cache import ExpertCache
+from moert.experts import cache as cache_module
+from moert.experts.cache import ExpertCache
 
 ROOM = str(Path(cache_module.__file__).parent)
 

@@ -73,8 +73,8 @@ def test_a_run_gives_the_same(made: dict[str, Path], room: str | None, io: str |
 def test_large_experts_are_used_where_the_page_cache_has_them(
     made: dict[str, Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("moert.experts.drive.store.MAPPED_BYTES", 1)
-    monkeypatch.setattr("moert.experts.drive.store.in_page_cache", lambda *_: True)
+    monkeypatch.setattr("moert.experts.store.MAPPED_BYTES", 1)
+    monkeypatch.setattr("moert.experts.store.in_page_cache", lambda *_: True)
     with Engine.open(made["layer"], notify=lambda note: None) as engine:
         mapped = run_greedy(engine, [5, 6, 7], 6)
     with Engine.open(made["expert"], notify=lambda note: None, cache="40%") as engine:

@@ -9,11 +9,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from moert.experts.cache.residency import Residency
-from moert.experts.demand import Demand
-from moert.experts.policy.eviction import EVICTION, EvictionPolicy
-from moert.experts.policy.succession import Succession
-from moert.experts.policy.usage import FORGETTING, FORGOTTEN, place_of
+from moert.experts.policy import EVICTION, FORGETTING, FORGOTTEN, Demand, EvictionPolicy, Succession, place_of
+from moert.experts.residency import Residency
 from moert.kernels import library
 from moert.pack.model_spec import ExpertKey, LayerKey
 

@@ -13,10 +13,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from memory_store import Made, Model, begin, key, mark, use, wait_until
 
-from moert.experts.cache import cache as cache_module
-from moert.experts.cache import loaders as loaders_module
-from moert.experts.cache.cache import ExpertCache
-from moert.experts.policy.eviction import EVICTION
+from moert.experts import cache as cache_module
+from moert.experts import cache as loaders_module
+from moert.experts.cache import ExpertCache
+from moert.experts.policy import EVICTION
 from moert.pack.errors import HashMismatch
 
 Make = Callable[..., Made]

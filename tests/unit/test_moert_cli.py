@@ -26,7 +26,7 @@ from moert.engine.choosing import GenerationSettings
 from moert.engine.engine import Engine
 from moert.engine.settings import EngineSettings
 from moert.errors import RunError, SettingInvalid
-from moert.experts.policy.names import EVICTIONS
+from moert.experts.names import EVICTIONS, PREDICTORS
 from moert.kernels import library, open_backend
 from moert.kernels.backend import Backend
 from moert.machine import usable_cores
@@ -36,7 +36,6 @@ from moert.pack.codec import F32
 from moert.pack.manifest import LossEstimate, Quality
 from moert.pack.reader import Pack
 from moert.pack.writer import add_to_pack
-from moert.predict import PREDICTORS
 
 ROOT = Path(cli.__file__).parent.parent
 NEW = ("--max-new-tokens", "6")

@@ -5,8 +5,8 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
+from moert.beside.sida.foresight import Pool
 from moert.pack.model_spec import LayerKey
-from moert.predict.pool import Pool
 
 AT = LayerKey("decoder", 1)
 

@@ -7,12 +7,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from moert.experts.names import NEED_HASH, NEED_TABLES, PREDICTORS, Known
+from moert.experts.predictors import GateAhead, Situation, Transitions, of_any_token, of_one_token, ranked
 from moert.pack.model_spec import LayerKey
 from moert.pack.paths import build
-from moert.predict import NEED_HASH, NEED_TABLES, PREDICTORS, Known
-from moert.predict.gate import GateAhead
-from moert.predict.predictor import Situation, of_any_token, of_one_token, ranked
-from moert.predict.transitions import Transitions
 from recipes.bench.controls import Oracle, Popularity, Shuffled
 
 EXPERTS = 5

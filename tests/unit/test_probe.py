@@ -10,9 +10,9 @@ from pathlib import Path
 
 import pytest
 
-from moert.experts.drive import probe as module
-from moert.experts.drive.io import DEFAULT_THREADS, IoSettings, is_direct, open_expert
-from moert.experts.drive.probe import (
+from moert.experts import probe as module
+from moert.experts.io import DEFAULT_THREADS, IoSettings, is_direct, open_expert
+from moert.experts.probe import (
     PROBE_S,
     Drive,
     cache_file,

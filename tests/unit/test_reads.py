@@ -17,9 +17,8 @@ import numpy as np
 import pytest
 from memory_store import PATIENCE_S, Model
 
-from moert.experts.drive import io, reads
-from moert.experts.drive.io import is_direct, open_expert
-from moert.experts.drive.reads import NativeReader, PlainReader, Read, Reader, open_reader, table_of
+from moert.experts import io
+from moert.experts.io import NativeReader, PlainReader, Read, Reader, is_direct, open_expert, open_reader, table_of
 from moert.kernels import library
 from tests.pairs import thinned
 
@@ -66,7 +65,7 @@ def room(nbytes: int) -> np.ndarray:
     return np.frombuffer(mmap.mmap(-1, max(nbytes, 1)), np.uint8)[:nbytes]
 
 
-def outcomes(table: reads.Table) -> list[tuple[int, int, int]]:
+def outcomes(table: io.Table) -> list[tuple[int, int, int]]:
     return [tuple(row) for row in table[["found", "error", "wrong"]].tolist()]
 
 
@@ -102,7 +101,7 @@ def test_neighbours_are_one_request(path: Path, monkeypatch: pytest.MonkeyPatch)
         pytest.skip("only Linux counts, and only the native library puts them together")
     fd, reader, places = open_expert(path, False), open_reader(1, by_ring=False), room(64 * PIECE).reshape(64, PIECE)
 
-    def calls(table: reads.Table) -> int:
+    def calls(table: io.Table) -> int:
         before = _read_calls()
         assert reader.read_many(table) == 0
         return _read_calls() - before
@@ -254,8 +253,8 @@ def test_without_fast_checksums_in_the_processor_zlib_checks(
 REFUSED = """
 import ctypes, struct, sys, zlib, mmap
 import numpy as np
-from moert.experts.drive.reads import open_reader, table_of, Read
-from moert.experts.drive.io import open_expert
+from moert.experts.io import open_reader, table_of, Read
+from moert.experts.io import open_expert
 SETUP = 425
 load, equal, give = 0x20, 0x15, 0x06
 rules = [(load, 0, 0, 0), (equal, 0, 1, SETUP), (give, 0, 0, 0x50000 | int(sys.argv[1])), (give, 0, 0, 0x7FFF0000)]

@@ -12,13 +12,18 @@ import numpy as np
 import pytest
 from tiny_packs import DECODER, DECODER_SHAPE, SWITCH, SWITCH_SHAPE
 
-from moert.experts.policy import selection
-from moert.experts.policy.belady import replay_belady
-from moert.experts.policy.eviction import EVICTION, EvictionPolicy
-from moert.experts.policy.replay import replay
-from moert.experts.policy.selection import CONTESTANTS, DEFAULT, best_eviction, demands_of, hit_rates, with_eviction
-from moert.experts.policy.succession import Succession
-from moert.experts.policy.usage import place_of
+from moert.experts import replay as selection
+from moert.experts.policy import EVICTION, EvictionPolicy, Succession, place_of
+from moert.experts.replay import (
+    CONTESTANTS,
+    DEFAULT,
+    best_eviction,
+    demands_of,
+    hit_rates,
+    replay,
+    replay_belady,
+    with_eviction,
+)
 from moert.pack.model_spec import ExpertKey, LayerKey, ModelSpec
 from moert.pack.paths import Trace, record
 from tests.shapes import every

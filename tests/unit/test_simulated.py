@@ -11,8 +11,8 @@ import pytest
 from moert.beside.gpu.device import STAGING_BUFFERS, DeviceFull, DeviceMissing, Held
 from moert.beside.gpu.opening import device_named, known_devices, open_device
 from moert.beside.gpu.simulated import PROFILES, SimulatedDevice
-from moert.experts.drive.io import DEFAULT_THREADS, IoSettings
-from moert.experts.drive.store import ExpertStore
+from moert.experts.io import DEFAULT_THREADS, IoSettings
+from moert.experts.store import ExpertStore
 from moert.kernels import open_backend
 from moert.kernels.backend import Backend, ExpertView
 from moert.pack.reader import Pack

@@ -20,10 +20,10 @@ from tiny_packs import SPECS, damage_expert, write_pack
 from moert.engine import engine as engine_module
 from moert.engine.choosing import GenerationSettings
 from moert.engine.engine import Engine
-from moert.experts.cache.buffers import Buffers
-from moert.experts.drive import store as store_module
-from moert.experts.drive.io import IoSettings, in_page_cache, is_direct, open_expert, read_into
-from moert.experts.drive.store import ExpertStore
+from moert.experts import store as store_module
+from moert.experts.cache import Buffers
+from moert.experts.io import IoSettings, in_page_cache, is_direct, open_expert, read_into
+from moert.experts.store import ExpertStore
 from moert.kernels import open_backend
 from moert.kernels.reference import ReferenceBackend
 from moert.pack.errors import FileMissing, FileTruncated, HashMismatch, HeaderInvalid, PackError
@@ -50,7 +50,7 @@ def root(originals: dict[str, Path], tmp_path: Path) -> Path:
 
 @pytest.fixture(autouse=True)
 def no_pauses(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("moert.experts.drive.patience._PAUSES_S", (0.0, 0.0, 0.0))
+    monkeypatch.setattr("moert.experts.store._PAUSES_S", (0.0, 0.0, 0.0))
 
 
 def open_store(root: Path, io: IoSettings = DIRECT) -> tuple[ExpertStore, Pack, ExpertCounters]:

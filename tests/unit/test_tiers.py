@@ -16,8 +16,7 @@ from moert.beside.gpu.simulated import PROFILES
 from moert.engine.engine import Engine
 from moert.engine.settings import EngineSettings
 from moert.errors import SettingInvalid
-from moert.experts.demand import Demand
-from moert.experts.policy.eviction import EVICTION
+from moert.experts.policy import EVICTION, Demand
 from moert.kernels import library
 from moert.kernels.backend import ExpertView
 from moert.pack.model_spec import ExpertKey, LayerKey

@@ -6,8 +6,7 @@ from itertools import pairwise
 
 import pytest
 
-from moert.predict.switch import Switch, rank_test
-from moert.predict.worth import Worth
+from moert.experts.ahead import Switch, Worth, rank_test
 
 EXPERTS, TOP_K, LAYERS, NBYTES = 32, 4, 6, [1000] * 32
 READ_S = 0.002

@@ -12,10 +12,10 @@ from moert.beside.flash.keeping import KEEPING, Shares, all_to_blocks, room_for,
 from moert.beside.flash.store import BlockCache, BlockReader, ColumnReader, Lent, Pieces, Rows, RowStore
 from moert.errors import NotFinite, PredictorMissing, SettingInvalid, said
 from moert.experts.ahead import Lookahead
-from moert.experts.cache.cache import ExpertCache
-from moert.experts.demand import Demand, Listener
-from moert.experts.drive.io import IoSettings
-from moert.experts.executor import announce, by_expert
+from moert.experts.cache import ExpertCache
+from moert.experts.io import IoSettings
+from moert.experts.policy import Demand, Listener
+from moert.experts.runner import announce, by_expert
 from moert.kernels.backend import I32, I64, ROWS, Backend, Floats
 from moert.pack.codec import F32
 from moert.pack.layout import NeuronLayout

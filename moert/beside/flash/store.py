@@ -13,10 +13,8 @@ from typing import NamedTuple, Protocol
 import numpy as np
 
 from moert.beside.flash.keeping import I64, Balance, Blocks, Keeping
-from moert.experts.drive.files import OpenFiles
-from moert.experts.drive.io import IoSettings
-from moert.experts.drive.patience import FAILURES, Patience
-from moert.experts.drive.reads import READ, Readers, Table, address
+from moert.experts.io import READ, IoSettings, OpenFiles, Readers, Table, address
+from moert.experts.store import FAILURES, Patience
 from moert.kernels.backend import Expert
 from moert.kernels.memory import PAGE_BYTES, Arena, forget
 from moert.pack.codec import F32, U8

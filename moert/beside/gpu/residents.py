@@ -9,11 +9,17 @@ import numpy as np
 import numpy.typing as npt
 
 from moert.beside.gpu.device import STAGING_BUFFERS, Device, DeviceFull, Held
-from moert.experts.cache.residency import Residency
-from moert.experts.demand import Demand
-from moert.experts.policy.eviction import EvictionPolicy, ExpectedWait, LayerOrder, LeastRecentOfLayer
-from moert.experts.policy.succession import Succession
-from moert.experts.policy.usage import Candidates, place_of
+from moert.experts.policy import (
+    Candidates,
+    Demand,
+    EvictionPolicy,
+    ExpectedWait,
+    LayerOrder,
+    LeastRecentOfLayer,
+    Succession,
+    place_of,
+)
+from moert.experts.residency import Residency
 from moert.kernels.backend import ExpertView
 from moert.pack.model_spec import ExpertKey, LayerKey, ModelSpec
 from moert.pack.paths import DROPPED, Trace

@@ -17,13 +17,14 @@ from moert.beside.gpu.residents import KEEPS, Keeping, Residents, popularity
 from moert.beside.gpu.simulated import SimulatedDevice, VirtualClock, bits_of, compute_parts
 from moert.errors import SettingInvalid, said
 from moert.experts.ahead import Lookahead
-from moert.experts.cache.cache import ExpertCache
-from moert.experts.demand import Demand, Listener
-from moert.experts.drive.probe import remembered
-from moert.experts.drive.store import ExpertStore
-from moert.experts.executor import WAVE_BYTES, ByExpert, by_expert
-from moert.experts.policy.names import succession_of, trace_of
-from moert.experts.policy.selection import demands_of
+from moert.experts.cache import ExpertCache
+from moert.experts.names import succession_of, trace_of
+from moert.experts.policy import Demand, Listener
+from moert.experts.predictors import Prediction
+from moert.experts.probe import remembered
+from moert.experts.replay import demands_of
+from moert.experts.runner import WAVE_BYTES, ByExpert, by_expert
+from moert.experts.store import ExpertStore
 from moert.kernels.backend import I32, I64, Backend, Expert, ExpertView
 from moert.pack.codec import F32, U8
 from moert.pack.errors import PackError
@@ -31,7 +32,6 @@ from moert.pack.manifest import BACKBONE
 from moert.pack.model_spec import ExpertKey, LayerKey
 from moert.pack.parts import Ffn
 from moert.pack.reader import Pack
-from moert.predict.predictor import Prediction
 from moert.stats import DeviceCounters, DeviceUse, size
 
 if TYPE_CHECKING:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from moert.experts.policy.selection import best_eviction
+from moert.experts.replay import best_eviction
 from moert.pack.errors import PackError
 from moert.pack.paths import Trace, record
 from tests.fuzz.described import described, file_of

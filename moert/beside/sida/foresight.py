@@ -1,22 +1,132 @@
-"""What a pass will ask for, before its first layer has run: the hash function's answer for every layer, kept until the
-next pass."""
+"""A pack's hash function at work: the experts that a pass will demand, before its first layer.
+
+From top to bottom: the thread that works on prompts that wait, the function's answer for the present pass, the pool of
+that answer and a router's, predictors made of them, and the whole with its memory. Source: SiDA (Du et al. 2023).
+"""
 
 from __future__ import annotations
 
+import os
+import threading
 from collections.abc import Callable, Iterable, Sequence
-from itertools import islice
+from contextlib import suppress
+from functools import partial
+from itertools import accumulate, islice
 from typing import NamedTuple
 
 import numpy as np
 
+from moert.beside.sida.network import Heard, Recalled, network_bytes, readers, recalled_bytes
+from moert.experts.predictors import Prediction, Situation, of_any_token, of_one_token, ranked
 from moert.kernels.backend import Backend, Matrix
 from moert.pack.codec import F32
-from moert.pack.hash import HashFunction
+from moert.pack.hash import HASH, HashFunction
 from moert.pack.model_spec import LayerKey, ModelSpec, StackName
 from moert.pack.paths import F64
-from moert.predict.beforehand import Beforehand, Prompt, Ready
-from moert.predict.network import Heard, readers
-from moert.predict.predictor import Prediction, ranked
+from moert.pack.reader import Pack
+
+_MOST_BYTES = 4 << 20
+"""What is kept of prompts that wait; of others nothing is worked out beforehand."""
+_TOGETHER = 256
+"""Tokens of prompts that are worked out at once: short ones one by one would keep those who run from Python's lock."""
+_NICE = 10  # so that whoever runs comes first, where the system has no order that gives only what is left
+_CLOSE_S = 10.0
+
+Prompt = tuple[int, ...]
+
+
+class Ready(NamedTuple):
+    """Of a prompt: y [tokens, w], and what a decoder recalls of it."""
+
+    made: F32
+    recalled: Recalled | None
+
+    @property
+    def nbytes(self) -> int:
+        return self.made.nbytes + (0 if self.recalled is None else self.recalled.nbytes)
+
+
+class Beforehand:
+    """`work` is called by one other thread, which is started when there is something to do and gets what time is
+    left."""
+
+    def __init__(self, work: Callable[[Sequence[Prompt]], Sequence[Ready]]) -> None:
+        self.used = 0
+        """Prompts that had been worked out when they began."""
+        self._work = work
+        self._waiting: list[Prompt] = []
+        self._ready: dict[Prompt, Ready] = {}
+        self._told: list[Sequence[int]] | None = None  # since then nothing began
+        self._lock = threading.Lock()
+        self._wake = threading.Condition(self._lock)
+        self._thread: threading.Thread | None = None
+        self._closed = False
+
+    def expect(self, prompts: Iterable[Sequence[int]]) -> None:
+        """These wait, the next one first; what was expected before and is not among them is over. To say the same
+        again costs nothing."""
+        told = list(prompts)
+        with self._lock:
+            if told == self._told:
+                return
+            self._told, asked = told, list(dict.fromkeys(map(tuple, told)))
+            self._ready = {prompt: self._ready[prompt] for prompt in asked if prompt in self._ready}
+            self._waiting = [prompt for prompt in asked if prompt not in self._ready]
+            if self._waiting and self._thread is None and not self._closed:
+                thread = threading.Thread(target=self._serve, name="moert-foresee", daemon=True)
+                with suppress(RuntimeError):  # the system allows no more
+                    thread.start()
+                    self._thread = thread
+            if self._waiting:  # each waking takes Python's lock from those who run
+                self._wake.notify()
+
+    def take(self, prompt: Prompt) -> Ready | None:
+        """What was worked out of a prompt that begins now; None where there was no time yet."""
+        with self._lock:
+            self._told = None
+            found = self._ready.pop(prompt, None)
+            self._waiting = [other for other in self._waiting if other != prompt]
+            self.used += found is not None
+        return found
+
+    def close(self) -> None:
+        """Ends the thread after what it is at."""
+        with self._lock:
+            self._closed = True
+            self._waiting, thread = [], self._thread
+            self._wake.notify()
+        if thread is not None:
+            thread.join(_CLOSE_S)
+
+    def _serve(self) -> None:
+        _step_back()
+        while prompts := self._next():
+            found: dict[Prompt, Ready] = {}
+            with suppress(MemoryError):  # whoever runs them will say so, if it is still so then
+                found = dict(zip(prompts, self._work(prompts), strict=True))
+            with self._lock:
+                self._ready.update((prompt, found[prompt]) for prompt in self._waiting if prompt in found)
+                self._waiting = [prompt for prompt in self._waiting if prompt not in prompts]
+
+    def _next(self) -> list[Prompt]:
+        """The first of those that wait, with as many behind it as go together; none when it is closed."""
+        with self._lock:
+            while not self._closed:
+                if self._waiting and sum(each.nbytes for each in self._ready.values()) < _MOST_BYTES:
+                    together = sum(end <= _TOGETHER for end in accumulate(map(len, self._waiting)))
+                    return self._waiting[: max(1, together)]
+                self._wake.wait()
+        return []
+
+
+def _step_back() -> None:
+    """The thread that calls it gets time that nobody else wants; where the system has no such order, little of it."""
+    with suppress(OSError):
+        if hasattr(os, "SCHED_IDLE"):
+            os.sched_setscheduler(threading.get_native_id(), os.SCHED_IDLE, os.sched_param(0))
+        elif hasattr(os, "setpriority"):
+            os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), _NICE)
+
 
 _CATCH_UP = 256
 """Tokens that are read again at most, where nothing was asked for longer, unless the answers depend on it."""
@@ -226,7 +336,7 @@ def softmax(numbers: F32) -> F64:
 
 
 def of_each_token(weights: F64, top_k: int) -> F64:
-    """`moert.predict.predictor.of_one_token` for each row of weights [tokens, experts], all above zero."""
+    """`moert.experts.predictors.of_one_token` for each row of weights [tokens, experts], all above zero."""
     if top_k == 1:
         return weights
     descending = -np.sort(-weights, axis=1)
@@ -238,3 +348,105 @@ def of_each_token(weights: F64, top_k: int) -> F64:
     one = np.where(fits.any(axis=1), rest[rows, full] / left[full], descending[rows, len(left) - 1])
     found: F64 = np.minimum(weights / one[:, None], 1.0)
     return found
+
+
+_FIRST = (0.8, 0.6)  # of the router, of the hash function
+_RATE = 0.02
+_LEAST = 1e-6  # what is held for less likely counts as this
+
+
+class Pool:
+    """The logarithmic pool, softmax(a · log p + b · log q) (Genest & Zidek 1986). After each answer of a layer, a step
+    up the likelihood of its choices under the pool, so that its claims also come out about right."""
+
+    def __init__(self) -> None:
+        self._weights: dict[LayerKey, F64] = {}
+        self._asked: tuple[LayerKey, F64, F64] | None = None
+
+    def both(self, at: LayerKey, router: F64, hashed: F64) -> F64:
+        """Two opinions of one layer, [num_experts], in any unit → a distribution over its experts."""
+        logs = np.log(np.maximum(np.stack([router, hashed]), _LEAST))
+        weights = self._weights.get(at)
+        if weights is None:
+            weights = self._weights[at] = np.array(_FIRST)
+        numbers = weights @ logs
+        pooled = np.exp(numbers - numbers.max())
+        pooled /= pooled.sum()
+        self._asked = at, logs, pooled
+        found: F64 = pooled
+        return found
+
+    def came(self, at: LayerKey, experts: Sequence[int]) -> None:
+        """The layer has decided for one token."""
+        if self._asked is not None and self._asked[0] == at and len(experts):
+            _, logs, pooled = self._asked
+            self._asked, weights = None, self._weights[at]
+            weights += _RATE * (logs[:, list(experts)].mean(axis=1) - logs @ pooled)
+            np.maximum(weights, 0.0, out=weights)
+
+
+class HashAhead:
+    """Nothing about passes that have not begun."""
+
+    def __init__(self, foresight: Foresight) -> None:
+        self._foresight = foresight
+
+    def predict(self, situation: Situation) -> Prediction:
+        return self._foresight.ranked(situation.at)
+
+
+class HashAndGate:
+    """For one token the pool of both; before the first layer, for many tokens, and where one of both can't tell, what
+    the other says."""
+
+    def __init__(self, foresight: Foresight) -> None:
+        self._foresight, self._pool = foresight, Pool()
+        foresight.came = self._pool.came
+
+    def predict(self, situation: Situation) -> Prediction:
+        at, hashed = situation.at, self._foresight.shares(situation.at)
+        foreseen = self._foresight.ranked(at)
+        scores = situation.scores() if hashed is not None or not foreseen else None
+        if scores is None:
+            return foreseen
+        weights = scores**2 if hashed is None else self._pool.both(at, scores, hashed)
+        return ranked(of_any_token(of_one_token(weights, situation.top_k), situation.n_tokens))
+
+
+class Foreseeing:
+    """`routes_to`: where it `routes`, which is to take the place of the routers, how many experts a token goes to."""
+
+    def __init__(self, pack: Pack, function: HashFunction, backend: Backend, routes: bool) -> None:
+        spec, self._routed = pack.manifest.model, function.routed
+        usual = spec.moe.router.top_k
+        self.routes_to = (usual if self._routed is None else self._routed.top_k) if routes else None
+        self.foresight = Foresight(function, spec, backend, self.routes_to or usual, routes)
+        self.nbytes = network_bytes(pack.manifest.files[HASH].nbytes)
+        """Upper bound of what its weights take."""
+        self._other: Backend | None = None
+        self.request_bytes = partial(recalled_bytes, function)
+
+    def work_beforehand(self, backend: Backend) -> None:
+        """Another thread works on prompts that wait, with a backend of its own, which is closed with this."""
+        self._other, self.foresight.before = backend, self.foresight.beforehand(backend)
+
+    def close(self) -> None:
+        self.foresight.needed, self.foresight.told = (
+            (lambda: False),
+            (lambda stack, tokens: None),
+        )  # nobody asks any more
+        if self.foresight.before is not None:
+            self.foresight.before.close()
+            self.foresight.before = None
+        if self._other is not None:
+            self._other.close()
+            self._other = None
+
+    def notes(self) -> list[str]:
+        """What a user should know of answers that come of it."""
+        if self.routes_to is None:
+            return []
+        loss = "what that loses was not measured"
+        if self._routed is not None:
+            loss = f"held-out loss {100 * self._routed.loss:.1f}%, that of the widths included"
+        return [f"the hash function takes the place of the routers: {loss}"]

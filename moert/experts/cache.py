@@ -1,23 +1,230 @@
-"""The expert cache: what is in memory, counted in bytes, and the threads that bring in what is not."""
+"""The expert cache: experts in memory, counted in bytes, and the threads that bring in those that are missing.
+
+From top to bottom: buffers that experts are read into, leases of a layer's experts, the store that reads, the threads
+beside the model's, and ExpertCache.
+"""
 
 from __future__ import annotations
 
 import threading
 import time
-from collections import deque
-from collections.abc import Sequence
+from collections import defaultdict, deque
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from types import TracebackType
+from typing import Protocol
 
-from moert.experts.cache.buffers import Buffers
-from moert.experts.cache.lease import Lease, Slot
-from moert.experts.cache.loaders import Loaders
-from moert.experts.cache.residency import Residency
-from moert.experts.cache.supply import Arrived, Moves, Store, fetch
-from moert.experts.demand import Arrivals, Demand
-from moert.experts.policy.eviction import EvictionPolicy
+import numpy as np
+
+from moert.experts.policy import Arrivals, Demand, EvictionPolicy
+from moert.experts.residency import Residency
 from moert.kernels.backend import Expert
+from moert.kernels.memory import PAGE_BYTES, Arena, forget
 from moert.pack.codec import U8
+from moert.pack.errors import PackError
 from moert.pack.model_spec import ExpertKey
 from moert.stats import ExpertCounters
+
+
+class Buffers:
+    """Pieces by size. One that comes back keeps its pages for the next expert of the same size; where another size
+    needs the memory, the pages go back to the system and only the address is kept."""
+
+    def __init__(self) -> None:
+        self._arena = Arena(align=PAGE_BYTES)
+        self._warm: dict[int, list[U8]] = defaultdict(list)  # with pages
+        self._cold: dict[int, list[U8]] = defaultdict(list)  # without
+        self.warm_bytes = 0
+        """What is held beside the pieces that are lent."""
+
+    def take(self, nbytes: int, room_bytes: int) -> U8:
+        """uint8 [nbytes], beginning on a page, with undefined contents. What stays warm afterwards fits into
+        `room_bytes`. Raises MemoryError."""
+        if self._warm[nbytes]:
+            self.warm_bytes -= nbytes
+            piece = self._warm[nbytes].pop()
+        else:
+            piece = self._cold[nbytes].pop() if self._cold[nbytes] else self._arena.allocate(nbytes)
+        self.release(room_bytes)
+        return piece
+
+    def give(self, piece: U8) -> None:
+        """The piece is not in use any more."""
+        self._warm[len(piece)].append(piece)
+        self.warm_bytes += len(piece)
+
+    def release(self, room_bytes: int) -> None:
+        """Gives pages back until what is held beside the lent pieces fits into `room_bytes`."""
+        while self.warm_bytes > room_bytes:
+            nbytes = max(size for size, pieces in self._warm.items() if pieces)
+            self.warm_bytes -= nbytes  # first: cut short here, it must not count what is not there
+            piece = self._warm[nbytes].pop()
+            forget(piece)
+            self._cold[nbytes].append(piece)
+
+    def recount(self) -> None:
+        """Counts again what is warm, after Ctrl-C has cut something short."""
+        self.warm_bytes = sum(size * len(pieces) for size, pieces in self._warm.items())
+
+
+@dataclass(eq=False, slots=True)
+class Slot:
+    """Room for one expert, which is None until it has been read."""
+
+    key: ExpertKey
+    buffer: U8
+    missed: bool  # read because a router asked, and not counted as that yet
+    awaited: bool  # somebody asks for it and it is not read yet
+    in_flight: bool = False  # read ahead, and still being read when a router asked; not counted as that yet
+    expert: Expert | None = None
+    error: BaseException | None = None
+    leases: int = 0
+
+    def count(self, counters: ExpertCounters, unused: set[ExpertKey]) -> None:
+        """It was used; `unused` are those that were read ahead and not asked for yet."""
+        counters.requests += 1
+        if self.missed:
+            self.missed = False
+        else:
+            counters.hits += 1
+            counters.hits_in_flight += self.in_flight
+        self.in_flight = False
+        if self.key in unused:
+            unused.discard(self.key)
+            counters.prefetch_used += 1
+            counters.prefetch_used_bytes += self.buffer.nbytes
+
+
+class Lender(Protocol):
+    """What a lease asks of the cache (moert.experts.cache.ExpertCache)."""
+
+    def take(self, keys: Sequence[ExpertKey], following: Sequence[ExpertKey]) -> list[Slot]: ...
+
+    def give_back(self, slots: Sequence[Slot]) -> None: ...
+
+    def wait_for(self, slot: Slot) -> Expert: ...
+
+
+class Lease:
+    """Experts of one layer, lent until the end of a with block; those that were missing arrive meanwhile."""
+
+    def __init__(self, cache: Lender, keys: Sequence[ExpertKey], following: Sequence[ExpertKey]) -> None:
+        self._cache, self._keys, self._following = cache, keys, following
+        self._slots: Sequence[Slot] = ()
+
+    def __enter__(self) -> Lease:
+        self._slots = self._cache.take(self._keys, self._following)
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._cache.give_back(self._slots)
+
+    def ready(self) -> list[int]:
+        """Which of the experts are in memory, by their place in the list that was asked for."""
+        return [place for place, slot in enumerate(self._slots) if slot.expert is not None]
+
+    def expert(self, place: int) -> Expert:
+        """Waits for it where it is missing. Raises PackError if it can't be read."""
+        slot = self._slots[place]
+        return slot.expert if slot.expert is not None else self._cache.wait_for(slot)
+
+    def all(self) -> list[Expert]:
+        """In the order asked for, waiting for those that are missing."""
+        return [slot.expert if slot.expert is not None else self._cache.wait_for(slot) for slot in self._slots]
+
+
+class Store(Protocol):
+    """What reads experts (moert.experts.store.ExpertStore)."""
+
+    def nbytes(self, key: ExpertKey) -> int: ...
+
+    def read_all(self, wanted: Sequence[tuple[ExpertKey, U8]]) -> list[U8 | PackError]: ...
+
+    def expert(self, key: ExpertKey, buffer: U8) -> Expert: ...
+
+    def close(self) -> None: ...
+
+
+Arrived = tuple[Expert, U8]
+"""An expert, and where it lies."""
+
+
+def fetch(store: Store, slots: Sequence[Slot]) -> list[Arrived | PackError]:
+    """Reads experts into their slots' buffers: each, or why it can't be read."""
+    places = store.read_all([(slot.key, slot.buffer) for slot in slots])
+    return [
+        place if isinstance(place, PackError) else (store.expert(slot.key, place), place)
+        for slot, place in zip(slots, places, strict=True)
+    ]
+
+
+class Moves:
+    """Experts that are to move into their buffers, in the order in which they came; none before that has `begun`."""
+
+    def __init__(self, store: Store) -> None:
+        self.begun = False
+        self._store = store
+        self._waiting: deque[tuple[Slot, U8]] = deque()
+
+    def __bool__(self) -> bool:
+        return bool(self._waiting)
+
+    def add(self, slot: Slot, place: U8) -> None:
+        """The expert lies at `place`, which may be its buffer."""
+        if place is not slot.buffer:
+            self._waiting.append((slot, place))
+
+    def next(self, slots: Mapping[ExpertKey, Slot]) -> tuple[Slot, U8] | None:
+        """One that is still among `slots`, and where it lies; None if there is none, or nothing has begun."""
+        while self.begun and self._waiting:
+            slot, place = self._waiting.popleft()
+            if slots.get(slot.key) is slot:
+                return slot, place
+        return None
+
+    def moved(self, slot: Slot, place: U8) -> Expert:
+        """The expert in its buffer."""
+        np.copyto(slot.buffer, place)
+        return self._store.expert(slot.key, slot.buffer)
+
+    def clear(self) -> None:
+        self._waiting.clear()
+
+
+_CLOSE_S = 10.0  # for reads under way; the threads are daemons, so a dead disk does not keep the process alive
+
+
+class Loaders:
+    """`most` of them, started when there is something to read; each does what `serve` does."""
+
+    def __init__(self, most: int, serve: Callable[[], None]) -> None:
+        self.most, self.threads = most, list[threading.Thread]()
+        self._serve = serve
+
+    def start(self) -> None:
+        """Those that do not run yet, or fewer where the system allows no more."""
+        while len(self.threads) < self.most:
+            thread = threading.Thread(target=self._serve, name=f"moert-load-{len(self.threads)}", daemon=True)
+            try:
+                thread.start()
+            except RuntimeError:
+                self.most = len(self.threads)
+            else:
+                self.threads.append(thread)
+
+    def end(self) -> None:
+        """Waits for some time until all have ended; none is started after that."""
+        self.most, self._serve = 0, _nothing
+        until = time.monotonic() + _CLOSE_S
+        for thread in self.threads:
+            thread.join(timeout=max(0.0, until - time.monotonic()))
+
+
+def _nothing() -> None:
+    """What has ended holds nobody's memory."""
+
 
 HANDED_OVER_BYTES = 128 << 10
 """From this size on other threads read while the model computes; below, handing over takes longer than reading."""

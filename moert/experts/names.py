@@ -2,22 +2,59 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from typing import NamedTuple, Protocol, TypeVar
 
+from moert.beside.sida.foresight import Foresight, HashAhead, HashAndGate
 from moert.errors import HashMissing, PathsMissing, SettingInvalid, said
-from moert.experts.cache.cache import HANDED_OVER_BYTES
-from moert.experts.policy.eviction import EVICTION, EvictionPolicy
-from moert.experts.policy.selection import AUTO_EVICTION, DEFAULT
-from moert.experts.policy.succession import Succession
+from moert.experts.cache import HANDED_OVER_BYTES
+from moert.experts.policy import EVICTION, EvictionPolicy, Succession
+from moert.experts.predictors import GateAhead, Predictor, Transitions
+from moert.experts.replay import AUTO_EVICTION, DEFAULT
 from moert.pack.errors import FormatTooNew, HeaderInvalid
 from moert.pack.hash import HASH, HashFunction
 from moert.pack.model_spec import ModelSpec
 from moert.pack.paths import PATHS, TRACE, Trace, TransitionTable
 from moert.pack.reader import Pack
-from moert.predict import AUTO_PREDICTOR, NEED_HASH, NEED_TABLES, PREDICTORS, Known
-from moert.predict.foresight import Foresight
-from moert.predict.predictor import Predictor
+
+AUTO_PREDICTOR = "auto"
+
+
+@dataclass(frozen=True)
+class Known:
+    """What a pack has for predictors: its tables, and its hash function at work."""
+
+    tables: TransitionTable | None = None
+    foresight: Foresight | None = None
+
+
+PREDICTORS: Mapping[str, Callable[[Known], Predictor | None]] = {
+    AUTO_PREDICTOR: lambda known: GateAhead() if known.foresight is None else HashAndGate(known.foresight),
+    "gate": lambda known: GateAhead(),
+    "hash": lambda known: HashAhead(_foresight(known)),
+    "transitions": lambda known: Transitions(_tables(known)),
+    "none": lambda known: None,
+}
+"""Name → predictor; None where nothing is to be predicted."""
+
+NEED_TABLES = frozenset({"transitions"})
+NEED_HASH = frozenset({"hash"})
+TAKE_HASH = frozenset({AUTO_PREDICTOR, *NEED_HASH})
+"""These look several layers ahead where there is a hash function."""
+
+
+def _tables(known: Known) -> TransitionTable:
+    if known.tables is None:
+        raise ValueError(f"{' and '.join(sorted(NEED_TABLES))} needs path tables")
+    return known.tables
+
+
+def _foresight(known: Known) -> Foresight:
+    if known.foresight is None:
+        raise ValueError(f"{' and '.join(sorted(NEED_HASH))} needs a hash function")
+    return known.foresight
+
 
 _F = TypeVar("_F", bound="_OfAModel")
 

@@ -8,9 +8,8 @@ from typing import NamedTuple
 import numpy as np
 
 from moert.experts.ahead import Lookahead
-from moert.experts.cache.cache import HANDED_OVER_BYTES, ExpertCache
-from moert.experts.cache.lease import Lease
-from moert.experts.demand import Demand, Listener
+from moert.experts.cache import HANDED_OVER_BYTES, ExpertCache, Lease
+from moert.experts.policy import Demand, Listener
 from moert.kernels.backend import I32, I64, ROWS, Backend
 from moert.pack.codec import F32
 from moert.pack.model_spec import ExpertKey, LayerKey

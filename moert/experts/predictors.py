@@ -1,4 +1,4 @@
-"""The interface of every predictor, and what they share: from weights to probabilities of demand."""
+"""Predictors: pure policies that name the experts of the next layer before its router has decided."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import numpy as np
 import numpy.typing as npt
 
 from moert.pack.model_spec import LayerKey
-from moert.pack.paths import F64
+from moert.pack.paths import F64, TransitionTable
 
 Selected = npt.NDArray[np.integer[Any]]
 """What the router of one layer selected: [tokens, top_k] expert ids, -1 where a token was dropped."""
@@ -46,7 +46,7 @@ class Predictor(Protocol):
         """The experts that are likely to be demanded; nothing where the predictor can't tell.
 
         For one token the probabilities add up to about top_k. They are the predictor's own claim, which
-        `moert.predict.worth` checks against what comes.
+        `moert.experts.ahead` checks against what comes.
         """
         ...
 
@@ -77,3 +77,40 @@ def ranked(probabilities: F64) -> Prediction:
     order = np.argsort(-probabilities, kind="stable")
     order = order[: np.count_nonzero(probabilities)]
     return list(zip(order.tolist(), probabilities[order].tolist(), strict=True))
+
+
+class GateAhead:
+    def predict(self, situation: Situation) -> Prediction:
+        """Nothing where there is no present hidden state: before the first layer of a token."""
+        scores = situation.scores()
+        if scores is None:
+            return []
+        # Squared, since only the largest are selected: claims of trained models came out closer to what was demanded.
+        return ranked(of_any_token(of_one_token(scores**2, situation.top_k), situation.n_tokens))
+
+
+_SAMPLE = 32
+
+
+class Transitions:
+    """Probabilities from the pack's tables; for a large group of tokens from an even sample of it."""
+
+    def __init__(self, tables: TransitionTable) -> None:
+        self._tables = tables
+
+    def predict(self, situation: Situation) -> Prediction:
+        history, n_tokens = situation.history, situation.n_tokens
+        if not history or not len(history[-1]):
+            return ranked(of_any_token(self._of_token(situation, (), ()), n_tokens))
+        one, two = history[-1], history[-2] if len(history) > 1 else None
+        rows = range(len(one)) if len(one) <= _SAMPLE else np.linspace(0, len(one) - 1, _SAMPLE).astype(int).tolist()
+        none_does = np.ones(self._tables.num_experts)
+        for row in rows:
+            none_does *= 1.0 - self._of_token(situation, one[row].tolist(), () if two is None else two[row].tolist())
+        return ranked(1.0 - none_does ** (n_tokens / len(rows)))
+
+    def _of_token(
+        self, situation: Situation, one_before: list[int] | tuple[()], two_before: list[int] | tuple[()]
+    ) -> F64:
+        share = self._tables.probabilities(situation.at, one_before, two_before)
+        return of_one_token(share, situation.top_k)

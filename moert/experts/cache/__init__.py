@@ -1,1 +1,0 @@
-"""Experts in memory: their places, and who may use them."""

@@ -1,1 +1,0 @@
-"""Reads experts from the drive, as it is best read."""

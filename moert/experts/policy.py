@@ -1,0 +1,431 @@
+"""Which expert leaves when room is needed: pure policies over columns of plain numbers, and what they know.
+
+From top to bottom: the demands of layers, the use of every expert so far, which experts follow which in a pack's
+recorded trace, and the policies, with EVICTION as their one registry.
+"""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass
+from math import log2
+from typing import Any, NamedTuple, Protocol
+
+import numpy as np
+import numpy.typing as npt
+
+from moert.pack.model_spec import ExpertKey, LayerKey, ModelSpec
+from moert.pack.paths import DROPPED, Trace
+
+
+class Demand(NamedTuple):
+    """The router of a layer has decided for all tokens of a pass: `experts` are needed, each once, ascending."""
+
+    at: LayerKey
+    experts: tuple[int, ...]
+
+    def expert_keys(self) -> list[ExpertKey]:
+        return [self.at.expert(number) for number in self.experts]
+
+
+class Arrivals(NamedTuple):
+    """How far reading ahead had come when a demand was made: predicted experts that were begun to be read, and how many
+    of those demanded are still to be read from the beginning."""
+
+    begun: list[ExpertKey]
+    missing: int
+
+
+Listener = Callable[[Demand], object]
+"""Is told of every demand, in the order of execution."""
+
+
+I64 = npt.NDArray[np.int64]
+F64 = npt.NDArray[np.float64]
+
+FORGETTING = 0.5**0.125
+"""What a demand still counts in `recent` one visit of its layer later: half after eight visits."""
+FORGOTTEN = np.exp2(log2(FORGETTING) * np.arange(8700))
+"""[visits]: what a demand still counts after so many, which is nothing after more."""
+_USUAL = 0.05  # weight of the latest interval between two visits of a layer in the mean of them
+
+
+@dataclass(frozen=True, slots=True)
+class Candidates:
+    """Experts that may leave, one entry of each column [n] for each. Policies do not change them.
+
+    Time is counted in demands (`last_used`, `loaded_at`; `last_used` is -1 for an expert that was not demanded since
+    it was loaded), in visits of the expert's own layer (`visits`, `age`), or in steps, which are visits of any layer
+    (`wait`, `interval`).
+    """
+
+    place: I64
+    """`place_of` the expert's layer."""
+    frequency: I64
+    """Demands so far, also those before it was last evicted."""
+    last_used: I64
+    loaded_at: I64
+    visits: I64
+    """Visits of its layer so far."""
+    age: I64
+    """Visits of its layer since the one that last demanded it; 0 if that is the latest visit."""
+    recent: F64
+    """Demands so far, each multiplied by FORGETTING for every visit between it and the last demand."""
+    wait: F64
+    """Steps until its layer is likely to be visited again."""
+    interval: F64
+    """Steps between two visits of its layer, a moving mean."""
+    expert: I64
+    """Its number within the layer."""
+    latest: Mapping[int, tuple[int, ...]]
+    """Not a column: the experts that each layer (by place) demanded at its latest visit."""
+
+
+def place_of(at: LayerKey) -> int:
+    """A number for each layer of either stack."""
+    return 2 * at.layer + (at.stack == "decoder")
+
+
+class Usage:
+    """Grows by a row for each expert that it hears of. `clock` counts demands, `steps` visits of layers."""
+
+    def __init__(self) -> None:
+        self.clock = 0
+        self.steps = 0
+        self.keys: list[ExpertKey] = []
+        self._rows: dict[ExpertKey, int] = {}
+        self._order, self._place = array("q"), array("q")
+        self._frequency, self._last_used, self._loaded_at = array("q"), array("q"), array("q")
+        self._last_visit, self._recent = array("q"), array("d")
+        self._visits, self._visited_at, self._interval = array("q"), array("d"), array("d")  # by place
+        self._latest: dict[int, tuple[int, ...]] = {}
+
+    def row(self, key: ExpertKey) -> int | None:
+        """None for an expert that was not heard of."""
+        return self._rows.get(key)
+
+    def load(self, key: ExpertKey) -> int:
+        """The expert comes into memory; returns its row."""
+        row = self._rows.get(key)
+        if row is None:
+            row = self._rows[key] = len(self.keys)
+            self.keys.append(key)
+            place = place_of(key.at)
+            self._know(place)
+            self._place.append(place)
+            self._order.append(((key.stack == "encoder") << 48) | key.layer << 16 | key.expert)
+            for column in (self._frequency, self._last_used, self._loaded_at, self._last_visit):
+                column.append(0)
+            self._recent.append(0.0)
+        self._last_used[row] = -1
+        self._loaded_at[row] = self.clock
+        return row
+
+    def visit(self, demand: Demand) -> None:
+        """A layer begins."""
+        place = place_of(demand.at)
+        self._know(place)
+        self.steps += 1
+        since, visits = self.steps - self._visited_at[place], self._visits[place]
+        if visits:
+            self._interval[place] += (since - self._interval[place]) * (_USUAL if visits > 1 else 1.0)
+        self._visited_at[place] = self.steps
+        self._visits[place] = visits + 1
+        self._latest[place] = demand.experts
+
+    def demand(self, row: int) -> None:
+        """The present visit of the expert's layer demands it."""
+        visits = self._visits[self._place[row]]
+        self._frequency[row] += 1
+        self._last_used[row] = self.clock
+        self._recent[row] = 1.0 + self._recent[row] * FORGETTING ** (visits - self._last_visit[row])
+        self._last_visit[row] = visits
+        self.clock += 1
+
+    def candidates(self, rows: I64) -> Candidates:
+        """What is known of these rows [n]."""
+        place = _view(self._place)[rows]
+        visits, interval = _view(self._visits), _real(self._interval)
+        wait = np.maximum(_real(self._visited_at) + interval - self.steps, 0.5)
+        return Candidates(
+            place=place,
+            frequency=_view(self._frequency)[rows],
+            last_used=_view(self._last_used)[rows],
+            loaded_at=_view(self._loaded_at)[rows],
+            visits=visits[place],
+            age=visits[place] - _view(self._last_visit)[rows],
+            recent=_real(self._recent)[rows],
+            wait=wait[place],
+            interval=interval[place],
+            expert=_view(self._order)[rows] & 0xFFFF,
+            latest=self._latest,
+        )
+
+    @property
+    def size(self) -> tuple[int, int]:
+        """Experts and places of layers that are known."""
+        return len(self.keys), len(self._visits)
+
+    def columns(self) -> dict[str, array[Any]]:
+        """All that is known, by row and by place, under the names of moert.kernels.structs.Residents. They lie
+        elsewhere once `size` has changed."""
+        return {
+            "place": self._place, "order": self._order, "frequency": self._frequency, "last_used": self._last_used,
+            "loaded_at": self._loaded_at, "last_visit": self._last_visit, "recent": self._recent,
+            "visits": self._visits, "visited_at": self._visited_at, "interval": self._interval,
+        }  # fmt: skip
+
+    @property
+    def latest(self) -> Mapping[int, tuple[int, ...]]:
+        """See Candidates."""
+        return self._latest
+
+    def order(self, rows: I64) -> I64:
+        """Numbers that sort like the experts' keys."""
+        return _view(self._order)[rows]
+
+    def _know(self, place: int) -> None:
+        while len(self._visits) <= place:
+            self._visits.append(0)
+            self._visited_at.append(0.0)
+            self._interval.append(1.0)
+
+
+def _view(column: array[Any]) -> I64:
+    return np.frombuffer(column, dtype=np.int64)
+
+
+def _real(column: array[Any]) -> F64:
+    return np.frombuffer(column, dtype=np.float64)
+
+
+MOST_BYTES = 16 << 20
+"""Tables that would be larger are not made."""
+_PRIOR = 20.0  # visits that an expert's overall share counts for, beside those that were seen after another expert
+
+
+class Succession:
+    """`shares` by place of a layer [num_experts, num_experts]: of the tokens that a layer sent to expert a, the share
+    whose next token it sent to expert b. Kept in 16 bits."""
+
+    def __init__(self, shares: Mapping[int, npt.NDArray[np.floating[Any]]]) -> None:
+        self._shares = {place: share.astype(np.float16) for place, share in shares.items()}
+
+    @classmethod
+    def of(cls, trace: Trace, spec: ModelSpec, first_token: int = 0) -> Succession:
+        """Counts decoder layers, from a token of the trace on; what an encoder reads next has nothing to do with it.
+
+        The trace must be one of this model (Trace.check).
+        """
+        if "decoder" not in trace.stacks or 2 * len(spec.moe_layers("decoder")) * trace.num_experts**2 > MOST_BYTES:
+            return cls({})
+        chosen = trace.stacks["decoder"].experts[first_token:].astype(np.int64)  # [tokens, layers, top_k]
+        return cls({
+            place_of(at): _shares(chosen[:, index], trace.num_experts)
+            for index, at in enumerate(spec.moe_layers("decoder"))
+        })  # fmt: skip
+
+    def after(self, place: int, experts: Collection[int]) -> F64 | None:
+        """[num_experts]: how likely the layer selects each at its next visit, if it selected `experts` at this one.
+
+        The mean over `experts`. None for a layer that was not counted.
+        """
+        if place not in self._shares or not experts:
+            return None
+        shares, chosen = self._shares[place], list(experts)
+        if len(chosen) == 1:
+            alone: F64 = shares[chosen[0]].astype(np.float64)
+            return alone
+        likely: F64 = np.add.reduce(shares[chosen], axis=0, dtype=np.float64)
+        likely /= len(chosen)
+        return likely
+
+
+def _shares(chosen: I64, num_experts: int) -> F64:
+    """chosen [tokens, top_k] of one layer → [num_experts, num_experts]."""
+    before, after = np.broadcast_arrays(chosen[:-1, :, None], chosen[1:, None, :])
+    real = (before != DROPPED) & (after != DROPPED)
+    pairs = np.bincount(before[real] * num_experts + after[real], minlength=num_experts**2)
+    selected = [np.bincount(part[part != DROPPED], minlength=num_experts) for part in (chosen[:-1], chosen)]
+    overall = selected[1] / max(1, len(chosen))
+    shares: F64 = (pairs.reshape(num_experts, num_experts) + _PRIOR * overall) / (selected[0][:, None] + _PRIOR)
+    return shares
+
+
+LayerOrder = Sequence[LayerKey]
+"""Every layer with experts, in the order of execution (ModelSpec.moe_layers)."""
+
+Latest = Mapping[int, tuple[int, ...]]
+"""See Candidates.latest."""
+
+_RARELY = 1e-9  # stands for the probability of what was never demanded
+
+
+class Rule(NamedTuple):
+    """A policy that the native library knows, by its name (moert.kernels.structs.RULES) and what it needs: `nearness`
+    int64 [places of layers], `following` float64 [places, num_experts], not a number where nothing is known."""
+
+    name: str
+    nearness: npt.NDArray[np.int64] | None = None
+    following: F64 | None = None
+
+
+_RECENCY, _FREQUENCY = Rule("recency"), Rule("frequency")
+
+
+class EvictionPolicy(Protocol):
+    """Says what each candidate is worth.
+
+    One that the native library knows also has `rule(present, latest)`: the Rule that finds the same, of the present
+    layer and what each layer has demanded last.
+    """
+
+    def worth(self, candidates: Candidates, present: LayerKey) -> npt.NDArray[Any]:
+        """[n]: the smallest leaves first; of equal ones the least recently used, then by key.
+
+        `present` is the layer being executed; what it still needs is not among the candidates.
+        """
+        ...
+
+
+class PaperEviction:
+    """EdgeMoE §3.3.3: evict first the expert with the smallest frequency × nearness of its layer.
+
+    With S layers in the decoder, i the expert's layer and I the present one, nearness is (S - i + I) mod S: S - 1 for
+    the layer that runs next, 1 for the one that has just run, 0 for the present one (whose experts still needed are
+    not candidates). Of two equally frequent experts the one needed sooner stays. The published formula has the sign
+    of the rule wrong: read literally it evicts the largest product, which is the expert that the text wants to keep.
+    While the decoder runs, experts of the encoder go before all others. While the encoder runs, its
+    layers and the decoder's form one cycle: layers just passed are the furthest from their next use.
+    """
+
+    def __init__(self, order: LayerOrder) -> None:
+        self._nearness = {present: self._row(order, present) for present in order}
+        self._rules = {present: Rule("nearness", nearness=row) for present, row in self._nearness.items()}
+
+    def worth(self, candidates: Candidates, present: LayerKey) -> npt.NDArray[Any]:
+        nearness = self._nearness[present][candidates.place]
+        return np.where(nearness < 0, -1, candidates.frequency * nearness)
+
+    def rule(self, present: LayerKey, latest: Latest) -> Rule:
+        return self._rules[present]
+
+    @staticmethod
+    def _row(order: LayerOrder, present: LayerKey) -> npt.NDArray[np.int64]:
+        """[places of layers]: how near each layer is to the present one; -1 where the decoder never asks for it."""
+        cycle = [layer for layer in order if layer.stack == "decoder"] if present.stack == "decoder" else list(order)
+        row = np.full(1 + max(place_of(layer) for layer in order), -1)
+        for index, layer in enumerate(cycle):
+            row[place_of(layer)] = (len(cycle) - index + cycle.index(present)) % len(cycle)
+        return row
+
+
+class LeastRecentlyUsed:
+    """Evicts what was demanded longest ago; what was never demanded counts from when it was loaded."""
+
+    def worth(self, candidates: Candidates, present: LayerKey) -> npt.NDArray[Any]:
+        return np.maximum(candidates.last_used, candidates.loaded_at)
+
+    def rule(self, present: LayerKey, latest: Latest) -> Rule:
+        return _RECENCY
+
+
+class LeastRecentOfLayer:
+    """Evicts what stands furthest back in the order in which the experts of its own layer were used, so that each layer
+    keeps about as many, the latest. Mixtral-offloading (Eliseev & Mazur 2023) keeps k of each.
+
+    In the present layer those that it needs stand before all candidates.
+    """
+
+    def worth(self, candidates: Candidates, present: LayerKey) -> npt.NDArray[Any]:
+        used = np.maximum(candidates.last_used, candidates.loaded_at)
+        order = np.lexsort((candidates.expert, -used, candidates.place))
+        places = candidates.place[order]
+        worth = np.empty(len(order), np.int64)
+        worth[order] = np.searchsorted(places, places) - np.arange(len(order))
+        at = place_of(present)
+        worth[candidates.place == at] -= len(candidates.latest.get(at, ()))
+        return worth
+
+
+class LeastFrequentlyUsed:
+    """Evicts what was demanded least often since the start."""
+
+    def worth(self, candidates: Candidates, present: LayerKey) -> npt.NDArray[Any]:
+        return candidates.frequency
+
+    def rule(self, present: LayerKey, latest: Latest) -> Rule:
+        return _FREQUENCY
+
+
+class ExpectedWait:
+    """Evicts what is likely to be needed again last: Belady's rule (1966) with an estimate for the future.
+
+    An expert is taken at a visit of its layer with the probability p, half its frequency since the start and half a
+    mean that forgets (frequency with recency: LRFU, Lee et al. 2001, but counted in visits of the layer, since
+    only then an expert can be used). A succession, where there is one for the layer, has half the
+    say in p: it knows which experts follow those that the layer has selected last. If visits are independent, the
+    expert is needed after wait + interval · (1/p - 1) steps.
+    """
+
+    def __init__(self, order: LayerOrder, succession: Succession | None = None) -> None:
+        self._succession = succession
+        self._latest: dict[int, tuple[int, ...]] = {}  # by place: what _following was looked up for
+        self._following = np.zeros((0, 0))  # [places, num_experts], not a number where nothing is known
+        self._n_places = 1 + max(place_of(layer) for layer in order)
+        self._rule = Rule("wait")
+
+    def rule(self, present: LayerKey, latest: Latest) -> Rule:
+        if self._succession is not None:
+            self._follow(self._succession, latest)
+        return self._rule
+
+    def worth(self, candidates: Candidates, present: LayerKey) -> npt.NDArray[Any]:
+        visits = self.visits(candidates)
+        return -(candidates.wait + candidates.interval * (visits - 1.0))
+
+    def visits(self, candidates: Candidates) -> F64:
+        """[n]: after how many visits of its layer each is likely to be needed, at least 1."""
+        often = candidates.frequency / np.maximum(candidates.visits, 1)
+        lately: F64 = (1.0 - FORGETTING) * candidates.recent * np.exp2(log2(FORGETTING) * candidates.age)
+        probability: F64 = 0.5 * (often + lately)
+        if self._succession is not None:
+            probability = self._with_succession(self._succession, probability, candidates)
+        visits: F64 = 1.0 / np.maximum(probability, _RARELY)
+        return visits
+
+    def _with_succession(self, succession: Succession, probability: F64, candidates: Candidates) -> F64:
+        self._follow(succession, candidates.latest)
+        if not self._following.size:
+            return probability
+        following = self._following[candidates.place, candidates.expert]
+        return np.where(np.isnan(following), probability, 0.5 * (probability + following))
+
+    def _follow(self, succession: Succession, latest: Latest) -> None:
+        for place, experts in latest.items():
+            if self._latest.get(place) is not experts:
+                self._latest[place] = experts
+                self._look_up(succession.after(place, experts), place)
+
+    def _look_up(self, likely: F64 | None, place: int) -> None:
+        if likely is not None:
+            if not self._following.size:
+                self._following = np.full((self._n_places, len(likely)), np.nan)
+                self._rule = Rule("wait", following=self._following)
+            self._following[place] = likely
+
+
+class _Factory(Protocol):
+    def __call__(self, order: LayerOrder, succession: Succession | None = None) -> EvictionPolicy: ...
+
+
+EVICTION: Mapping[str, _Factory] = {
+    "paper": lambda order, succession=None: PaperEviction(order),
+    "lru": lambda order, succession=None: LeastRecentlyUsed(),
+    "layer-lru": lambda order, succession=None: LeastRecentOfLayer(),
+    "lfu": lambda order, succession=None: LeastFrequentlyUsed(),
+    "expected": ExpectedWait,
+}
+"""Name → policy, given the order of the layers, and what the pack's trace says of the future if there is one. What
+needs the real future (Belady) is in moert.experts.replay."""

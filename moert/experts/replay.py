@@ -1,0 +1,292 @@
+"""Replays of demands through eviction policies: hits in a given room, Belady's rule, and the policy that does best.
+
+Pure. Belady's rule knows the future: the expert that is needed again last leaves first, and no policy hits more often
+where all experts have the same size. With mixed sizes some other choice may; a bound that no choice can beat is in
+moert.bench.pfoo.
+"""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from heapq import heapify, heappop, heappush
+from itertools import islice
+
+import numpy as np
+import numpy.typing as npt
+
+from moert.experts.policy import EVICTION, I64, Demand, EvictionPolicy, Succession, place_of
+from moert.experts.residency import Residency
+from moert.pack.model_spec import ExpertKey, LayerKey, ModelSpec
+from moert.pack.paths import DROPPED, EVICTION_SHARES, Trace
+
+
+@dataclass(frozen=True)
+class Replay:
+    """What a trace cost under a policy and a budget."""
+
+    demands: int
+    hits: int
+    misses: int
+    bytes_read: int
+    evictions: int
+    peak_bytes: int
+
+    @property
+    def hit_rate(self) -> float:
+        return self.hits / self.demands if self.demands else 0.0
+
+
+Observer = Callable[[Demand, Sequence[ExpertKey], Sequence[ExpertKey], Residency], None]
+"""Called with the demand, experts that were brought in at once, who was evicted for them, and who is resident."""
+
+
+def replay(
+    trace: Iterable[Demand],
+    nbytes: Mapping[ExpertKey, int],
+    budget_bytes: int,
+    policy: EvictionPolicy,
+    observer: Observer | None = None,
+) -> Replay:
+    """What a layer needs is brought in at once if it fits together, as for one token, else expert by expert.
+
+    Raises ValueError if some demanded expert alone is larger than the budget.
+    """
+    residency = Residency(budget_bytes, policy)
+    demands = misses = bytes_read = evictions = peak = 0
+    for demand in trace:
+        residency.begin(demand)
+        keys = demand.expert_keys()
+        demands += len(keys)
+        for group in _groups(residency, keys, nbytes):
+            missing = [key for key in group if key not in residency]
+            if missing:
+                wanted = sum(nbytes[key] for key in missing)
+                victims = _make_room(residency, missing, wanted)
+                for key in missing:
+                    residency.add(key, nbytes[key])
+                misses += len(missing)
+                bytes_read += wanted
+                evictions += len(victims)
+                peak = max(peak, residency.used_bytes)
+                if observer is not None:
+                    observer(demand, missing, victims, residency)
+            for key in group:
+                residency.demand(key)
+                residency.done(key)
+    return Replay(demands, demands - misses, misses, bytes_read, evictions, peak)
+
+
+def _groups(
+    residency: Residency, keys: list[ExpertKey], nbytes: Mapping[ExpertKey, int]
+) -> Iterable[Sequence[ExpertKey]]:
+    if sum(nbytes[key] for key in keys) <= residency.capacity_bytes:
+        return (keys,)
+    return ((key,) for key in keys)
+
+
+def _make_room(residency: Residency, missing: Sequence[ExpertKey], wanted: int) -> list[ExpertKey]:
+    victims = residency.victims(wanted, force=True)
+    if victims is None:
+        raise ValueError(f"expert {missing[0]} has {wanted} bytes, more than the budget of {residency.capacity_bytes}")
+    for victim in victims:
+        residency.remove(victim)
+    return victims
+
+
+MOST_DEMANDS = 1 << 18
+"""Demands that a recorder keeps: 1 MiB, and a fraction of a second to judge."""
+
+
+class Recorder:
+    """The first MOST_DEMANDS demands of a run, 4 bytes each. `demands` counts all."""
+
+    def __init__(self, most: int = MOST_DEMANDS) -> None:
+        self.demands = 0
+        self._most = most
+        self._codes = array("I")
+
+    def add(self, demand: Demand) -> None:
+        """Recorded whole or not at all."""
+        self.demands += len(demand.experts)
+        if self.demands <= self._most:
+            place = place_of(demand.at) << 16
+            self._codes.extend([place | expert for expert in demand.experts])
+
+    def __len__(self) -> int:
+        """Demands that were recorded."""
+        return len(self._codes)
+
+    def codes(self) -> npt.NDArray[np.uint32]:
+        """[demands] `code_of` each expert, in order."""
+        return np.array(self._codes, dtype=np.uint32)
+
+
+def code_of(key: ExpertKey) -> int:
+    """An expert as a recorder writes it."""
+    return place_of(key.at) << 16 | key.expert
+
+
+def headroom(recorded: Recorder, nbytes: Mapping[ExpertKey, int], capacity_bytes: int) -> Replay:
+    """What Belady's rule (1966) would have hit in the recorded demands, starting with nothing in memory.
+
+    Of those that are never needed again the largest leaves first. Raises ValueError if some demanded expert alone is
+    larger than the capacity.
+    """
+    return _best(recorded.codes(), nbytes, capacity_bytes)[0]
+
+
+def replay_belady(trace: Sequence[Demand], nbytes: Mapping[ExpertKey, int], budget_bytes: int) -> Replay:
+    """The same for a whole trace."""
+    return _best(_record(trace).codes(), nbytes, budget_bytes)[0]
+
+
+def reads_of_belady(
+    trace: Sequence[Demand], nbytes: Mapping[ExpertKey, int], budget_bytes: int
+) -> npt.NDArray[np.int64]:
+    """[demands]: the bytes that each demand of a trace, in order, reads under the same rule; 0 for a hit."""
+    return _best(_record(trace).codes(), nbytes, budget_bytes)[1]
+
+
+def _record(trace: Sequence[Demand]) -> Recorder:
+    recorded = Recorder(sum(len(demand.experts) for demand in trace))
+    for demand in trace:
+        recorded.add(demand)
+    return recorded
+
+
+def _best(
+    codes: npt.NDArray[np.uint32], nbytes: Mapping[ExpertKey, int], capacity_bytes: int
+) -> tuple[Replay, npt.NDArray[np.int64]]:
+    """What Belady's rule would have hit, and the bytes that each demand reads."""
+    names, experts = np.unique(codes, return_inverse=True)
+    size_of = {code_of(key): size for key, size in nbytes.items()}
+    sizes = np.array([size_of[name] for name in names.tolist()], dtype=np.int64)
+    if len(sizes) and sizes.max() > capacity_bytes:
+        raise ValueError(f"an expert has {sizes.max()} bytes, more than the budget of {capacity_bytes}")
+    missed, evictions, peak = _evict_the_furthest(experts, sizes, capacity_bytes)
+    read = sizes[experts] * missed
+    misses = int(missed.sum())
+    return Replay(len(codes), len(codes) - misses, misses, int(read.sum()), evictions, peak), read
+
+
+def _evict_the_furthest(demands: I64, sizes: I64, capacity_bytes: int) -> tuple[npt.NDArray[np.bool_], int, int]:
+    """`demands` are indices into `sizes` → which of them miss, evictions, most bytes held at once."""
+    size_of = sizes.tolist()
+    needed_at = [0] * len(sizes)  # when each resident is needed again; 0 for what is not resident
+    furthest: list[tuple[int, int]] = []  # a heap of (-when, expert), also of residents that were used since
+    missed = bytearray(len(demands))
+    used = evictions = peak = 0
+    for at, (expert, when) in enumerate(zip(demands.data, _next_uses(demands, sizes).data, strict=True)):
+        if not needed_at[expert]:
+            missed[at] = 1
+            used += size_of[expert]
+            while used > capacity_bytes:
+                soonest, leaving = heappop(furthest)
+                if needed_at[leaving] == -soonest:
+                    needed_at[leaving] = 0
+                    used -= size_of[leaving]
+                    evictions += 1
+            peak = max(peak, used)
+        needed_at[expert] = when
+        heappush(furthest, (-when, expert))
+        if len(furthest) > 4 * len(needed_at):
+            furthest = [(-when, expert) for expert, when in enumerate(needed_at) if when]
+            heapify(furthest)
+    return np.frombuffer(missed, dtype=np.bool_), evictions, peak
+
+
+def _next_uses(demands: I64, sizes: I64) -> I64:
+    """For each demand when the same expert is demanded next; if never, after all demands, the largest last."""
+    never = len(demands) + np.lexsort((np.arange(len(sizes)), sizes)).argsort()
+    found = never[demands]
+    order = demands.argsort(kind="stable")
+    again = np.diff(demands[order]) == 0
+    found[order[:-1][again]] = order[1:][again]
+    return found
+
+
+AUTO_EVICTION = "auto"
+DEFAULT = "expected"
+"""Without a record of what does best. In the replays of recipes/LOG.md no other is as good on the whole: within a point
+of the best at every room on g2p, the best by 6 to 7 points on wiki."""
+OF_PREFERENCES = "layer-lru"
+"""Where routers prefer what was used lately, which no trace in a pack shows."""
+CONTESTANTS = ("expected", "paper", "lfu", "lru")
+"""Of equally good ones the first is taken. The others of EVICTION are baselines that these have always beaten."""
+MOST_LAYERS = 6000
+MOST_EXPERTS = 16_000
+"""What is replayed for each of them ends where either is reached, which bounds the time to about a second in all."""
+
+
+def hit_rates(
+    trace: Trace, spec: ModelSpec, nbytes: Mapping[ExpertKey, int], capacity_bytes: int
+) -> Mapping[str, float]:
+    """Returns the hit rate of each contestant on the first half of the trace; what policies learn from a trace, they
+    learn from the second half. Empty where the first half demands nothing or not even one expert fits.
+
+    `nbytes` has every expert of the model.
+    """
+    half = (trace.decoder_tokens + 1) // 2
+    demands = _beginning(trace, spec, half)
+    if not demands or capacity_bytes < max(nbytes.values()):
+        return {}
+    succession = Succession.of(trace, spec, half)
+    return {
+        name: replay(demands, nbytes, capacity_bytes, EVICTION[name](spec.moe_layers(), succession)).hit_rate
+        for name in CONTESTANTS
+    }
+
+
+def best_eviction(trace: Trace, spec: ModelSpec, nbytes: Mapping[ExpertKey, int], capacity_bytes: int) -> str:
+    """Returns the name of the contestant that hits most often, or the default where none can be judged."""
+    rates = hit_rates(trace, spec, nbytes, capacity_bytes)
+    return max(CONTESTANTS, key=lambda name: rates[name]) if rates else DEFAULT
+
+
+def with_eviction(trace: Trace, spec: ModelSpec, nbytes: Mapping[ExpertKey, int]) -> Trace:
+    """Returns the trace with the policy that hits most often at each of EVICTION_SHARES."""
+    total = sum(nbytes.values())
+    chosen = {
+        percent: best_eviction(trace, spec, nbytes, percent * total // 100) for percent in EVICTION_SHARES
+    }  # fmt: skip
+    return replace(trace, eviction=chosen)
+
+
+def demands_of(trace: Trace, spec: ModelSpec, decoder_tokens: int | None = None) -> Iterator[Demand]:
+    """What a cache is asked for: for each sample its encoder in one pass, then its decoder token by token.
+
+    Ends before the decoder has read more than `decoder_tokens`. The trace must be one of this model (Trace.check).
+    """
+    left = trace.decoder_tokens if decoder_tokens is None else decoder_tokens
+    for index in range(trace.n_samples):
+        for name, experts in trace.sample(index).items():
+            layers = spec.moe_layers(name)
+            if name == "encoder":
+                yield from _one_pass(layers, experts)
+                continue
+            for token in experts[:left]:
+                yield from _one_pass(layers, token[None])
+            left -= len(experts)
+        if left <= 0 and decoder_tokens is not None:
+            return
+
+
+def _beginning(trace: Trace, spec: ModelSpec, decoder_tokens: int) -> list[Demand]:
+    found: list[Demand] = []
+    experts = 0
+    for demand in islice(demands_of(trace, spec, decoder_tokens), MOST_LAYERS):
+        found.append(demand)
+        experts += len(demand.experts)
+        if experts >= MOST_EXPERTS:
+            break
+    return found
+
+
+def _one_pass(layers: Sequence[LayerKey], tokens: npt.NDArray[np.uint16]) -> Iterator[Demand]:
+    """tokens [tokens, layers, top_k] that go through the stack at once."""
+    for place, at in enumerate(layers):
+        needed = sorted({*tokens[:, place].ravel().tolist()} - {DROPPED})
+        if needed:
+            yield Demand(at, tuple(needed))
