@@ -17,10 +17,10 @@ import torch
 from hypothesis import settings
 from random_packs import write_pack
 
-from moert.experts.drive import patience
+from moert.experts import store
 
 torch.set_num_threads(1)
-patience._PAUSES_S = (0.0, 0.0, 0.0)  # what a test damages does not mend itself
+store._PAUSES_S = (0.0, 0.0, 0.0)  # what a test damages does not mend itself
 SLOW_S = 1800.0  # that a slow test may take; for all others pyproject.toml says it
 SIGNALS = [getattr(signal, name) for name in ("SIGINT", "SIGTERM", "SIGPIPE") if hasattr(signal, name)]
 _CACHE = tempfile.TemporaryDirectory(prefix="moert-tests-")
