@@ -80,19 +80,21 @@ class Slot:
     error: BaseException | None = None
     leases: int = 0
 
-    def count(self, counters: ExpertCounters, unused: set[ExpertKey]) -> None:
-        """It was used; `unused` are those that were read ahead and not asked for yet."""
-        counters.requests += 1
-        if self.missed:
-            self.missed = False
+
+def count(used: Sequence[Slot], counters: ExpertCounters, unused: set[ExpertKey]) -> None:
+    """Counts experts that were used; `unused` are those that were read ahead and not asked for yet."""
+    counters.requests += len(used)
+    for slot in used:
+        if slot.missed:
+            slot.missed = False
         else:
             counters.hits += 1
-            counters.hits_in_flight += self.in_flight
-        self.in_flight = False
-        if self.key in unused:
-            unused.discard(self.key)
+            counters.hits_in_flight += slot.in_flight
+        slot.in_flight = False
+        if slot.key in unused:
+            unused.discard(slot.key)
             counters.prefetch_used += 1
-            counters.prefetch_used_bytes += self.buffer.nbytes
+            counters.prefetch_used_bytes += slot.buffer.nbytes
 
 
 class Lender(Protocol):
@@ -375,12 +377,10 @@ class ExpertCache:
     def give_back(self, slots: Sequence[Slot]) -> None:
         """Ends leases; what was in memory by then counts as used."""
         with self._lock:
-            for slot in slots:
-                self._end_lease(slot)
-                if slot.expert is not None:
-                    slot.count(self._counters, self._unused)
-                    self._residency.demand(slot.key)
-                    self._residency.done(slot.key)
+            self._end_leases(slots)
+            used = [slot for slot in slots if slot.expert is not None]
+            count(used, self._counters, self._unused)
+            self._residency.used([slot.key for slot in used])
             if self._predicted:
                 self._wake(1)  # there may be room now
             self._under_way -= 1
@@ -411,9 +411,7 @@ class ExpertCache:
                     slot = self._demand(key) if victims is None else self._admit(key, self._store.nbytes(key), True)
                     taken[place] = self._lend(slot)
         except BaseException:
-            for lent in taken:
-                if lent is not None:
-                    self._end_lease(lent)
+            self._end_leases([lent for lent in taken if lent is not None])
             raise
 
     def _lend(self, slot: Slot) -> Slot:
@@ -425,10 +423,11 @@ class ExpertCache:
         self._locked.add(slot.key)
         return slot
 
-    def _end_lease(self, slot: Slot) -> None:
-        slot.leases -= 1
-        if not slot.leases and slot.expert is not None:
-            self._locked.discard(slot.key)
+    def _end_leases(self, slots: Sequence[Slot]) -> None:
+        for slot in slots:
+            slot.leases -= 1
+            if not slot.leases and slot.expert is not None:
+                self._locked.discard(slot.key)
 
     def _demand(self, key: ExpertKey) -> Slot:
         """Makes room for a missing expert and queues its read; if nothing else helps, what was predicted or is needed
@@ -575,7 +574,7 @@ class ExpertCache:
             slot.expert = self._moves.moved(slot, place)
         finally:
             self._lock.acquire()
-            self._end_lease(slot)
+            self._end_leases((slot,))
             self._arrived.notify_all()
 
     def _next_predicted(self) -> Slot | None:

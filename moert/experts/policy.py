@@ -135,13 +135,19 @@ class Usage:
         self._latest[place] = demand.experts
 
     def demand(self, row: int) -> None:
-        """The present visit of the expert's layer demands it."""
-        visits = self._visits[self._place[row]]
-        self._frequency[row] += 1
-        self._last_used[row] = self.clock
-        self._recent[row] = 1.0 + self._recent[row] * FORGETTING ** (visits - self._last_visit[row])
-        self._last_visit[row] = visits
-        self.clock += 1
+        """Counts a demand for an expert by the present visit of its layer."""
+        self.demand_all((row,))
+
+    def demand_all(self, rows: Sequence[int]) -> None:
+        """Counts such a demand for each of these rows, in this order."""
+        place, recent, last_visit = self._place, self._recent, self._last_visit
+        for row in rows:
+            visits = self._visits[place[row]]
+            self._frequency[row] += 1
+            self._last_used[row] = self.clock
+            recent[row] = 1.0 + recent[row] * FORGETTING ** (visits - last_visit[row])
+            last_visit[row] = visits
+            self.clock += 1
 
     def candidates(self, rows: I64) -> Candidates:
         """What is known of these rows [n]."""

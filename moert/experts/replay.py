@@ -72,9 +72,7 @@ def replay(
                 peak = max(peak, residency.used_bytes)
                 if observer is not None:
                     observer(demand, missing, victims, residency)
-            for key in group:
-                residency.demand(key)
-                residency.done(key)
+            residency.used(group)
     return Replay(demands, demands - misses, misses, bytes_read, evictions, peak)
 
 

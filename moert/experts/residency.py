@@ -122,6 +122,12 @@ class Residency:
         """Counts a demand for `key`, which is resident."""
         self._usage.demand(self._resident[key])
 
+    def used(self, keys: Sequence[ExpertKey]) -> None:
+        """Counts a demand for each of `keys`, which are resident; the present layer has used them, in this order."""
+        resident = self._resident
+        self._usage.demand_all([resident[key] for key in keys])
+        self._needed.difference_update(keys)
+
     def done(self, key: ExpertKey) -> None:
         """The present layer has used `key`: it may be evicted again."""
         self._needed.discard(key)
