@@ -122,10 +122,6 @@ class Busy(RunError):
     """A thread asks an engine in the middle of its own request."""
 
 
-class DrawingImpossible(RunError):
-    """Pictures can't be made or written here."""
-
-
 _Settings = TypeVar("_Settings", bound="Adjustable")
 
 

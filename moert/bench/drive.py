@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
-from moert.bench.figures import Figure
-from moert.command.description import system_facts
 from moert.engine.budget import room_within
 from moert.experts.probe import IN_FLIGHT, Curve, Neurons, best_piece, curve_of, piece_times
 from moert.pack.layout import DOWN, columns_bytes
@@ -18,8 +16,42 @@ from moert.pack.messages import shown
 from moert.pack.reader import Pack
 from moert.stats import size
 
+Points = Sequence[tuple[str, float]]
+Kind = Literal["lines", "counts", "bars", "shares"]
 FIRING = (0.03, 0.1, 0.4)
 """Shares of a layer's neurons that may fire for a token: of OPT-6.7B, of a model trained for it, of any other."""
+
+
+@dataclass(frozen=True)
+class Figure:
+    """Series of (place, value), all with the same places where they have any; `places` and `values` say what they are.
+
+    Lines have percentages for places, on the x axis, or whole numbers ("counts"); bars have names. Where places are
+    shares of all values ("shares"), values lie along the x axis and shares grow upwards. `caption`: what is seen, of
+    which packs, on which machine.
+    """
+
+    name: str
+    title: str
+    places: str
+    values: str
+    kind: Kind
+    series: Mapping[str, Points]
+    caption: str = ""
+
+    def table(self) -> str:
+        """Returns a line for each place."""
+        places = list(dict.fromkeys(place for points in self.series.values() for place, _ in points))
+        values = {name: dict(points) for name, points in self.series.items()}
+        rows = [(self.places, *values)]
+        for place in places:
+            rows.append((place, *(f"{one[place]:.4g}" if place in one else "" for one in values.values())))
+        widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
+        lines = [
+            "  ".join([row[0].ljust(widths[0]), *(c.rjust(w) for c, w in zip(row[1:], widths[1:], strict=True))])
+            for row in rows
+        ]
+        return "\n".join([f"{self.title} ({self.values})", *lines, *filter(None, [self.caption])])
 
 
 @dataclass(frozen=True)
@@ -33,7 +65,7 @@ class DriveRun:
 
 
 def measure_drive(path: Path) -> DriveRun:
-    """Of the drive under a pack. Raises PackError, DriveUnmeasurable."""
+    """Measures the drive under a pack. Raises PackError, DriveUnmeasurable."""
     pack = Pack.open(path, room_within(None))
     paths = dict.fromkeys([BACKBONE, *(entry.path for entry in pack.manifest.experts)])
     curve = curve_of([pack.file(name) for name in paths])
@@ -43,7 +75,8 @@ def measure_drive(path: Path) -> DriveRun:
 
 
 def _neurons(pack: Pack) -> Neurons | None:
-    """What a token may ask of a layer, on average over the experts' widths; None where none is ever exactly zero."""
+    """Returns the neurons that a token may need of a layer, on average over the experts' widths; None where no neuron
+    is ever exactly zero."""
     spec, how = pack.manifest.model, pack.manifest.quantization
     moe = spec.moe
     if not moe.ffn.act.exact_zeros or how.mxfp4:
@@ -53,14 +86,14 @@ def _neurons(pack: Pack) -> Neurons | None:
 
 
 def show(found: DriveRun, as_json: bool) -> None:
-    """A table and a JSON line, or that line alone."""
+    """Prints a table and a JSON line, or that line alone."""
     if not as_json:
         print(shown("\n".join([figure(found).table(), *_advice(found)])), end="\n\n")
     print(json.dumps(facts(found)), flush=True)
 
 
 def facts(found: DriveRun) -> dict[str, Any]:
-    """As plain values."""
+    """Returns the plain values of the JSON line."""
     return {
         "pack": found.label,
         "spread_bytes": found.curve.spread_bytes,
@@ -76,7 +109,7 @@ def facts(found: DriveRun) -> dict[str, Any]:
 
 
 def figure(found: DriveRun) -> Figure:
-    """Throughput over the size of a read (Alizadeh et al. 2023, Fig. 2b)."""
+    """Returns throughput over the size of a read (Alizadeh et al. 2023, Fig. 2b)."""
     curve = found.curve
     series = {
         f"{count} at once": [(str(chunk), curve.speeds[chunk, count] / 1e6) for chunk in curve.chunks]
@@ -100,18 +133,11 @@ def _advice(found: DriveRun) -> list[str]:
     return [f"fastest --piece-bytes (moeconv quantize --layout columns) while none stay in memory: {', '.join(each)}"]
 
 
-def bench_drives(packs: Sequence[Path], plot: Path | None, as_json: bool) -> None:
-    """Of each pack as soon as it was measured; with `plot` a picture of each in that folder, which is there. Raises
-    PackError, RunError."""
+def bench_drives(packs: Sequence[Path], as_json: bool) -> Iterator[DriveRun]:
+    """Measures the drive of each pack, prints what was found and yields it. Raises PackError, RunError."""
     for path in packs:
         Pack.open(path)
     for path in packs:
         found = measure_drive(path)
         show(found, as_json)
-        if plot is not None:
-            from moert.bench.plot import draw
-
-            seen = system_facts()
-            drawn = figure(found)
-            machine = f"Machine: {seen['processor']}, {seen['cores']['usable']} cores."
-            draw(replace(drawn, caption=f"{drawn.caption} {machine}"), plot)
+        yield found

@@ -1,16 +1,17 @@
-"""Runs a pack on some prompts and keeps every figure that `moert bench` speaks of."""
+"""Runs a pack on some prompts and counts, times and bounds everything that `moert bench` prints."""
 
 from __future__ import annotations
 
 import itertools
 import time
-from collections.abc import Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from moert.bench.bound import FurthestFirst, furthest_first
-from moert.bench.pfoo import least_bytes
+import numpy as np
+import numpy.typing as npt
+
 from moert.beside.gpu.simulated import PROFILES
 from moert.engine.choosing import GenerationSettings
 from moert.engine.engine import Engine
@@ -18,11 +19,104 @@ from moert.engine.regulator import Notify
 from moert.engine.settings import EngineSettings
 from moert.experts.policy import Demand
 from moert.experts.probe import read_for, settings_for
+from moert.experts.replay import reads_of_belady
 from moert.machine import drop_page_cache, machine_memory
 from moert.pack.manifest import BACKBONE
 from moert.pack.model_spec import ExpertKey
 from moert.pack.reader import Pack
 from moert.stats import DeviceUse, RunStats
+
+# How fast a run could have been at most, and what a policy that knows the future would have hit. Pure.
+
+
+@dataclass(frozen=True)
+class FurthestFirst:
+    """What Belady's rule reads in a trace: always evicting what is needed again last."""
+
+    demands: int
+    misses: int
+    bytes_read: int
+
+    @property
+    def hit_rate(self) -> float:
+        return 1 - self.misses / self.demands if self.demands else 0.0
+
+
+def furthest_first(
+    trace: Sequence[Demand], nbytes: Mapping[ExpertKey, int], cache_bytes: int, held: Sequence[ExpertKey] = ()
+) -> FurthestFirst:
+    """Replays the trace, with `held` in memory before it.
+
+    The best that eviction can do where all experts have the same size. With mixed sizes another choice may read a
+    little less, so that this is a figure to compare with and no bound: `least_bytes` is that. Raises ValueError if an
+    expert alone is larger than the cache.
+    """
+    before = [Demand(key.at, (key.expert,)) for key in held]  # as if each had been read before
+    read = reads_of_belady([*before, *trace], nbytes, cache_bytes)[len(before) :]
+    return FurthestFirst(len(read), int((read > 0).sum()), int(read.sum()))
+
+
+def bound_s(compute_s: float, least_bytes: int, bytes_per_s: float | None) -> float:
+    """The least time: reading and computing can at best overlap entirely. None: reading costs no time."""
+    return max(compute_s, least_bytes / bytes_per_s if bytes_per_s else 0.0)
+
+
+# What no cache could have avoided reading, of experts of any sizes: PFOO-L. Pure.
+# Berger, Beckmann, Harchol-Balter: Practical Bounds on Optimal Caching with Variable Object Sizes (2018), section
+# 5. An expert that is found in memory has taken up its bytes at every demand since its last one. All of them
+# together have no more room than the cache at all demands together. Saving as many bytes as that allows is a
+# knapsack, and its fractional solution saves no less than any cache can: the bytes that are left must be read.
+
+I64 = npt.NDArray[np.int64]
+
+
+def least_bytes(
+    trace: Sequence[Demand], nbytes: Mapping[ExpertKey, int], capacity_bytes: int, held: Collection[ExpertKey] = ()
+) -> int:
+    """Bytes that any policy reads, whatever it keeps and however early it reads, if it holds `held` at first and runs
+    experts in the order of the trace. Raises ValueError if a demanded expert alone is larger than the capacity."""
+    keys = [key for demand in trace for key in demand.expert_keys()]
+    if not keys:
+        return 0
+    place = {key: number for number, key in enumerate(dict.fromkeys(keys))}
+    demands = np.array([place[key] for key in keys], dtype=np.int64)
+    sizes = np.array([nbytes[key] for key in place], dtype=np.int64)
+    if sizes.max() > capacity_bytes:
+        raise ValueError(f"an expert has {sizes.max()} bytes, more than the budget of {capacity_bytes}")
+    waits = _waits(demands, np.array([key in held for key in place]))
+    again = waits >= 0
+    room = int((capacity_bytes - sizes[demands]).sum())  # the expert that is demanded is in memory too
+    return int(sizes[demands].sum()) - _most_saved(sizes[demands][again], waits[again], room)
+
+
+def _waits(demands: I64, held: npt.NDArray[np.bool_]) -> I64:
+    """[demands]: how many other demands there were since the same expert's last one, or since the start for one that
+    is `held` [experts] then; -1 for the first demand of any other."""
+    order = demands.argsort(kind="stable")
+    before = np.empty_like(demands)
+    before[order[1:]] = order[:-1]
+    first = np.ones(len(demands), dtype=np.bool_)
+    first[order[1:]] = np.diff(demands[order]) > 0
+    before[first] = -1
+    waits: I64 = np.arange(len(demands)) - before - 1
+    waits[first & ~held[demands]] = -1
+    return waits
+
+
+def _most_saved(sizes: I64, waits: I64, room: int) -> int:
+    """A hit saves its size and takes up size × wait of the room: those with the shortest waits come first, the last one
+    in part."""
+    order = waits.argsort(kind="stable")
+    sizes, waits = sizes[order], waits[order]
+    taken = np.cumsum(sizes * waits)
+    whole = int(np.searchsorted(taken, room, side="right"))
+    saved = int(sizes[:whole].sum())
+    if whole < len(sizes):
+        saved += (room - (int(taken[whole - 1]) if whole else 0)) // int(waits[whole])
+    return saved
+
+
+# Runs a pack on some prompts and keeps every figure that `moert bench` speaks of.
 
 TEXTS = (
     "The river rises in the hills north of the town and runs south for about thirty miles until it meets the sea.",

@@ -6,6 +6,7 @@ import json
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -207,6 +208,9 @@ def _lines(found: Likelihood) -> list[str]:
     ]  # fmt: skip
 
 
+BENCH_OPTIONS = ("memory", "cache", "routing", "device", "threads")
+"""Of the engine, those that `moert bench` has; python -m recipes.bench.sweeps has all."""
+
 app = typer.Typer(
     add_completion=False, rich_markup_mode=None, pretty_exceptions_enable=False, no_args_is_help=True,
     help="Run a model.pack inside a memory budget.",
@@ -374,7 +378,7 @@ def chat(
 
 
 @app.command()
-@with_engine_options
+@partial(with_engine_options, names=BENCH_OPTIONS)
 def bench(
     context: typer.Context,
     packs: Annotated[list[Path], typer.Argument(metavar="PACK...", help="Directories of packs.", show_default=False)],
@@ -386,36 +390,23 @@ def bench(
     max_new_tokens: Annotated[
         int, typer.Option(min=1, help="Tokens to write after each prompt; an end token does not stop it.")
     ] = 32,
-    plot: Annotated[
-        str | None,
-        typer.Option(
-            "--plot",
-            metavar="DIR",
-            help="Also run over cache sizes and with parts of the engine left out, see which experts tokens go to, and "
-            "draw figures of it all into this folder.",
-        ),
-    ] = None,
-    overwrite: Annotated[
-        bool, typer.Option("--overwrite", help="With --plot: also into a folder with other pictures, and over them.")
-    ] = False,
     drive: DriveOption = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print nothing but one line of JSON for each pack.")] = False,
 ) -> None:
     """Measure how fast packs run on this device, and how near that is to what is possible."""
-    if overwrite and plot is None:
-        raise RunError("--overwrite goes with --plot: nothing else is replaced")
     if drive:
-        check_unused(context, {"packs", "drive", "plot", "overwrite", "as_json"}, "--drive: it runs no model")
-        from moert.bench.command import drives
+        check_unused(context, {"packs", "drive", "as_json"}, "--drive: it runs no model")
+        from moert.bench.drive import bench_drives
 
-        drives(packs, plot, as_json, overwrite)
+        for _ in bench_drives(packs, as_json):
+            pass
         return
     chosen = engine_options.settings()
     from moert.bench import command
     from moert.bench.measure import BenchSettings
 
-    settings = BenchSettings(chosen, max_new_tokens)
-    command.bench(packs, settings, command.texts_of(prompt, input_path, longest_text(chosen)), plot, as_json, overwrite)
+    texts = command.texts_of(prompt, input_path, longest_text(chosen))
+    command.bench(packs, BenchSettings(chosen, max_new_tokens), texts, as_json)
 
 
 app.command()(score)

@@ -397,10 +397,11 @@ class SaidOptions:
 UNSAID = SaidOptions()
 
 
-def with_engine_options(command: Callable[..., None]) -> Callable[..., None]:
-    """Returns the command with the fields of SaidOptions as options of its own, in the place of its parameter
-    `engine_options`."""
-    options = signature(SaidOptions, eval_str=True).parameters
+def with_engine_options(command: Callable[..., None], names: Collection[str] | None = None) -> Callable[..., None]:
+    """Returns the command with the fields of SaidOptions, or those of these names, as options of its own, in the place
+    of its parameter `engine_options`."""
+    every = signature(SaidOptions, eval_str=True).parameters
+    options = {name: option for name, option in every.items() if names is None or name in names}
     listed = list[Parameter]()
     own = signature(command, eval_str=True)
     for parameter in own.parameters.values():

@@ -2,7 +2,7 @@
 
 Pure. Belady's rule knows the future: the expert that is needed again last leaves first, and no policy hits more often
 where all experts have the same size. With mixed sizes some other choice may; a bound that no choice can beat is in
-moert.bench.pfoo.
+moert.bench.measure.
 """
 
 from __future__ import annotations

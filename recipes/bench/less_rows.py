@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 
 from moeconv.artifacts import ConversionReport, ReadPoint, Residence
-from moert.bench.bound import bound_s
+from moert.bench.measure import bound_s
 from recipes.bench.contenders import RESIDENT
 from recipes.bench.less_packs import Level
 from recipes.bench.race import Outcome

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from itertools import product
 
-from moert.bench.bound import bound_s
+from moert.bench.measure import bound_s
 from recipes.bench.race import Device, Outcome
 from recipes.bench.result import Row, row_of_runs
 

@@ -169,8 +169,8 @@ class Streamed:
 
     def unavoidable(self) -> list[int]:
         """Bytes that no policy could have avoided reading in each segment after the first, which warms up, starting
-        with what was in memory then; see moert.bench.pfoo."""
-        from moert.bench.pfoo import least_bytes
+        with what was in memory then; see moert.bench.measure."""
+        from moert.bench.measure import least_bytes
 
         nbytes = self._engine.cached_bytes
         cache_bytes, ends = self._engine.cache.capacity_bytes, [*(at for at, _ in self._starts[1:]), len(self._trace)]

@@ -25,6 +25,7 @@ from moert.pack.layout import Neurons
 from moert.pack.model_spec import LayerKey
 from moert.pack.neurons import PREDICTOR, NeuronPredictor, PredictedLoss, load_predictor
 from moert.pack.reader import Pack, projection_weights
+from recipes.bench import sweeps
 from tests.alone import alone
 from tests.little_memory import smallest_memory
 
@@ -293,13 +294,14 @@ def test_what_it_loses_is_said(tmp_path: Path, capsys: pytest.CaptureFixture[str
     assert "loss 2.13% [1.00%, 3.20%]" in moert.out
 
 
-def test_bench_measures_it(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_bench_measures_it(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     pack = predicted_pack(tmp_path / "m.pack", "gated", "bundled")
-    moert = Moert(capsys, monkeypatch)
-    flags = ["bench", pack, "--cache", HALF, "--max-new-tokens", "2", "--io", "buffered,1"]
-    assert moert(*flags, "--neurons", "predicted") == 0
-    assert ", neurons predicted" in moert.out
-    assert "knowing the future" not in moert.out
-    told = json.loads(moert.out.splitlines()[-1])
+    flags = [str(pack), "--cache", HALF, "--max-new-tokens", "2", "--io", "buffered,1", "--neurons", "predicted"]
+    assert sweeps.exit_code(flags) == 0
+    out = capsys.readouterr().out
+    assert ", neurons predicted" in out
+    assert "knowing the future" not in out
+    told = json.loads(out.splitlines()[-1])
     assert (told["settings"]["neurons"], told["settings"]["predict"]) == ("predicted", "none")
-    assert "--plot draws" in moert.refuses(*flags, "--neurons", "predicted", "--plot", "pictures")
+    assert sweeps.exit_code([*flags, "--plot", "pictures"]) == 2
+    assert "--plot draws" in capsys.readouterr().err

@@ -90,10 +90,10 @@ FORBIDDEN = [
 
 # What needs torch is imported by nothing but each other and, inside of functions, by who opens a device by name.
 TORCH = ["moert.beside.gpu.torch_matrices", "moert.beside.gpu.torch_backend", "moert.beside.gpu.torch_device"]
-# One is run by an installation, never by moert; one goes with the extra report; one is a program of its own; others go
+# One is run by an installation, never by moert; one is a program of its own; others go
 # with the extra gpu.
 OTHER_PACKAGES = {
-    "moert.kernels.build": {"setuptools"}, "moert.bench.plot": {"matplotlib"}, "moert.chat.sandbox": {"jinja2"},
+    "moert.kernels.build": {"setuptools"}, "moert.chat.sandbox": {"jinja2"},
     **{name: {"torch"} for name in TORCH}, "moert.beside.gpu.triton_kernel": {"torch", "triton"},
 }  # fmt: skip
 RUNTIME_PACKAGES = {"numpy", "safetensors", "tokenizers", "tqdm", "typer", "click", "rich"}

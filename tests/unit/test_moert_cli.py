@@ -36,6 +36,7 @@ from moert.pack.codec import F32
 from moert.pack.manifest import LossEstimate, Quality
 from moert.pack.reader import Pack
 from moert.pack.writer import add_to_pack
+from recipes.bench import sweeps
 
 ROOT = Path(cli.__file__).parent.parent
 NEW = ("--max-new-tokens", "6")
@@ -650,10 +651,17 @@ def test_streams_are_utf8_in_any_locale(pack, tmp_path) -> None:
     assert "é" in done.stdout.decode()
 
 
-@pytest.mark.parametrize("command", [cli.run, cli.chat, cli.bench])
+@pytest.mark.parametrize("command", [cli.run, cli.chat, sweeps.main])
 def test_commands_and_python_have_the_same_defaults(command: Callable[..., None]) -> None:
     said = {name: each.default for name, each in inspect.signature(command).parameters.items()}
     usual = EngineSettings()
     assert said["eviction"].value == usual.eviction
     assert said["predict"].value == usual.predict
     assert said["routing"] == usual.routing
+
+
+def test_bench_has_ten_options_with_the_same_defaults() -> None:
+    said = {name: each.default for name, each in inspect.signature(cli.bench).parameters.items()}
+    assert len({*said} - {"context", "packs"}) == 10
+    every = {name: each.default for name, each in inspect.signature(sweeps.main).parameters.items()}
+    assert said.items() <= every.items()

@@ -21,13 +21,12 @@ from moeconv.command.cli import _exit_code
 from moeconv.conversion.additions import _others
 from moeconv.errors import ConversionError, SettingsError
 from moeconv.measure.workdir import WorkDir
-from moert.bench.plot import check_drawing
-from moert.errors import DrawingImpossible
 from moert.pack.errors import WriteFailed
 from moert.pack.files import beside, placed
 from moert.pack.manifest import FORMAT_NAME
 from moert.pack.reader import MANIFEST, Pack, pack_around, strangers
 from moert.pack.writer import PackWriter, check_addable
+from recipes.bench.sweeps import DrawingImpossible, check_drawing
 
 ROOT = Path(moeconv.__file__).parents[1]
 NEW = ("--max-new-tokens", "3")
@@ -171,7 +170,7 @@ def test_pictures_of_others_are_not_drawn_over(tmp_path: Path, pack: Path) -> No
     pytest.importorskip("matplotlib")
     check_drawing(tmp_path, [pack])
     (tmp_path / "budgets.png").write_bytes(b"\x89PNG of a holiday")
-    with pytest.raises(DrawingImpossible, match=r"holds budgets\.png, which moert bench did not draw"):
+    with pytest.raises(DrawingImpossible, match=r"holds budgets\.png, which this program did not draw"):
         check_drawing(tmp_path, [pack])
     check_drawing(tmp_path, [pack], overwrite=True)
 

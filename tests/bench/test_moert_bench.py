@@ -1,4 +1,4 @@
-"""`moert bench`: what it counts, the JSON line, the tables and the pictures. Nothing here is timed."""
+"""`moert bench`: what it counts, its bounds, the JSON line and the tables. Nothing here is timed."""
 
 from __future__ import annotations
 
@@ -8,25 +8,31 @@ import shutil
 import sys
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import cache
+from itertools import combinations
 from pathlib import Path
 from typing import Any
 
 import pytest
+from command_line import Moert
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from moert.bench import command
-from moert.bench.bound import FurthestFirst, bound_s, furthest_first
-from moert.bench.command import bench, summary_of, texts_of
-from moert.bench.figures import Figure
-from moert.bench.measure import TEXTS, BenchRun, Sample, measure
-from moert.bench.summary import asked, percentile, summarize, summary_lines, tokens_sha256
+from moert.bench import drive as module
+from moert.bench.command import asked, bench, percentile, summarize, summary_lines, summary_of, texts_of, tokens_sha256
+from moert.bench.drive import FIRING
+from moert.bench.measure import TEXTS, BenchRun, FurthestFirst, Sample, bound_s, furthest_first, least_bytes, measure
 from moert.command.prompts import Longest
 from moert.engine.budget import CacheLimit, MemoryLimit, parse_cache, parse_memory
 from moert.engine.choosing import GenerationSettings
 from moert.engine.engine import Engine
 from moert.engine.session import Request, Session
-from moert.errors import DrawingImpossible, InputInvalid, PathsMissing
+from moert.errors import InputInvalid, PathsMissing
 from moert.experts.io import IoSettings
-from moert.experts.policy import Demand
+from moert.experts.policy import EVICTION, Demand
+from moert.experts.probe import CHUNKS, IN_FLIGHT, Curve, best_piece
+from moert.experts.replay import replay
 from moert.machine import usable_cores
 from moert.pack.errors import ManifestMissing, PackError
 from moert.pack.model_spec import ExpertKey, LayerKey
@@ -280,14 +286,138 @@ def test_what_was_measured_is_printed_before_anything_else_can_fail(
         bench([pack, damaged], SETTINGS, ["hello"], as_json=True)
     assert json.loads(capsys.readouterr().out)["pack"]["path"] == str(pack)
 
-    def fails(*rest: object) -> None:
-        raise DrawingImpossible("full")
 
-    pytest.importorskip("matplotlib")
-    monkeypatch.setattr("moert.bench.plot.draw", fails)
-    monkeypatch.setattr("moert.bench.sweeps.all_figures", lambda *rest: [Figure("a", "Title", "x", "y", "lines", {})])
-    with pytest.raises(DrawingImpossible):
-        bench([pack], SETTINGS, ["hello"], plot=tmp_path / "pictures")
-    out = capsys.readouterr().out
-    assert '"tokens_sha256"' in out
-    assert "Title" in out
+# `moert bench --drive`: what it prints and draws of a curve. Nothing here is timed.
+
+SPEEDS = {(chunk, count): float(chunk * count * 1000) for chunk in CHUNKS for count in IN_FLIGHT}
+
+
+@pytest.fixture
+def moert(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> Moert:
+    monkeypatch.setattr(module, "curve_of", lambda files: Curve(SPEEDS, sum(file.stat().st_size for file in files)))
+    return Moert(capsys, monkeypatch)
+
+
+@pytest.fixture
+def relu(tmp_path: Path) -> Path:
+    return tiny_packs.write_pack(tmp_path / "relu.pack", tiny_packs.SWITCH)
+
+
+def test_a_table_and_a_line(moert: Moert, pack: Path) -> None:
+    assert moert("bench", pack, "--drive") == 0
+    lines = moert.out.splitlines()
+    assert lines[0] == "Reading from the drive of tiny.pack (MB/s)"
+    assert lines[1].split("  ")[0] == "bytes of a read"
+    assert [line.split()[0] for line in lines[2 : 2 + len(CHUNKS)]] == list(map(str, CHUNKS))
+    found = json.loads(lines[-1])
+    assert {(row["chunk_bytes"], row["in_flight"]): row["bytes_per_s"] for row in found["speeds"]} == SPEEDS
+    assert found["pieces"] == [], "its activation has no exact zeros"
+
+
+def test_pieces_are_advised_where_neurons_may_be_zero(moert: Moert, relu: Path) -> None:
+    assert moert("bench", relu, "--drive", "--json") == 0
+    (line,) = moert.out.splitlines()
+    found = json.loads(line)
+    files = [*(relu / "experts").rglob("*.safetensors"), relu / "backbone.safetensors"]
+    assert found["spread_bytes"] == sum(file.stat().st_size for file in files)
+    assert [one["firing"] for one in found["pieces"]] == list(FIRING)
+    for one in found["pieces"]:
+        assert one["best_bytes"] == best_piece({int(at): s for at, s in one["seconds"].items()})
+    assert moert("bench", relu, "--drive") == 0
+    assert moert.out.count("--piece-bytes") == 1
+
+
+def test_options_of_a_run_have_no_effect(moert: Moert, pack: Path) -> None:
+    for options in (("--memory", "1GB"), ("--threads", "1"), ("--prompt", "hello")):
+        assert moert("bench", pack, "--drive", *options) == 2
+        assert moert.err == f"moert: {options[0]} has no effect with --drive: it runs no model: leave it out\n"
+
+
+# PFOO-L: never above what the best of all possible choices reads, nor above any policy or Belady's rule.
+
+EXPERTS = 5
+KEYS = [ExpertKey("decoder", 0, expert) for expert in range(EXPERTS)]
+WALKS = st.lists(st.integers(0, EXPERTS - 1), min_size=1, max_size=9)
+SIZES = st.lists(st.integers(1, 7), min_size=EXPERTS, max_size=EXPERTS)
+LONG = st.lists(st.sets(st.integers(0, EXPERTS - 1), min_size=1, max_size=3), min_size=1, max_size=60)
+
+
+def steps(walk: Sequence[int]) -> list[Demand]:
+    return [Demand(LayerKey("decoder", 0), (expert,)) for expert in walk]
+
+
+def optimum(walk: Sequence[int], sizes: Sequence[int], capacity: int, held: frozenset[int]) -> int:
+    """The least bytes of all ways to choose who leaves."""
+
+    @cache
+    def least(at: int, held: frozenset[int]) -> int:
+        if at == len(walk):
+            return 0
+        wanted = walk[at]
+        if wanted in held:
+            return least(at + 1, held)
+        kept = [frozenset(some) for count in range(len(held) + 1) for some in combinations(sorted(held), count)]
+        fits = [some for some in kept if sum(sizes[expert] for expert in some) + sizes[wanted] <= capacity]
+        return sizes[wanted] + min(least(at + 1, some | {wanted}) for some in fits)
+
+    return least(0, held)
+
+
+@settings(max_examples=300, deadline=None)
+@given(WALKS, SIZES, st.integers(7, 20), st.sets(st.integers(0, EXPERTS - 1)))
+def test_the_bound_is_never_above_the_best_of_all_choices(walk, sizes, capacity, wanted) -> None:
+    held: set[int] = set()
+    for expert in sorted(wanted):
+        if sum(sizes[each] for each in held) + sizes[expert] <= capacity:
+            held.add(expert)
+    nbytes = dict(zip(KEYS, sizes, strict=True))
+    found = least_bytes(steps(walk), nbytes, capacity, [KEYS[expert] for expert in held])
+    assert found <= optimum(walk, sizes, capacity, frozenset(held))
+    assert found >= sum(sizes[expert] for expert in {*walk} - held), "what was never there is read at least once"
+
+
+@settings(max_examples=100, deadline=None)
+@given(LONG, st.integers(3, 5))
+def test_with_equal_sizes_it_is_beladys_rule_or_less(layers, slots) -> None:
+    trace = [Demand(LayerKey("decoder", 0), tuple(sorted(experts))) for experts in layers]
+    nbytes = dict.fromkeys(KEYS, 7)
+    assert least_bytes(trace, nbytes, 7 * slots) <= furthest_first(trace, nbytes, 7 * slots).bytes_read
+
+
+@settings(max_examples=150, deadline=None)
+@given(LONG, SIZES, st.integers(21, 40), st.sampled_from(sorted(EVICTION)))
+def test_no_policy_reads_less(layers, sizes, capacity, name) -> None:
+    trace = [Demand(LayerKey("decoder", 0), tuple(sorted(experts))) for experts in layers]
+    nbytes = dict(zip(KEYS, sizes, strict=True))
+    least = least_bytes(trace, nbytes, capacity)
+    assert least <= replay(trace, nbytes, capacity, EVICTION[name]([LayerKey("decoder", 0)], None)).bytes_read
+    assert least <= furthest_first(trace, nbytes, capacity).bytes_read
+
+
+def test_it_is_below_beladys_rule_where_sizes_make_that_rule_wrong() -> None:
+    """Expert 2 is needed again first, but the next one that is missing pushes it out or the larger 0."""
+    sizes, walk = [4, 1, 3, 2, 3], (0, 1, 2, 2, 0, 1)
+    nbytes = dict(zip(KEYS, sizes, strict=True))
+    best = optimum(walk, sizes, 5, frozenset())
+    assert least_bytes(steps(walk), nbytes, 5) <= best < furthest_first(steps(walk), nbytes, 5).bytes_read
+
+
+def test_with_room_for_all_only_first_demands_are_read_and_only_of_what_was_not_held() -> None:
+    nbytes = dict(zip(KEYS, (5, 4, 3, 2, 1), strict=True))
+    walk = (0, 1, 0, 2, 1, 0)
+    assert least_bytes(steps(walk), nbytes, 12) == 12
+    assert least_bytes(steps(walk), nbytes, 12, KEYS[:2]) == 3
+    assert least_bytes([], nbytes, 12) == 0
+
+
+def test_the_last_hit_is_counted_in_part() -> None:
+    """Two experts of 10 in turn, with room for one and a half: of each expert a half could stay."""
+    nbytes = dict.fromkeys(KEYS, 10)
+    assert least_bytes(steps((0, 1, 0, 1)), nbytes, 15) == 20
+    assert least_bytes(steps((0, 1, 0, 1)), nbytes, 10) == 40
+    assert least_bytes(steps((0, 1, 2, 0, 1, 2)), nbytes, 15) == 60 - 60 // 4
+
+
+def test_an_expert_larger_than_the_cache_is_refused() -> None:
+    with pytest.raises(ValueError, match="more than the budget of 9"):
+        least_bytes(steps((0,)), dict.fromkeys(KEYS, 10), 9)

@@ -29,7 +29,8 @@ Shares = Mapping[int, float]
 
 
 class Input(NamedTuple):
-    """What a stack reads, `ids`; `given`: what the model is given for that, which is the same but behind an encoder."""
+    """The tokens that a stack reads, `ids`; `given`: the tokens that the model is given for it, the same but behind
+    an encoder."""
 
     given: Sequence[int]
     ids: Sequence[int]
@@ -75,7 +76,7 @@ def choices(measured: BenchRun, texts: Sequence[str] | None = None) -> Choices:
 
 
 class Reader:
-    """Lets an engine's model read, and hears what the routers of one stack decide."""
+    """Lets an engine's model read, and records the decisions of the routers of one stack."""
 
     def __init__(self, engine: Engine, name: StackName) -> None:
         self._engine, self._name = engine, name
@@ -115,7 +116,7 @@ class Reader:
 
 
 class _Heard:
-    """A router that writes down what it decides."""
+    """A router that writes down its decisions."""
 
     def __init__(self, router: Router, seen: list[I64]) -> None:
         self._router, self._seen = router, seen
@@ -191,7 +192,7 @@ def _inputs(
 
 
 def _read_back(spec: ModelSpec, written: Sequence[int]) -> list[int]:
-    """What the decoder read while it wrote this behind an encoder; not what came after the end of the text."""
+    """Returns the tokens that the decoder read while it wrote these behind an encoder, up to the end of the text."""
     assert spec.tokens.start is not None
     ends = [place for place, token in enumerate(written) if token in spec.tokens.eos]
     return [spec.tokens.start, *written[: ends[0] if ends else -1]]
