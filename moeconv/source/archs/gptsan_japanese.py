@@ -110,7 +110,7 @@ class GptsanJapanese(Family):
     @property
     def _config_class(self) -> Any:
         with torch_later():
-            from moeconv.source.gptsan_japanese import GptsanJapaneseConfig
+            from moeconv.source.gptsan_config import GptsanJapaneseConfig
         return GptsanJapaneseConfig
 
     @property
