@@ -11,7 +11,6 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
-from safetensors.numpy import save
 
 from moert.pack.documents import parsed
 from moert.pack.errors import FormatTooNew, HeaderInvalid, SizeOverflow
@@ -353,6 +352,8 @@ class TensorFile:
 
 def to_bytes(tensors: Mapping[str, npt.NDArray[Any]], metadata: Mapping[str, object]) -> bytes:
     """The file's content; safetensors itself writes metadata in no fixed order, here they are sorted."""
+    from safetensors.numpy import save  # a peer's Python has no safetensors, and reads headers by this file
+
     body = save({name: np.ascontiguousarray(array) for name, array in tensors.items()})
     length = int.from_bytes(body[:8], "little")
     texts = {name: str(value) for name, value in sorted(metadata.items())}
