@@ -21,8 +21,8 @@ from moert.pack.files import write_atomically
 from recipes.bench.blocks import rendered
 from recipes.bench.result import Result, Row, context, row_of_runs, write
 from recipes.bench.sized import sized
-from recipes.bench.tables import demo as table
-from recipes.bench.tables.demo import EVICTIONS, SHARES
+from recipes.bench.tables import speed as table
+from recipes.bench.tables.speed import EVICTIONS, SHARES
 
 if TYPE_CHECKING:
     from moeconv.artifacts import ConversionReport
@@ -81,7 +81,7 @@ def show(chosen: Sequence[Part], name: str) -> int:
     settings = {part.name: {k: v for k, v in asdict(part).items() if k != "out"} for part in chosen}
     result = Result(context({"models": settings}), result_rows(summary))
     path = write(name, result.context, result.rows)
-    print(rendered(table.parts(result), result))
+    print(rendered(table.demo_parts(result), result))
     print(f"\n{out}/summary.json and {path} written; the {name} took {time.monotonic() - started:.0f} s")
     missed = [model for model, found in summary["models"].items() if found["heldout"]["loss"] > found["target_loss"]]
     for model in missed:

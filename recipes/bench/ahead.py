@@ -13,10 +13,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from recipes.bench import race as races
-from recipes.bench.contenders import CACHE, INT4_LRU, MOERT
-from recipes.bench.devices import DEVICES, alive
-from recipes.bench.race import race
-from recipes.bench.readahead import read_ahead
+from recipes.bench.race import CACHE, DEVICES, INT4_LRU, MOERT, alive, race, read_ahead
 from recipes.bench.result import Row, context, row_of_runs, table, write
 from recipes.bench.shaped import DENSE, write_pack
 from recipes.bench.sized import sized

@@ -12,8 +12,7 @@ from collections.abc import Iterator, Sequence
 
 from moert.engine.engine import Engine
 from recipes.bench.controls import opened
-from recipes.bench.hash_kept import routings
-from recipes.bench.hash_packs import FOLDER, SUBJECTS, Subject, inputs, with_function
+from recipes.bench.hash_measures import FOLDER, SUBJECTS, Subject, inputs, routings, with_function
 from recipes.bench.result import Row, context, row_of_runs, table, write
 from recipes.bench.sized import sized
 from recipes.bench.streamed import THREADS

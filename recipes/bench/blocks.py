@@ -1,21 +1,140 @@
 """`make tables`: the blocks of README.md and docs/ that show results, and the picture, from the files in docs/results.
 
 A block lies between `<!-- table: NAME -->` and `<!-- end -->`. What is in it is defined in recipes/bench/tables:
-tables, and below them the sentences that quote figures. A block whose result is not kept yet stays as it is.
-"""
+tables, and below them the sentences that quote figures. A block whose result is not kept yet stays as it is."""
 
 from __future__ import annotations
 
+import difflib
 import re
 import sys
 import textwrap
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
-from recipes.bench import figures, picture
-from recipes.bench.result import Result, read
-from recipes.bench.tables import Block, Line, Part
-from recipes.bench.tables.catalogue import BLOCKS, MISSED, PER_KIND
+from moert.pack.manifest import in_words
+from recipes.bench import picture
+from recipes.bench.result import Result, Row, read
+from recipes.bench.tables import Block, Line, Part, mechanisms, quality, speed
+
+# From a template and a result to the text that a reader sees. Pure.
+# A template names rows in braces: `{g2p: hit rate}`, with `@low`, `@high`, `@n`, `@runs`, `@spread` or `@unit`
+# another field of the row. Behind a bar stands how to write it: `%` (as a share), `.1%`, `interval` (with its
+# ends), `interval%`, or what Python's format takes; by default it has three significant digits. A value that was
+# measured several times has half the distance between its quartiles behind it.
+
+_PLACE = re.compile(r"\{(?P<name>[^{}|@]+)(?:@(?P<field>[a-z]+))?(?:\|(?P<form>[^{}|]+))?\}")
+FAILED = "failed"
+
+
+class RowMissing(ValueError):
+    """A template names a row that the result does not have, though nothing failed in that run."""
+
+
+def names(template: str) -> Iterator[str]:
+    """The rows that a template needs."""
+    return (place["name"] for place in _PLACE.finditer(template))
+
+
+def filled(template: str, result: Result) -> str:
+    """Returns a cell of a table, or running text, with its figures."""
+    return _PLACE.sub(lambda place: _shown(place, result), template).strip()
+
+
+def number(value: float, form: str, unit: str) -> str:
+    """One number as `form` says; a share is a fraction, or in per cent where its unit says so."""
+    if form.endswith("%"):
+        percent = value if unit.startswith("%") else 100 * value
+        short = abs(percent) >= 10 or round(percent, 6) == round(percent)
+        decimals = form.removesuffix("%") or (".0" if short else ".1")
+        return _unsigned_zero(f"{percent:{decimals}f}") + "%"
+    if form:
+        return _unsigned_zero(f"{value:{form}}")
+    return f"{value:,.0f}" if abs(value) >= 1000 or value == int(value) else f"{value:.3g}"
+
+
+def _unsigned_zero(text: str) -> str:
+    return text.removeprefix("-") if re.fullmatch(r"-[0.]+", text) else text
+
+
+def _row(name: str, result: Result) -> Row | None:
+    """None where the part of the run that should have measured it failed."""
+    row = result.by_name.get(name)
+    if row is None and not result.context["settings"].get(FAILED):
+        near = difflib.get_close_matches(name, result.by_name, 3, 0)
+        raise RowMissing(f"there is no row {name!r}; nearest: {', '.join(map(repr, near)) or 'none'}")
+    return row
+
+
+def _about(row: Row, form: str) -> str:
+    """Returns ± half the distance between the quartiles of repeated measurements, in as many digits as the value has;
+    nothing where that is less than they show."""
+    half = number(row.spread / 2, form, row.unit) if row.spread else "0"
+    if not form and row.spread:
+        half = f"{row.spread / 2:,.0f}" if abs(row.value) >= 1000 else f"{row.spread / 2:.2g}"
+    return f" ± {half}" if re.search("[1-9]", half) else ""
+
+
+def _shown(place: re.Match[str], result: Result) -> str:
+    row, field, form = _row(place["name"], result), place["field"], place["form"] or ""
+    if row is None:
+        return FAILED
+    if field == "unit":
+        return in_words(row.unit)
+    value = getattr(row, field or "value")
+    if value is None:
+        return ""
+    if not form.startswith("interval"):
+        return number(value, form, row.unit) + (_about(row, form) if field is None else "")
+    form = form.removeprefix("interval")
+    shown = number(value, form, row.unit)
+    if row.low is None or row.high is None:
+        return shown
+    return f"{shown} ({number(row.low, form, row.unit)} to {number(row.high, form, row.unit)})"
+
+
+# Every block by its name, as markers in the text call it.
+
+MISSED = "missed"
+"""The block that lists the missed aims of all results."""
+PER_KIND = ("kernels", "peers")
+"""Results that are kept for each kind of processor, as NAME-KIND.json."""
+
+BLOCKS: Mapping[str, Block] = {
+    "front": Block("demo", speed.two_models),
+    "picture": Block("stream", speed.front_beside_llama),
+    "demo": Block("demo", speed.demo_parts),
+    "models": Block("models", quality.models_parts),
+    "references": Block("references", speed.demo_parts),
+    "peers": Block("peers", speed.peers_parts),
+    "kernels": Block("kernels", speed.kernels_parts),
+    "rounding": Block("rounding", quality.rounding_parts),
+    "stream": Block("stream", speed.shaped),
+    "stream-trained": Block("stream", speed.trained),
+    "ahead": Block("ahead", speed.ahead_parts),
+    "less": Block("less", mechanisms.less_parts),
+    "sweep": Block("sweep", quality.sweep_parts),
+    "gradients": Block("gradients", quality.gradients_parts),
+    "plans": Block("plans", quality.plans_parts),
+    "quant": Block("quant", quality.quant_parts),
+    "mixed": Block("mixed", quality.mixed_parts),
+    "hash-names": Block("hashed", mechanisms.names),
+    "hash-routing": Block("hashed", mechanisms.routing),
+    "hash-hits": Block("hashed", mechanisms.hits),
+    "hash-speeds": Block("hashed", mechanisms.hash_speeds),
+    "beforehand": Block("beforehand", mechanisms.beforehand),
+    "flash-bytes": Block("flash", mechanisms.nbytes),
+    "flash-speeds": Block("flash", mechanisms.flash_speeds),
+    "flash-curves": Block("flash", mechanisms.curves),
+    "promise": Block("promise", quality.promise_parts),
+    "size": Block("size", quality.size_parts),
+    "workers": Block("workers", quality.size_parts),
+    "large": Block("large", speed.large_parts),
+    "many": Block("many", speed.many_parts),
+    "devices": Block("devices", mechanisms.devices_parts),
+    "outlook": Block("outlook", mechanisms.outlook_parts),
+}
+
 
 ROOT = Path(__file__).resolve().parents[2]
 RESULTS = ROOT / "docs" / "results"
@@ -57,7 +176,7 @@ def _content(name: str, results: Mapping[str, Result]) -> str | None:
     if name == MISSED:
         return missed_table(results) if results else None
     if name not in BLOCKS:
-        raise ValueError(f"no table is called {name}: recipes/bench/tables/catalogue.py has {', '.join(BLOCKS)}")
+        raise ValueError(f"no table is called {name}: recipes/bench/blocks.py has {', '.join(BLOCKS)}")
     block = BLOCKS[name]
     found = of_kinds(block, results)
     return together([block.parts(each) for each in found], found) if found else None
@@ -79,10 +198,10 @@ def together(parts: Sequence[Sequence[Part]], results: Sequence[Result]) -> str:
         for part, result in zip(same, results, strict=True):
             if isinstance(part, str):
                 said = f"{processor(result)}: " if several else ""
-                filled = said + figures.filled(part, result)
-                texts.append(textwrap.fill(filled, WIDTH, break_long_words=False, break_on_hyphens=False))
+                line = said + filled(part, result)
+                texts.append(textwrap.fill(line, WIDTH, break_long_words=False, break_on_hyphens=False))
                 continue
-            head, *rest = [[figures.filled(each, result) for each in line] for line in part]
+            head, *rest = [[filled(each, result) for each in line] for line in part]
             lines += [] if lines else [["processor", *head] if several else head]
             lines += [[processor(result), *line] if several else line for line in rest]
         texts += [markdown(lines)] if lines else []
@@ -128,7 +247,7 @@ def missed_table(results: Mapping[str, Result]) -> str:
             counts.append((name, f"{sum(aims) + more} of {len(aims) + more}"))
         for row in result.rows:
             if row.met is False:
-                lines.append((name, row.name, f"{figures.number(row.value, '', '')} {row.unit}", str(row.aim)))
+                lines.append((name, row.name, f"{number(row.value, '', '')} {row.unit}", str(row.aim)))
     return f"{markdown(counts)}\n\n{markdown(lines) if len(lines) > 1 else 'None was missed.'}"
 
 

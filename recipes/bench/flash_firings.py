@@ -1,26 +1,28 @@
-"""Which neurons fire while the decoder of a trained model writes, or are named by its predictor: written down, and put
-in the place of those of a model of another shape.
-
-A *visit* is a layer and a token. Every model here goes to one expert a layer and token.
-"""
+"""Neurons that fire: recorded and replayed, curves over rooms and windows, orders in which they lie."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
-from moert.beside.flash.keeping import I64
+from moert.beside.flash.keeping import I64, KEEPING, Blocks, Hits, Keeping
 from moert.pack.codec import F32, U8
 from moert.pack.files import atomic_write
 from moert.pack.model_spec import ExpertKey, LayerKey
+from moert.pack.neurons import NeuronOrder
+from recipes.bench.result import Row
 
 if TYPE_CHECKING:
     from moert.engine.engine import Engine
+
+# Which neurons fire while the decoder of a trained model writes, or are named by its predictor: written down, and
+# put in the place of those of a model of another shape.
+# A *visit* is a layer and a token. Every model here goes to one expert a layer and token.
 
 Bits = npt.NDArray[np.bool_]
 Found = F32 | Bits
@@ -187,3 +189,224 @@ class _Changed:
 
     def fire(self, *arguments: Any) -> Found:
         return self._changed(self._backend.fire(*arguments))
+
+
+# What recorded firings say of keeping neurons: what a window of tokens leaves to be loaded, and what hits under
+# each way of keeping blocks, beside Belady's rule. Pure.
+
+WINDOWS = (1, 2, 4, 8, 16, 32, 64)
+ROOMS = (0.1, 0.25, 0.5, 0.75)
+BELADY = "Belady"
+_NEVER = 1 << 40
+
+
+class Loads(NamedTuple):
+    """What a window of the last tokens leaves to be read, and keeps: neurons for a token, each once."""
+
+    loaded: float
+    kept: float
+
+
+def window_loads(experts: I64, fired: Bits, windows: Sequence[int]) -> list[Loads]:
+    """Of one layer: experts [visits], and which of the neurons of each fired, [visits, d_ff]. A window of k keeps what
+    fired for any of the last k tokens."""
+    visits, d_ff = fired.shape
+    last: dict[int, I64] = {}
+    ages, rests = np.zeros(visits + 1, np.int64), np.zeros(visits + 1, np.int64)
+    for visit, expert in enumerate(experts.tolist()):
+        at = last.setdefault(expert, np.full(d_ff, -1))
+        seen = at[fired[visit]]
+        np.add.at(ages, np.where(seen < 0, visits, visit - seen), 1)
+        at[fired[visit]] = visit
+    for at in last.values():
+        np.add.at(rests, visits - at[at >= 0], 1)
+    first = int(ages[visits])
+    ages[visits] = 0
+    spans = np.arange(visits + 1)
+    return [
+        Loads(
+            (first + int(ages[k + 1 :].sum())) / visits,
+            int((np.minimum(spans, k) * (ages + rests)).sum()) / visits,
+        )
+        for k in windows
+    ]  # fmt: skip
+
+
+def visits_of(experts: I64, fired: Bits, per_block: int) -> tuple[list[I64], int]:
+    """The blocks that each token asks a layer for, ascending, and how many blocks an expert has."""
+    visits, d_ff = fired.shape
+    n_blocks = -(-d_ff // per_block)
+    padded = np.zeros((visits, n_blocks * per_block), np.bool_)
+    padded[:, :d_ff] = fired
+    asked = padded.reshape(visits, n_blocks, per_block).any(axis=2)
+    return [row.nonzero()[0] + n_blocks * int(expert) for row, expert in zip(asked, experts, strict=True)], n_blocks
+
+
+def kept_hits(visits: Sequence[I64], n_blocks: int, n_slots: int, keeping: Keeping) -> Hits:
+    """As the runtime keeps blocks, at first none: of a token that asks for more than there are slots, the first ones
+    stay."""
+    blocks, asked, hits = Blocks(n_blocks, keeping), 0, 0
+    blocks.resize(n_slots)
+    for wanted in visits:
+        asked += len(wanted)
+        hits += int(np.count_nonzero(blocks.slot_of[wanted] >= 0))
+        blocks.want(wanted[:n_slots])
+    return Hits(asked, hits)
+
+
+def best_hits(visits: Sequence[I64], n_blocks: int, n_slots: int) -> Hits:
+    """By Belady's rule, which knows the future: after each token stays what is asked for again first, of what was there
+    and what has come. Nothing has to stay, so that no way of keeping hits more often."""
+    again, following = list[I64](), np.full(n_blocks, _NEVER)
+    for visit in range(len(visits) - 1, -1, -1):
+        again.append(following[visits[visit]])
+        following[visits[visit]] = visit
+    needed, asked, hits = np.full(n_blocks, _NEVER), 0, 0  # when residents are needed again
+    for wanted, later in zip(visits, reversed(again), strict=True):
+        asked += len(wanted)
+        hits += int(np.count_nonzero(needed[wanted] < _NEVER))
+        needed[wanted] = later
+        if np.count_nonzero(needed < _NEVER) > n_slots:
+            needed[np.argpartition(needed, n_slots)[n_slots:]] = _NEVER
+    return Hits(asked, hits)
+
+
+def window_rows(name: str, firings: Firings) -> Iterator[Row]:
+    """The mean over all layers, as shares of an expert's neurons, and of all that a layer has."""
+    found = [
+        window_loads(experts, firings.fired(layer), WINDOWS) for layer, experts in enumerate(firings.experts)
+    ]  # fmt: skip
+    yield Row(f"{name}: fire for a token", 100 * firings.share, "% of an expert's neurons")
+    for place, k in enumerate(WINDOWS):
+        loaded, kept = (float(np.mean([getattr(layer[place], what) for layer in found])) for what in Loads._fields)
+        yield Row(f"{name}: window of {k}: loaded", 100 * loaded / firings.d_ff, "% of an expert's neurons")
+        share = 100 * kept / firings.d_ff / firings.n_experts
+        yield Row(f"{name}: window of {k}: kept", share, "% of a layer's neurons")
+
+
+def hit_rates(firings: Firings, per_block: int, room: float) -> Mapping[str, float]:
+    """Hits of all layers together, each with room for so large a part of its blocks, by the way of keeping."""
+    found = {name: [0, 0] for name in (*KEEPING, BELADY)}
+    for layer, experts in enumerate(firings.experts):
+        visits, of_expert = visits_of(experts, firings.fired(layer), per_block)
+        n_blocks = of_expert * firings.n_experts
+        n_slots = max(1, int(room * n_blocks))
+        hits = {name: kept_hits(visits, n_blocks, n_slots, keeping) for name, keeping in KEEPING.items()}
+        hits[BELADY] = best_hits(visits, n_blocks, n_slots)
+        for name, one in hits.items():
+            found[name][0] += one.hits
+            found[name][1] += one.asked
+    return {name: hits / max(1, asked) for name, (hits, asked) in found.items()}
+
+
+def hit_rows(name: str, firings: Firings, per_block: int) -> Iterator[Row]:
+    yield Row(f"{name}: block", per_block, "neurons")
+    for room in ROOMS:
+        for way, rate in hit_rates(firings, per_block, room).items():
+            yield Row(f"{name}: room for {room:.0%} of blocks: {way}", 100 * rate, "% hits")
+
+
+# Does it pay to lay neurons side by side that fire together? The paper's negative result, on recorded firings.
+# Pure.
+# An order is made of the first half of a recording and judged on the second; that of a pack was made of calibration
+# text.
+
+SIZES = (2, 4, 8, 16, 32)
+LEAST_VISITS = 64
+"""Of an expert that is looked at."""
+MOST_EXPERTS = 4
+"""Of a layer that are looked at: those with the most tokens."""
+
+
+def as_given(fired: Bits, size: int) -> I64:
+    return np.arange(fired.shape[1])
+
+
+def by_frequency(fired: Bits, size: int) -> I64:
+    """Those that fire most come first."""
+    return np.argsort(-fired.sum(axis=0), kind="stable")
+
+
+def together(fired: Bits, size: int) -> I64:
+    """Blocks of `size`: each begins with the most frequent neuron that is left, and takes again and again the one whose
+    tokens are most like those that ask for the block (Jaccard)."""
+    counts, left = fired.sum(axis=0), np.ones(fired.shape[1], np.bool_)
+    order: list[int] = []
+    while left.any():
+        chosen = int(np.where(left, counts, -1).argmax())
+        asked, both = np.zeros(len(fired), np.bool_), np.zeros_like(counts)
+        for _ in range(min(size, int(left.sum()))):
+            order.append(chosen)
+            left[chosen] = False
+            more = fired[:, chosen] & ~asked
+            asked |= more
+            both += fired[more].sum(axis=0)
+            alike = both / np.maximum(1, counts + int(asked.sum()) - both)
+            chosen = int(np.where(left, alike, -1).argmax())
+    return np.array(order)
+
+
+ORDERS: Mapping[str, Callable[[Bits, int], I64]] = {
+    "as given": as_given, "by frequency": by_frequency, "together": together,
+}  # fmt: skip
+
+IN_THE_PACK = "in the pack"
+"""By how often they fire on calibration text."""
+
+
+def touched(fired: Bits, order: I64, size: int) -> float:
+    """Of the blocks of `size` neurons in this order, how many a token asks for, on average. 0..1"""
+    ordered = fired[:, order]
+    ordered = np.pad(ordered, ((0, 0), (0, -ordered.shape[1] % size)))
+    return float(ordered.reshape(len(ordered), -1, size).any(axis=2).mean())
+
+
+def closest_friends(fired: Bits) -> I64:
+    """[d_ff]: the other neuron that fires most often when this one does."""
+    columns = fired.astype(np.float32)
+    both = columns.T @ columns
+    np.fill_diagonal(both, -1)
+    found: I64 = both.argmax(axis=1)
+    return found
+
+
+def as_trained(firings: Firings, order: NeuronOrder) -> Firings:
+    """The same in the order of the checkpoint, recorded of a pack that has this one."""
+    packed = np.empty_like(firings.packed)
+    for layer, rows in enumerate(rows for at, rows in order.layers.items() if at.stack == "decoder"):
+        fired = firings.fired(layer)
+        found = np.empty_like(fired)
+        np.put_along_axis(found, rows[firings.experts[layer]].astype(np.int64), fired, axis=1)
+        packed[layer] = np.packbits(found, axis=1)
+    return replace(firings, packed=packed)
+
+
+def halves(firings: Firings) -> Iterator[tuple[int, int, Bits, Bits]]:
+    """Of the experts that were asked most, by layer and number, the first and the second half of their tokens."""
+    for layer, experts in enumerate(firings.experts):
+        fired = firings.fired(layer)
+        numbers, counts = np.unique(experts, return_counts=True)
+        most = numbers[np.argsort(-counts, kind="stable")][:MOST_EXPERTS]
+        for expert in most.tolist():
+            mine = fired[experts == expert]
+            if len(mine) >= LEAST_VISITS:
+                yield layer, expert, mine[: len(mine) // 2], mine[len(mine) // 2 :]
+
+
+def order_rows(name: str, firings: Firings, order: NeuronOrder | None = None) -> Iterator[Row]:
+    """`order`: of the pack that was recorded; None: it has that of the checkpoint."""
+    parts = list(halves(firings if order is None else as_trained(firings, order)))
+    if not parts:
+        return
+    places = [] if order is None else [at for at in order.layers if at.stack == "decoder"]
+    for size in SIZES:
+        shares = {what: [touched(b, of(a, size), size) for _, _, a, b in parts] for what, of in ORDERS.items()}
+        if order is not None:
+            lies = [order.of(places[layer].expert(expert)).astype(np.int64) for layer, expert, _, _ in parts]
+            shares[IN_THE_PACK] = [touched(b, each, size) for each, (_, _, _, b) in zip(lies, parts, strict=True)]
+        for what, each in shares.items():
+            share = float(np.mean(each))
+            yield Row(f"{name}, blocks of {size}: {what}", 100 * share, "% of blocks", n=len(parts))
+    friends = [closest_friends(first) for _, _, first, _ in parts]
+    distinct = np.mean([len(np.unique(each)) / len(each) for each in friends])
+    yield Row(f"{name}: neurons that are anyone's closest friend", 100 * float(distinct), "% of all", n=len(parts))

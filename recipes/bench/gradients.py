@@ -21,8 +21,8 @@ from moeconv.artifacts import FISHER, ConversionReport, Probe, SensitivityTable,
 from moeconv.command.recipe import Recipe
 from moeconv.conversion.conversion import Conversion
 from moeconv.progress import unseen
+from recipes.bench.conversions import correlation
 from recipes.bench.result import Row, context, table, write
-from recipes.bench.signals import correlation
 from recipes.bench.sized import sized
 
 FOLDER = Path("build/bench/gradients")

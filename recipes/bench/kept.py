@@ -13,10 +13,9 @@ from dataclasses import replace
 from itertools import chain
 from pathlib import Path
 
-from recipes.bench import figures, picture
-from recipes.bench.blocks import RESULTS, ROOT, rendered
+from recipes.bench import blocks, picture
+from recipes.bench.blocks import BLOCKS, PER_KIND, RESULTS, ROOT, rendered
 from recipes.bench.result import FOLDER, Result, read, write
-from recipes.bench.tables.catalogue import BLOCKS, PER_KIND
 
 MOST_BYTES = 200_000
 BETTER = {"tokens/s": 1, "GB/s": 1, "GMAC/s": 1, "% of bandwidth": 1, "s": -1, "µs": -1}
@@ -42,7 +41,7 @@ def needed(name: str, result: Result) -> set[str]:
         [part] if isinstance(part, str) else chain.from_iterable(part) for part in parts
     )
     shown = picture.needed(result) if name == picture.SOURCE else set[str]()
-    return set(chain.from_iterable(map(figures.names, templates))) | shown
+    return set(chain.from_iterable(map(blocks.names, templates))) | shown
 
 
 def trimmed(result: Result, wanted: Collection[str]) -> Result:

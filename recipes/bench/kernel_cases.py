@@ -3,21 +3,124 @@
 from __future__ import annotations
 
 import math
+import time
 from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from ctypes import addressof, byref, c_int32, c_void_p
 from dataclasses import dataclass
 from itertools import cycle
 from types import TracebackType
+from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 
 from moert.kernels.filled import keys_of
 from moert.kernels.library import Library, NativeFailed, check
-from moert.kernels.structs import ACTIVATIONS, SCORES, Act, Attention, Ffn, Heads, Norm, Positions, Router
+from moert.kernels.memory import Arena
+from moert.kernels.structs import (
+    ACTIVATIONS,
+    KINDS,
+    SCORES,
+    Act,
+    Attention,
+    Ffn,
+    Heads,
+    Matrix,
+    Norm,
+    Positions,
+    Router,
+)
 from moert.models.kv import Kept
-from moert.pack.codec import F32
+from moert.pack.codec import F32, n_groups, row_bytes
 from moert.pack.parts import Attention as Parts
-from recipes.bench.kernel_weights import Material, Shape, nbytes_of
+from recipes.bench.sized import sized
+
+# How fast this machine reads memory: what a decoded token is measured against.
+
+NBYTES = sized(512 << 20, 32 << 20)  # far more than any cache holds
+RUNS = sized(9, 1)
+
+
+def buffer() -> npt.NDArray[np.uint8]:
+    """Memory of numpy's, which asks for large pages."""
+    return np.ones(NBYTES, np.uint8)
+
+
+def reader(data: npt.NDArray[np.uint8], threads: int) -> Callable[[], Any]:
+    """Reads `data` at each call: every thread sums its part."""
+    parts, pool = np.array_split(data.view(np.int64), threads), ThreadPoolExecutor(threads)
+    return lambda: list(pool.map(np.sum, parts))
+
+
+def read_bandwidth(threads: int, runs: int = RUNS) -> float:
+    """Bytes per second, the best of `runs`."""
+    read, seconds = reader(buffer(), threads), []
+    for _ in range(runs):
+        started = time.perf_counter()
+        read()
+        seconds.append(time.perf_counter() - started)
+    return NBYTES / min(seconds)
+
+
+# The weights of `make bench-kernels`: far more than any cache holds, laid out as in a pack.
+
+WORKING_SET = sized(448 << 20, 224 << 20)  # bytes: room for two heads of 16 bits
+FLOATS = {16: KINDS["BF16"], 32: KINDS["F32"]}  # bits → kind
+
+Shape = tuple[int, int]
+"""Rows, cols."""
+
+
+class Material:
+    """Bytes that all cases take their matrices from, since what a kernel takes does not depend on the values.
+
+    Any two bytes are a small float16 and a small bfloat16 as well, so they can be scales as well as codes.
+    """
+
+    def __init__(self, nbytes: int = WORKING_SET) -> None:
+        some = np.random.default_rng(0).integers(0x3000, 0x3800, 1 << 20, dtype=np.uint16).view(np.uint8)
+        self.data = Arena().allocate(nbytes)
+        for start in range(0, nbytes, len(some)):
+            self.data[start : start + len(some)] = some[: nbytes - start]
+        self._at = 0
+
+    def restart(self) -> None:
+        self._at = 0
+
+    def matrix(self, shape: Shape, bits: int, group: int) -> Matrix | None:
+        """The next one: codes, scales and minima one after the other; None where the bytes are at an end. group 0: one
+        scale a row."""
+        rows, cols = shape
+        group = group or cols
+        of_codes = rows * (cols * bits // 8 if bits in FLOATS else row_bytes(cols, bits))
+        of_scales = 0 if bits in FLOATS else 2 * rows * n_groups(cols, group)
+        start = self._at
+        if start + of_codes + 2 * of_scales > len(self.data):
+            return None
+        self._at += -(-(of_codes + 2 * of_scales) // 64) * 64
+        data = self.data.ctypes.data + start
+        if bits in FLOATS:
+            return Matrix(data, None, None, None, FLOATS[bits], rows, cols, cols)
+        return Matrix(data, data + of_codes, data + of_codes + of_scales, None, bits, rows, cols, group)
+
+    def matrices(self, shapes: Sequence[Shape], bits: int, group: int, most: int | None = None) -> list[Matrix]:
+        """As many as there is room for, at most `most`, the shapes in turn."""
+        self.restart()
+        found: list[Matrix] = []
+        for shape in cycle(shapes):
+            matrix = None if len(found) == most else self.matrix(shape, bits, group)
+            if matrix is None:
+                return found
+            found.append(matrix)
+        raise AssertionError("cycle ended")
+
+
+def nbytes_of(matrix: Matrix) -> int:
+    """What a product reads of a matrix."""
+    if matrix.scale is None:
+        return int(matrix.rows * matrix.cols * (4 if matrix.kind == KINDS["F32"] else 2))
+    return int(matrix.rows * (row_bytes(matrix.cols, matrix.kind) + 4 * n_groups(matrix.cols, matrix.group)))
 
 
 @dataclass(frozen=True, eq=False)

@@ -24,17 +24,15 @@ from moert.pack.model_spec import ModelSpec
 from moert.pack.reader import Pack
 from recipes.bench import race as races
 from recipes.bench import routing
-from recipes.bench.large_rows import prompt_rows, spent_rows
 from recipes.bench.llama import file_of
-from recipes.bench.race import Device, race
-from recipes.bench.readahead import read_ahead
+from recipes.bench.race import Device, race, read_ahead
 from recipes.bench.result import Row, context, row_of_runs, table, write
-from recipes.bench.shape_list import config_of, described
+from recipes.bench.shape_numbers import config_of, described
 from recipes.bench.shaped import DENSE, SEED, write_pack
 from recipes.bench.sized import sized
 from recipes.bench.stream import DEVICES, LLAMA, alive, disk_bytes_per_s, tell
 from recipes.bench.stream_packs import add_paths, expert_bytes, texts, uniform_pack
-from recipes.bench.stream_rows import bound_rows, llama_rows, speed_rows
+from recipes.bench.stream_rows import bound_rows, llama_rows, prompt_rows, speed_rows, spent_rows
 from recipes.bench.streamed import Setting
 from tests.cgroups import missing
 

@@ -28,7 +28,7 @@ from moeconv.plan.problem import Plan
 from moeconv.plan.search import uniform_bytes, weights_of
 from moeconv.promise.judging import estimate
 from moert.pack.manifest import LossEstimate
-from recipes.bench.opened import opened
+from recipes.bench.conversions import opened
 from recipes.bench.result import Row, context, table, write
 from recipes.bench.sized import sized
 

@@ -13,7 +13,7 @@ from pathlib import Path
 from xml.sax.saxutils import escape
 
 from recipes.bench.result import Result
-from recipes.bench.tables.stream import BESIDE_LLAMA, DEVICES, LARGE, SHARES
+from recipes.bench.tables.speed import BESIDE_LLAMA, DEVICES, LARGE, ROOMS
 
 PICTURE = Path(__file__).resolve().parents[2] / "docs" / "speed-by-memory.svg"
 SOURCE = "stream"
@@ -119,7 +119,7 @@ def drawn(results: Mapping[str, Result]) -> str | None:
 
 def _sides(device: str, result: Result) -> Iterator[tuple[str, str]]:
     """(where, who) of every process in a panel."""
-    for side in (*(f"moert {share}%" for share in SHARES), f"moert, {ALL}"):
+    for side in (*(f"moert {share}%" for share in ROOMS), f"moert, {ALL}"):
         yield f"{LARGE}, {device}", side
     for match in filter(None, map(BESIDE_LLAMA.fullmatch, result.by_name)):
         if match["device"] == device:

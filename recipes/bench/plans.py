@@ -30,7 +30,7 @@ from moeconv.plan.search import Question, uniform_bytes
 from moeconv.progress import unseen
 from moeconv.promise.judging import estimate
 from moert.pack.model_spec import ExpertKey
-from recipes.bench.opened import opened
+from recipes.bench.conversions import opened
 from recipes.bench.result import Row, context, row_of_runs, table, write
 from recipes.bench.sized import sized
 

@@ -6,8 +6,7 @@ text that no quantiser saw. Writes build/bench/quant.json.
 No reference model has rows that are whole blocks of 256 weights throughout. Where they are not, llama.cpp would fall
 back to formats of 4.5 bits and more; here rows are joined until they fill blocks, so that its formats keep their bits
 (scales of 16 or 32 weights stay within a row, what these are stored in units of spans rows). Beside that, g2p with
-those matrices alone quantised whose rows fit.
-"""
+those matrices alone quantised whose rows fit."""
 
 from __future__ import annotations
 
@@ -24,13 +23,77 @@ import torch
 
 from moeconv.quantizers import QUANTIZERS, Inputs
 from moert.pack.codec import F32, dequantize
-from recipes.bench import quant_speed
-from recipes.bench.apart import Apart, Failure
-from recipes.bench.likelihood import Likelihoods
-from recipes.bench.peers import I_QUANTS, K_QUANTS, Coded, gguf, hqq, hqq_group_size, import_peers
-from recipes.bench.result import Row, context, table, write
+from recipes.bench.quantisers import (
+    DOCUMENTS,
+    FITTING,
+    I_QUANTS,
+    K_QUANTS,
+    SIZES,
+    SPLITS,
+    Apart,
+    Coded,
+    Failure,
+    Ggml,
+    Likelihoods,
+    Quantized,
+    Result,
+    Subject,
+    gguf,
+    hqq,
+    hqq_group_size,
+    import_peers,
+)
+from recipes.bench.result import Row, context, row_of_runs, table, write
 from recipes.bench.sized import sized
-from recipes.bench.subject import DOCUMENTS, FITTING, SIZES, SPLITS, Quantized, Result, Subject
+
+# Weights a second on one core: ours, hqq and llama.cpp's, on one large matrix and on many small ones.
+
+SHAPES = sized({"1024 × 4096": (1, 1024, 4096), "64 experts of 256 × 128": (64, 256, 128)}, {"64 × 256": (1, 64, 256)})
+RUNS = sized(3, 1)
+SLOW_S = 10.0  # what takes longer is run once after the turn that is not counted
+AIM = 50.0  # million weights a second, for `group` at 4 bits
+
+
+def rows() -> list[Row]:
+    """The methods take turns; the first turn is not counted."""
+    torch.set_num_threads(1)
+    found = []
+    for name, shape in SHAPES.items():
+        methods = _methods(np.random.default_rng(0).standard_normal(shape, np.float32))
+        times: dict[str, list[float]] = {method: [] for method in methods}
+        for turn in range(RUNS + 1):
+            for method, call in methods.items():
+                if turn > 1 and times[method][0] > SLOW_S:
+                    continue
+                start = time.perf_counter()
+                call()
+                times[method].append(time.perf_counter() - start)
+        for method, (_, *taken) in times.items():
+            rates = [np.prod(shape) / seconds / 1e6 for seconds in taken]
+            row = row_of_runs(f"speed, {method}, {name}", [float(rate) for rate in rates], "million weights/s")
+            found.append(row.at_least(AIM) if method.startswith("group") else row)
+    return found
+
+
+def _methods(weights: F32) -> dict[str, Callable[[], object]]:
+    """At 4 bits, with inputs known where that makes a difference."""
+    n, _, in_features = weights.shape
+    x = np.random.default_rng(1).standard_normal((2 * in_features, in_features), np.float32)
+    counts = np.full(n, len(x))
+    square = Inputs.of(counts, np.repeat(np.square(x).mean(0)[None], n, axis=0))
+    product = Inputs.of(counts, np.repeat((x.T @ x / len(x))[None], n, axis=0))
+    formats = {name: Ggml(name) for name in ("Q4_K", "IQ2_XS", "IQ3_S", "IQ4_XS")}
+    return {
+        "channel": lambda: QUANTIZERS["channel"](0).quantize(weights, 4, None),
+        "group": lambda: QUANTIZERS["group"](64).quantize(weights, 4, square),
+        "gptq": lambda: QUANTIZERS["gptq"](64).quantize(weights, 4, product),
+        "hqq": lambda: hqq(weights, 4, 64, 1),
+        "Q4_K, no data": lambda: formats["Q4_K"].encode(weights, None),
+    } | {
+        f"{name}, imatrix": lambda ggml=ggml: ggml.encode(weights, square.moment)  # type: ignore[misc]
+        for name, ggml in formats.items()
+    }
+
 
 NAMES = sized(("wiki", "wikids", "marks", "g2p", f"g2p{FITTING}"), ("wiki",))
 GPTQ = (("gptq", 0), ("gptq", 64), ("gptq", 128))[: sized(3, 1)]
@@ -269,7 +332,7 @@ def main() -> None:
     import_peers()
     rows, aims, chosen, failures = gather(names)
     try:
-        aims += quant_speed.rows()
+        aims += rows()
     except Exception as error:  # the figures before it took long
         failures.append(f"speed: {error}")
     settings = {"samples": SIZES, "resampled": DOCUMENTS, "resamples": RESAMPLES, **NOTES, "chosen of ours": chosen,

@@ -1,25 +1,90 @@
-"""Programs in turns on an imitated device, each in a process and a control group of its own."""
+"""What the system reads beyond what a page fault asks for: as much as Linux does by default, on every machine.
+
+A program that maps its weights, as llama.cpp does, reads this much around each page that it touches. Some virtual
+machines set megabytes, which fill its memory with what it did not ask for."""
 
 from __future__ import annotations
 
 import itertools
+import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import islice
 from pathlib import Path
+from typing import Literal
 
+from moert.experts.names import DEFAULT_PREDICTOR
 from moert.machine import drop_page_cache
-from recipes.bench.contenders import Contender
 from recipes.bench.runner import Runner
-from recipes.bench.stream_packs import Packs
-from recipes.bench.streamed import Segment, Setting, lines_of
-from recipes.bench.timed import Spent
-from tests.cgroups import Group
+from recipes.bench.stream_packs import PIECE, Packs, expert_bytes, layer_bytes
+from recipes.bench.streamed import Segment, Setting, Spent, lines_of
+from tests.cgroups import Group, disk_of
+
+# Who runs in `make bench-stream`: this engine, and the paper's baselines as settings of it. Pure.
+
+Room = Literal["budget", "layer", "two layers", "all"]
+
+
+@dataclass(frozen=True)
+class Contender:
+    """`pack`: which widths. `room` for experts: the budget's, of one token's demand of a layer or two, or for all.
+    `warm_tokens` are written before anything counts."""
+
+    name: str
+    pack: Literal["mixed", "int4", "half"]
+    room: Room
+    eviction: str
+    predictor: str
+    warm_tokens: int
+
+    def setting(self, packs: Packs, share: float | None) -> Setting:
+        """`share`: the budget as a share of the bytes of the mixed widths' experts."""
+        pack = {"mixed": packs.mixed, "int4": packs.int4, "half": packs.half}[self.pack]
+        return Setting(
+            pack=str(pack),
+            cache_bytes=self._cache_bytes(packs, pack, share),
+            eviction=self.eviction,
+            predict=self.predictor,
+            routing=None if packs.routing is None else str(packs.routing),
+            prompts=None if packs.prompts is None else str(packs.prompts),
+            new_tokens=packs.new_tokens or PIECE,
+        )
+
+    def _cache_bytes(self, packs: Packs, pack: Path, share: float | None) -> int | None:
+        if self.room == "all":
+            return None
+        least = layer_bytes(pack)
+        if self.room != "budget":
+            return least if self.room == "layer" else 2 * least
+        if share is None:
+            raise ValueError(f"{self.name} needs a budget")
+        return max(least, int(share * expert_bytes(packs.mixed)))
+
+
+MOERT = Contender("moert", "mixed", "budget", "auto", DEFAULT_PREDICTOR, warm_tokens=48)
+IO_EXP = Contender("IO-EXP", "half", "layer", "lru", "none", warm_tokens=1)
+IO_QEXP = Contender("IO-QEXP", "int4", "layer", "lru", "none", warm_tokens=1)
+ON_DEMAND = Contender("mixed bits, on demand", "mixed", "layer", "lru", "none", warm_tokens=1)
+PRELOAD = Contender("mixed bits, + preload", "mixed", "two layers", "lru", DEFAULT_PREDICTOR, warm_tokens=16)
+CACHE = Contender("mixed bits, + cache", "mixed", "budget", "auto", "none", warm_tokens=48)
+STI = Contender("STI-like", "int4", "budget", "lifo", "none", warm_tokens=16)
+INT4_LRU = Contender("INT4, LRU", "int4", "budget", "lru", "none", warm_tokens=32)
+INT4_LFU = Contender("INT4, LFU", "int4", "budget", "lfu", "none", warm_tokens=32)
+IO_FREE = Contender("IO-FREE", "half", "all", "lru", "none", warm_tokens=128)
+RESIDENT = Contender("moert, all in memory", "mixed", "all", "lru", "none", warm_tokens=128)
+
+BUDGETED = (MOERT, CACHE, STI, INT4_LRU, INT4_LFU)
+UNBUDGETED, IN_MEMORY = (IO_EXP, IO_QEXP, ON_DEMAND, PRELOAD), (IO_FREE, RESIDENT)
+"""From IO-EXP over ON_DEMAND and PRELOAD to CACHE and MOERT each part of the engine comes in turn (EdgeMoE Fig. 16); in
+equal room CACHE reads nothing ahead, and MOERT does what it does by default."""
+
+
+# Programs in turns on an imitated device, each in a process and a control group of its own.
 
 LLAMA_WARM_TOKENS = 8  # read more than twice what its group may hold
 LEAST_TOKENS = 2
@@ -204,3 +269,54 @@ def forget(path: Path) -> None:
 
 def _files(path: Path) -> Iterator[Path]:
     return (each for each in path.rglob("*") if each.is_file()) if path.is_dir() else iter([path])
+
+
+# The small devices that benches imitate, and what is said of programs that end early there.
+
+DEVICES = {
+    "board": Device("board", 100_000_000),
+    "ssd": Device("ssd", 500_000_000),
+    "nvme": Device("nvme", None),
+}
+PROCESS_BYTES = 300_000_000
+"""Python, its libraries, keys, values, activations: what a budget gets beside the weights."""
+
+
+def alive(where: str, outcomes: dict[str, Outcome], failed: list[str]) -> dict[str, Outcome]:
+    """Without those whose programs ended: `failed` gets their names, and they cost their own rows only."""
+    for name, outcome in outcomes.items():
+        if outcome.ended is not None:
+            tell(f"{where}: {name}", outcome.ended, failed)
+    return {name: outcome for name, outcome in outcomes.items() if outcome.ended is None}
+
+
+def tell(what: str, why: object, failed: list[str]) -> None:
+    print(f"{what} failed: {why}", file=sys.stderr, flush=True)
+    failed.append(what)
+
+
+USUAL_KB = 128
+ROOT = Path("/sys/dev/block")
+
+
+@contextmanager
+def read_ahead(path: Path, kb: int = USUAL_KB, root: Path = ROOT) -> Iterator[int | None]:
+    """Inside the block files that are opened on the disk under `path` are read ahead by so much; afterwards as before.
+    Gives what holds, as a result is to say it: `kb`; what was set, where it can't be changed, which is said; None for
+    what lies on no disk of this machine."""
+    setting = root / disk_of(path) / "queue/read_ahead_kb"
+    if not setting.exists():
+        yield None
+        return
+    before = setting.read_text()
+    try:
+        setting.write_text(f"{kb}\n")
+        holds = kb
+    except OSError as error:
+        holds = int(before)
+        print(f"{setting} stays at {before.strip()} ({error.strerror})", file=sys.stderr, flush=True)
+    try:
+        yield holds
+    finally:
+        with suppress(OSError):
+            setting.write_text(before)

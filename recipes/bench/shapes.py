@@ -2,7 +2,7 @@
 
 Numbers are those of recipes/bench/shape_numbers.py. They are made and written some rows at a time, so memory does not
 grow with the model. The tokenizer is the wiki model's, whose ids every vocabulary here has. `--virtual` writes all but
-the weights, for a process that makes them when they are read (recipes/bench/virtual_run.py).
+the weights, for a process that makes them when they are read (recipes/bench/virtual.py).
 """
 
 from __future__ import annotations
@@ -21,9 +21,8 @@ from tqdm import tqdm
 from moeconv.source.outline import CONFIG, GENERATION_CONFIG
 from moeconv.source.tensors import INDEX
 from moert.pack.files import write_atomically
-from recipes.bench.shape_list import MODELS, Stored, config_of
-from recipes.bench.virtual import SEED, VirtualTensors
-from recipes.bench.virtual_run import mark
+from recipes.bench.shape_numbers import MODELS, Stored, config_of
+from recipes.bench.virtual import SEED, VirtualTensors, mark
 
 TOKENIZER = Path("recipes/models/wiki")
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json")

@@ -7,32 +7,165 @@ have the same effective bits on both sides, and all weights are in memory before
 loses its own rows; they are named at the end, and the exit status is then 1. Takes about ten minutes, and five more
 when the model's files are made first.
 
-Writes build/bench/peers.json.
-"""
+Writes build/bench/peers.json."""
 
 from __future__ import annotations
 
 import argparse
 import json
+import statistics
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
+from types import TracebackType
+from typing import Any, TypeVar
 
 import numpy as np
 
-from recipes.bench.bandwidth import read_bandwidth
+from moert.engine.budget import Budget
+from moert.machine import thread_bytes
+from moert.models.kv import state_bytes
+from moert.pack.reader import Pack
+from recipes.bench.kernel_cases import read_bandwidth
 from recipes.bench.llama import file_of
 from recipes.bench.result import Row, context, row_of_runs, table, write
-from recipes.bench.runner import Runner, ending
+from recipes.bench.runner import ProgramEnded, Runner, ending
 from recipes.bench.shaped import FOLDER, OLMOE, SEED, THREADS, write_pack
-from recipes.bench.sides import OURS, Measure, Sides, alternate, compared
 from recipes.bench.sized import sized
-from recipes.bench.whole import process_rows
+
+# Programs that are measured in turns, each in a process of its own. One that ends costs its own figures only.
+
+OURS = "moert"
+
+T = TypeVar("T")
+Measure = Callable[[Runner, int], T]
+"""Asks a program for something in the round of that number; the same number means the same prompt for all."""
+
+
+def alternate(
+    what: str, sides: Mapping[str, Callable[[int], T]], rounds: int, failures: list[str]
+) -> dict[str, list[T]]:
+    """All in turns, every other round in reverse order; round 0 warms up and does not count.
+
+    A side whose program ends is left out of the result, and `failures` gets a line that names it.
+    """
+    runs: dict[str, list[T]] = {name: [] for name in sides}
+    for number in range(rounds + 1):
+        for name in list(runs) if number < 2 or number % 2 else list(reversed(runs)):
+            try:
+                value = sides[name](number)
+            except ProgramEnded as error:
+                failures.append(f"{what}: {name}: {error}")
+                del runs[name]
+                continue
+            if number:
+                runs[name].append(value)
+    return runs
+
+
+class Sides:
+    """Programs that are loaded at once; to be used in a with block. `where` begins the names of their rows."""
+
+    def __init__(self, where: str, commands: Mapping[str, Sequence[str]], failures: list[str]) -> None:
+        self._where, self._failures, self._stack = where, failures, ExitStack()
+        self._runners = {name: self._stack.enter_context(Runner(command)) for name, command in commands.items()}
+
+    def __enter__(self) -> Sides:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._stack.close()
+
+    def turns(
+        self, what: str, measure: Measure[T], rounds: int, names: Iterable[str] | None = None
+    ) -> dict[str, list[T]]:
+        """What `measure` gives for each side, or for those of `names`, in each round."""
+        chosen = self._runners if names is None else {name: self._runners[name] for name in names}
+        bound = {name: lambda number, runner=runner: measure(runner, number) for name, runner in chosen.items()}
+        return alternate(f"{self._where}: {what}", bound, rounds, self._failures)
+
+    def once(self, *command: Any) -> dict[str, Any]:
+        """The answer of each side to one command."""
+        answers = self.turns(str(command[0]), lambda runner, _: [runner.ask(*command)], 1)
+        return {name: answer[0][0] for name, answer in answers.items()}
+
+
+def best_peer(runs: Mapping[str, Sequence[float]], least: bool = False) -> str | None:
+    """The peer, or its setting, with the greatest or least median; None where none is left."""
+    others = [name for name in runs if name != OURS]
+    sign = -1 if least else 1
+    return max(others, key=lambda name: sign * statistics.median(runs[name]), default=None)
+
+
+def compared(
+    what: str, runs: Mapping[str, Sequence[float]], unit: str = "tokens/s", aim: Callable[[Row], Row] | None = None
+) -> list[Row]:
+    """A row for each side and last, if both are there, the ratio of ours to the best of the peer's, round by round,
+    with its aim. Of seconds the best are the fewest."""
+    rows = [row_of_runs(f"{what}: {name}", values, unit) for name, values in runs.items()]
+    peer = best_peer(runs, least=unit == "s")
+    if OURS in runs and peer is not None:
+        ratios = [mine / other for mine, other in zip(runs[OURS], runs[peer], strict=True)]
+        ratio = row_of_runs(f"{what}: ratio", ratios, "× the peer's" if len(runs) == 2 else "× the peer's best")
+        rows.append(ratio if aim is None else aim(ratio))
+    return rows
+
+
+# Whole programs: how long `moert run` takes to its first token, and what its process holds beside the model.
+
+TO_FIRST_S = {"wiki": 0.4}
+BESIDE_MB = 50.0
+NEW_TOKENS = 16
+
+
+def process_rows(folder: Path, names: Iterable[str], rounds: int) -> list[Row]:
+    """Of the packs of these names, in the page cache, all experts in memory, on the first of the demo's prompts."""
+    rows: list[Row] = []
+    for name in names:
+        pack = folder / f"{name}.pack"
+        asked = (folder / f"{name}-prompts.jsonl").read_text(encoding="utf-8").splitlines()[0]
+        prompt = json.loads(asked)["prompt"]
+        seconds = [_first_token_s(pack, prompt) for _ in range(1 + rounds)][1:]
+        row = row_of_runs(f"{name}: start of the program to first token", seconds, "s")
+        rows.append(row.at_most(TO_FIRST_S[name]) if name in TO_FIRST_S else row)
+        rows += _memory_rows(name, pack, prompt, rounds)
+    return rows
+
+
+def _command(pack: Path, prompt: str, new_tokens: int) -> list[str]:
+    options = ["--max-new-tokens", str(new_tokens), "--threads", str(THREADS), "--json"]
+    return [sys.executable, "-m", "moert", "run", str(pack), prompt, *options]
+
+
+def _first_token_s(pack: Path, prompt: str) -> float:
+    """To the end of a program that writes one token."""
+    started = time.perf_counter()
+    subprocess.run(_command(pack, prompt, 1), check=True, capture_output=True)
+    return time.perf_counter() - started
+
+
+def _memory_rows(name: str, path: Path, prompt: str, rounds: int) -> list[Row]:
+    """The most that a process has held; and beside weights, experts, keys and values, which are bounded from above."""
+    peaks, tokens = [], 0
+    for _ in range(rounds):
+        done = subprocess.run(_command(path, prompt, NEW_TOKENS), check=True, capture_output=True)
+        stats = json.loads(done.stdout)["stats"]
+        peaks.append(stats["peak_rss_bytes"])
+        tokens = stats["prompt_tokens"]
+    pack = Pack.open(path)
+    budget = Budget.of(pack.manifest, False, thread_bytes(THREADS))
+    model = budget.backbone_bytes + budget.expert_bytes + state_bytes(pack.manifest.model, tokens, NEW_TOKENS)
+    whole = row_of_runs(f"{name}: most that the process holds", [peak / 1e6 for peak in peaks], "MB")
+    beside = f"{name}: beside weights, experts, keys and values"
+    return [whole, Row(beside, statistics.median(peaks) / 1e6 - model / 1e6, "MB").at_most(BESIDE_MB)]
+
 
 LLAMA_FOLDER = Path("build/peers/llama")
 LLAMA = LLAMA_FOLDER / "bin/python"

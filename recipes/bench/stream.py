@@ -25,11 +25,23 @@ from pathlib import Path
 from moert.pack.manifest import BACKBONE
 from moert.pack.reader import Pack
 from recipes.bench import race as races
-from recipes.bench.contenders import BUDGETED, IN_MEMORY, IO_FREE, MOERT, RESIDENT, UNBUDGETED
-from recipes.bench.devices import DEVICES, PROCESS_BYTES, alive, tell
 from recipes.bench.llama import file_of
-from recipes.bench.race import Device, Outcome, race
-from recipes.bench.readahead import read_ahead
+from recipes.bench.race import (
+    BUDGETED,
+    DEVICES,
+    IN_MEMORY,
+    IO_FREE,
+    MOERT,
+    PROCESS_BYTES,
+    RESIDENT,
+    UNBUDGETED,
+    Device,
+    Outcome,
+    alive,
+    race,
+    read_ahead,
+    tell,
+)
 from recipes.bench.result import Row, context, row_of_runs, table, write
 from recipes.bench.shaped import OLMOE
 from recipes.bench.sized import sized

@@ -35,10 +35,8 @@ from moeconv.artifacts import Probe
 from moeconv.sweep.probes import Found, Seq2SeqProber, TextProber
 from moeconv.sweep.sensitivity import BASE_BITS, PROBES_A_TASK
 from moert.pack.model_spec import LayerKey
-from recipes.bench.agreement import Agreement
-from recipes.bench.probed import Subject
+from recipes.bench.conversions import Agreement, Signals, Subject
 from recipes.bench.result import Row, context, row_of_runs, table, write
-from recipes.bench.signals import Signals
 from recipes.bench.sized import sized
 
 SAMPLES = sized(

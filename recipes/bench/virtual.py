@@ -1,17 +1,21 @@
-"""Checkpoints of published shapes whose tensors are made when they are read: moeconv's Tensors, without a file."""
+"""Checkpoints whose weights are made when they are read, and moeconv's command line with such checkpoints."""
 
 from __future__ import annotations
 
 import json
 from collections.abc import Collection, Mapping
+from pathlib import Path
 from typing import Any
 
 import torch
 
-from moeconv.source.outline import CheckpointError
+from moeconv.command import cli
+from moeconv.source.checkpoint import Checkpoint
+from moeconv.source.outline import CONFIG, CheckpointError
 from moeconv.source.tensors import Digest
-from recipes.bench.shape_list import Stored, described, stored
-from recipes.bench.shape_numbers import Numbers, mixed
+from recipes.bench.shape_numbers import Numbers, Stored, described, mixed, stored
+
+# Checkpoints of published shapes whose tensors are made when they are read: moeconv's Tensors, without a file.
 
 SEED = 20261124
 MAKING = 1
@@ -49,3 +53,44 @@ class VirtualTensors:
     def digest(self, into: Digest) -> None:
         """Adds what the numbers follow from."""
         into.update(self._what.encode())
+
+
+# moeconv's command line, for which some folders are checkpoints whose weights are made when they are read.
+# `python -m recipes.bench.virtual quantize DIR --bits 4`, with DIR from `python -m recipes.bench.shapes MODEL
+# --virtual`. Only the process itself knows of them, not the workers of a cluster.
+
+VIRTUAL = "virtual.json"
+"""Beside the config.json of such a folder: {"depth": layers as published, "seed": …}."""
+
+
+def mark(folder: Path, depth: int, seed: int) -> None:
+    """Says that the folder's weights are made when they are read."""
+    (folder / VIRTUAL).write_text(json.dumps({"depth": depth, "seed": seed}) + "\n")
+
+
+def tensors_of(folder: Path) -> VirtualTensors | None:
+    """Those of a folder that is marked; None for any other."""
+    if not (folder / VIRTUAL).is_file():
+        return None
+    marked = json.loads((folder / VIRTUAL).read_text())
+    config = json.loads((folder / CONFIG).read_text())
+    return VirtualTensors(config, marked["depth"], marked["seed"])
+
+
+def install() -> None:
+    """From now on Checkpoint.open knows such folders, in this process."""
+    on_disk = Checkpoint.open.__func__  # type: ignore[attr-defined]
+
+    def opened(cls: type[Checkpoint], path_or_hub_id: str | Path, names_only: bool = False) -> Checkpoint:
+        tensors = tensors_of(Path(path_or_hub_id))
+        if tensors is not None:
+            return cls.of(Path(path_or_hub_id), tensors, names_only)
+        found: Checkpoint = on_disk(cls, path_or_hub_id, names_only)
+        return found
+
+    Checkpoint.open = classmethod(opened)  # type: ignore[assignment, method-assign]
+
+
+if __name__ == "__main__":
+    install()
+    cli.main()

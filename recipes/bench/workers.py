@@ -17,9 +17,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from recipes.bench.result import Row, context, row_of_runs, table, write
-from recipes.bench.size import CONTEXT, FITTED
-from recipes.bench.size_rows import step_rows
-from recipes.bench.size_run import Ran, forget, run
+from recipes.bench.size import CONTEXT, FITTED, Ran, forget, run, step_rows
 from recipes.bench.sized import SMOKE, sized
 from tests.cgroups import missing
 

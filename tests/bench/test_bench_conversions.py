@@ -26,13 +26,11 @@ from recipes.bench.outlook_machine import KERNELS, OUT, RESULTS, machine
 from recipes.bench.plans import SEEDS, SIGNAL, rankings, reordered
 from recipes.bench.promise import CASES, Split, halves, summary
 from recipes.bench.result import Result, Row, read
-from recipes.bench.shape_list import config_of
-from recipes.bench.size_rows import Aim, growth_rows, line, rows_of
-from recipes.bench.size_run import Ran, conversion, run
-from recipes.bench.tables import mixed as mixed_tables
-from recipes.bench.tables import plans as tables
-from recipes.bench.virtual import VirtualTensors
-from recipes.bench.virtual_run import mark, tensors_of
+from recipes.bench.shape_numbers import config_of
+from recipes.bench.size import Aim, Ran, conversion, growth_rows, line, rows_of, run
+from recipes.bench.tables import quality as mixed_tables
+from recipes.bench.tables import quality as tables
+from recipes.bench.virtual import VirtualTensors, mark, tensors_of
 from recipes.bench.workers import rows_of as rows_of_workers
 from tests.cgroups import missing
 from tests.shapes import Shape, every
@@ -169,7 +167,7 @@ def test_the_table_has_a_line_for_each_size() -> None:
         rows.append(Row(f"wiki, 2.4 bits, {ranking}: loss", loss, "%"))
         rows.append(Row(f"wiki, 2.4 bits, {ranking}: experts", 4.2, "MB"))
     rows += [Row("wiki, 2.4 bits, random: least loss", 3.1, "%"), Row("wiki, 2.4 bits, random: largest loss", 3.4, "%")]
-    lines = rendered(tables.parts(Result(where, rows)), Result(where, rows)).splitlines()
+    lines = rendered(tables.plans_parts(Result(where, rows)), Result(where, rows)).splitlines()
     assert lines[2] == "| wiki | 2 and scales | 3.90 MB | | | | 3.80% (3.40% to 4.20%) |"
     assert lines[3] == "| wiki | 2.4 | 4.20 MB | 2.30% | 2.70% | 3.10% to 3.40% | |"
 
@@ -245,7 +243,7 @@ def test_every_cell_has_perplexity_loss_and_size(monkeypatch) -> None:
     assert (round(cell.value, 6), round(cell.low, 6), round(cell.high, 6), cell.n) == (15.2, 14.2, 16.2, 96)
     assert result.by_name["wiki, unquantised: perplexity"].value == 200
     assert len([name for name in result.by_name if name.endswith(": size")]) == 2 * 4 * (len(SETTINGS) + 1)
-    wiki, wikids, origin = rendered(mixed_tables.parts(result), result).split("\n\n")
+    wiki, wikids, origin = rendered(mixed_tables.mixed_parts(result), result).split("\n\n")
     lines = wiki.splitlines()
     assert lines[0].startswith("| wiki | experts 16 (16.20) | experts 4 (4.20) |")
     assert lines[2].startswith("| all 16 | 200.0 (+0.0%), 17.6 MB | 224.0 (+12.0%), 5.6 MB |")

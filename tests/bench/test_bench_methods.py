@@ -22,45 +22,49 @@ from moert.pack.model_spec import LayerKey
 from moert.pack.neurons import NeuronOrder, PredictedLoss
 from moert.pack.reader import Pack, projection_weights
 from recipes.bench.blocks import rendered
-from recipes.bench.cards import offloading, ours, processor, split
-from recipes.bench.cards_rig import Setup
-from recipes.bench.cards_rig import replay as replay_on_cards
-from recipes.bench.cards_routing import EXPERTS, LAYERS, TOP_K, Routes
-from recipes.bench.flash_bytes import Written, opened, write
-from recipes.bench.flash_curves import (
+from recipes.bench.cards import EXPERTS, LAYERS, TOP_K, Routes, Setup, offloading, ours, processor, split
+from recipes.bench.cards import replay as replay_on_cards
+from recipes.bench.flash_firings import (
+    IN_THE_PACK,
     ROOMS,
+    Firings,
+    Recorder,
+    Replay,
+    as_trained,
     best_hits,
     hit_rows,
     kept_hits,
+    order_rows,
     visits_of,
     window_loads,
     window_rows,
 )
-from recipes.bench.flash_firings import Firings, Recorder, Replay
-from recipes.bench.flash_order import IN_THE_PACK, as_trained, order_rows
-from recipes.bench.flash_packs import SUBJECTS, Subject
-from recipes.bench.flash_rows import (
+from recipes.bench.flash_measures import (
+    SUBJECTS,
     Asked,
+    Subject,
+    Written,
     asked_rows,
     in_order_rows,
     of_naive_rows,
+    opened,
     predicted_rows,
     predictor_rows,
     raced_rows,
     read_rows,
     steps_rows,
     today_rows,
+    write_texts,
 )
-from recipes.bench.hash_evictions import BELADY, Compared, Found, Perfect, eviction_rows
-from recipes.bench.hash_evictions import hit_rates as hash_hit_rates
-from recipes.bench.hash_race import BEST, DEFAULT, NONE, ON_DEMAND, called, race_rows
+from recipes.bench.hash_measures import BELADY, Compared, Found, Perfect, eviction_rows
+from recipes.bench.hash_measures import hit_rates as hash_hit_rates
+from recipes.bench.hashed import BEST, DEFAULT, NONE, ON_DEMAND, called, race_rows
 from recipes.bench.race import Outcome
 from recipes.bench.result import Result, Row, context
 from recipes.bench.shaped import DENSE
 from recipes.bench.shaped import write_pack as write_shaped
-from recipes.bench.streamed import Segment
-from recipes.bench.tables import devices, flash, hashed
-from recipes.bench.timed import Spent
+from recipes.bench.streamed import Segment, Spent
+from recipes.bench.tables import mechanisms
 from tests.shapes import Shape, every
 
 # make bench-flash: what is recorded and replayed, curves and orders of it, and what its tables show.
@@ -113,7 +117,7 @@ def test_a_model_of_another_shape_fires_as_recorded(layout: str, tmp_path: Path)
         Replay(firings, engine.spec.moe_layers(), moe.n, moe.ffn.d_ff).replace(engine)
         recorder = Recorder(engine)
         recorder.on = True
-        write(engine, [[5, 6, 7]], NEW_TOKENS)
+        write_texts(engine, [[5, 6, 7]], NEW_TOKENS)
         found = recorder.firings()
     expected = Replay(firings, SPECS["switch"].moe_layers(), found.n_experts, found.d_ff)
     for place, at in enumerate(SPECS["switch"].moe_layers("decoder")):
@@ -129,7 +133,7 @@ def test_what_a_predictor_names_is_replayed_too(predicted: Path) -> None:
         replayed.replace(engine)
         recorder = Recorder(engine)
         recorder.on = True
-        write(engine, [[5, 6, 7]], NEW_TOKENS)
+        write_texts(engine, [[5, 6, 7]], NEW_TOKENS)
         found = recorder.firings()
     expected = Replay(firings, spec.moe_layers(), spec.moe.n, spec.moe.ffn.d_ff)
     for place, at in enumerate(spec.moe_layers("decoder")):
@@ -141,9 +145,9 @@ def test_what_a_predictor_names_is_replayed_too(predicted: Path) -> None:
 
 def test_the_same_tokens_are_read_in_any_room(pack: Path, texts: list[list[int]]) -> None:
     with opened(pack) as engine:
-        alone = write(engine, texts, NEW_TOKENS)
+        alone = write_texts(engine, texts, NEW_TOKENS)
     with opened(pack, cache="60%") as engine:
-        little = write(engine, texts, NEW_TOKENS, alone.answers)
+        little = write_texts(engine, texts, NEW_TOKENS, alone.answers)
     assert little.answers == alone.answers
     assert little.tokens == alone.tokens > 0
     assert (little.neurons, little.fired, little.blocks) == (alone.neurons, alone.fired, alone.blocks)
@@ -294,14 +298,15 @@ def test_aims_stand_where_they_belong() -> None:
 
 def test_tables_show_part_of_a_run() -> None:
     result = Result(context({}), all_rows())
-    text = "\n".join(rendered(parts(result), result) for parts in (flash.nbytes, flash.speeds, flash.curves))
+    shown = (mechanisms.nbytes, mechanisms.flash_speeds, mechanisms.curves)
+    text = "\n".join(rendered(parts(result), result) for parts in shown)
     assert "| opt | 500 MB/s | + window | 5 ± 0.5 | 5.00 ± 0.50 | 0.001 |" in text
     assert "aim" not in text
     assert "| OPT-1.3B like opt |" in text
     assert "| opt | 0.80 | 0.75 | | |" in text
     assert "| opt, in the pack | " in text
     assert f"| opt, blocks of 2 | {ROOMS[0]:.0%} |" in text
-    for parts in (flash.nbytes, flash.speeds):
+    for parts in (mechanisms.nbytes, mechanisms.flash_speeds):
         rendered(parts(Result(context({}), [])), Result(context({}), []))
 
 
@@ -357,9 +362,9 @@ def test_a_part_of_a_run_can_be_shown() -> None:
     assert {row.name: row.met for row in rows if row.aim} == {
         "m, ssd: hash, foreseen 50% to on demand": True, "m, ssd: auto 50% to none": False,
     }  # fmt: skip
-    for parts in (hashed.names, hashed.routing, hashed.hits, hashed.speeds, hashed.beforehand):
+    for parts in (mechanisms.names, mechanisms.routing, mechanisms.hits, mechanisms.hash_speeds, mechanisms.beforehand):
         assert rendered(parts(result), result)
-    assert "0.95" in rendered(hashed.speeds(result), result)
+    assert "0.95" in rendered(mechanisms.hash_speeds(result), result)
 
 
 # The bench of two devices: what its routing, its rig and its tables make of small examples. Nothing here is timed.
@@ -408,12 +413,12 @@ def test_memory_for_half_of_the_experts_takes_longer(routes: Routes) -> None:
 def test_tables() -> None:
     names = ["two devices", "all on the processor", "LRU offloading", "layers split"]
     rows = [Row(f"t4, one request: {name}", 1.0, "tokens/s") for name in names]
-    rows.append(Row(f"t4, one request: {devices.OTHERS[-1]}", 1.2, "tokens/s"))
+    rows.append(Row(f"t4, one request: {mechanisms.OTHERS[-1]}", 1.2, "tokens/s"))
     rows.append(Row("t4, one request: by the best of the others", 1.5, "×").at_least(1.3))
     rows.append(Row("deciding a layer, 2 of 8 experts", 1.0, "µs").at_most(20))
     rows.append(Row("hits on the card with room for 10%: lru", 19.0, "%"))
     rows += [Row(f"t4, experts at 2 bits: {name}", 1.0, "tokens/s") for name in ("their method", "two devices")]
-    raced, aimed, hits, published = devices.parts(Result({}, rows))
+    raced, aimed, hits, published = mechanisms.devices_parts(Result({}, rows))
     assert raced[1][0] == "t4, one request"
     assert raced[1][-1] == "0.83 ×", "a best of the others that was measured once is among them"
     assert [line[0] for line in aimed[1:]] == ["deciding a layer, 2 of 8 experts"]

@@ -20,20 +20,15 @@ from moert.engine.choosing import GenerationSettings
 from moert.engine.engine import Engine
 from moert.kernels import library
 from moert.pack.codec import QuantizedMatrix, dequantize
-from recipes.bench import bandwidth, card, kernel_peers, kernels, llama, smoke, speed
-from recipes.bench.apart import Apart, Failure
-from recipes.bench.kernel_cases import Case, Kernels, Olmoe, vector
-from recipes.bench.kernel_weights import Material, nbytes_of
-from recipes.bench.likelihood import Likelihoods, Text, judge
+from recipes.bench import card, kernel_cases, kernels, llama, smoke, speed
+from recipes.bench.kernel_cases import Case, Kernels, Material, Olmoe, nbytes_of, vector
 from recipes.bench.ours import Ours
-from recipes.bench.peers import FOLDER, I_QUANTS, K_QUANTS, Ggml
 from recipes.bench.quant import duels
+from recipes.bench.quantisers import FOLDER, I_QUANTS, K_QUANTS, Apart, Failure, Ggml, Likelihoods, Result, Text, judge
 from recipes.bench.result import Row
 from recipes.bench.runner import ProgramEnded, Runner
 from recipes.bench.shaped import OLMOE, OLMOE_SHAPE, write_pack
-from recipes.bench.sides import OURS, alternate, compared
-from recipes.bench.subject import Result
-from recipes.bench.whole import process_rows
+from recipes.bench.speed import OURS, alternate, compared, process_rows
 from tests.shapes import every, shapes_of
 
 # The bench beside llama.cpp and transformers: the model it makes, how its processes talk, what its rows say.
@@ -357,7 +352,7 @@ def test_ratios_are_ours_to_each_peers() -> None:
 def test_rows_have_names_of_their_own_and_all_aims(ours: Kernels, monkeypatch: pytest.MonkeyPatch) -> None:
     for name, value in {"OLMOE": TINY_OLMOE, "INWARD": (64, 128), "OUTWARD": (128, 64), "REST_S": 0}.items():
         monkeypatch.setattr(kernels, name, value)
-    monkeypatch.setattr(bandwidth, "NBYTES", ROOM)
+    monkeypatch.setattr(kernel_cases, "NBYTES", ROOM)
     rows = list(kernels.bandwidth_rows(ours, Material(ROOM), 1, 1)) + list(kernels.step_rows(ours, 1))
     assert len({row.name for row in rows}) == len(rows)
     aims = {row.name: row.aim for row in rows if row.aim}
@@ -370,24 +365,24 @@ def test_rows_have_names_of_their_own_and_all_aims(ours: Kernels, monkeypatch: p
 def test_a_missing_peer_is_one_line(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(kernel_peers, "SITE", tmp_path)
+    monkeypatch.setattr(kernels, "SITE", tmp_path)
     monkeypatch.setattr(sys, "path", [])  # also put back, with what is added to it
     monkeypatch.setitem(sys.modules, "onnx", None)
-    found = list(kernel_peers.peers(8, (64, 128), tokens=2, most=3, threads=1))
+    found = list(kernels.peers(8, (64, 128), tokens=2, most=3, threads=1))
     assert [case.name for case in found] == ["torch int8"]
     lines = capsys.readouterr().err.splitlines()
-    assert len(lines) == len(kernel_peers.GROUPS)
+    assert len(lines) == len(kernels.GROUPS)
     assert all(line.startswith("left out: onnxruntime") for line in lines)
 
 
 @pytest.mark.parametrize("bits", [4, 16, 32])
 def test_torchs_products_have_the_shape_of_ours(bits: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(kernel_peers, "onnxruntime", lambda *_: pytest.fail("not asked for"))
+    monkeypatch.setattr(kernels, "onnxruntime", lambda *_: pytest.fail("not asked for"))
     torch.set_num_threads(1)
     makers = {
-        4: lambda: kernel_peers.torch_int4(64, (64, 128), 2, 3),
-        16: lambda: kernel_peers.torch_float(torch.bfloat16, (64, 128), 2, 3),
-        32: lambda: kernel_peers.torch_float(torch.float32, (64, 128), 2, 3),
+        4: lambda: kernels.torch_int4(64, (64, 128), 2, 3),
+        16: lambda: kernels.torch_float(torch.bfloat16, (64, 128), 2, 3),
+        32: lambda: kernels.torch_float(torch.float32, (64, 128), 2, 3),
     }
     case = makers[bits]()
     outputs = case.run()

@@ -17,20 +17,17 @@ from moert.engine.session import Session
 from moert.experts.policy import Demand
 from moert.pack.codec import F32
 from moert.pack.reader import Pack, projection_weights
-from recipes.bench import contenders, readahead, stream, stream_packs, stream_rows
 from recipes.bench import race as races
 from recipes.bench import routing as recorded
-from recipes.bench.contenders import Contender
-from recipes.bench.large_rows import prompt_rows, spent_rows
-from recipes.bench.race import Device, Entry, Outcome, of_llama, race
-from recipes.bench.readahead import USUAL_KB, read_ahead
+from recipes.bench import stream, stream_packs, stream_rows
+from recipes.bench.race import USUAL_KB, Contender, Device, Entry, Outcome, of_llama, race, read_ahead
 from recipes.bench.result import Row
 from recipes.bench.routing import WINDOW, Replaced, ReplayedRouting, like, record
 from recipes.bench.runner import Runner
 from recipes.bench.shaped import DENSE, OLMOE_SHAPE, write_pack
 from recipes.bench.stream_packs import Packs
-from recipes.bench.streamed import Segment, Setting, Streamed
-from recipes.bench.timed import Meter, Spent
+from recipes.bench.stream_rows import prompt_rows, spent_rows
+from recipes.bench.streamed import Meter, Segment, Setting, Spent, Streamed
 from tests import cgroups, tiny_packs
 from tests.shapes import every
 
@@ -55,7 +52,7 @@ def packs_of(pack: Path) -> Packs:
     return Packs("tiny", pack, pack, pack, None, None, 7)
 
 
-@pytest.mark.parametrize("contender", contenders.BUDGETED, ids=lambda each: each.name)
+@pytest.mark.parametrize("contender", races.BUDGETED, ids=lambda each: each.name)
 def test_a_budget_is_a_share_of_the_mixed_experts_but_never_below_a_layers_demand(
     contender: Contender, pack: Path
 ) -> None:
@@ -68,17 +65,17 @@ def test_a_budget_is_a_share_of_the_mixed_experts_but_never_below_a_layers_deman
 
 def test_baselines_are_what_the_paper_says(pack: Path) -> None:
     packs, layer = replace(packs_of(pack), half=Path("half")), stream_packs.layer_bytes(pack)
-    found = contenders.IO_QEXP.setting(packs, None)
+    found = races.IO_QEXP.setting(packs, None)
     assert (found.cache_bytes, found.predict, found.new_tokens) == (layer, "none", 7)
-    assert contenders.IO_FREE.setting(packs, None).cache_bytes is None
-    assert contenders.IO_FREE.setting(packs, None).pack == "half"
-    assert contenders.PRELOAD.setting(packs, None).cache_bytes == 2 * layer
-    equal = {each.name: each.setting(packs, 0.5) for each in (contenders.STI, contenders.INT4_LRU, contenders.INT4_LFU)}
+    assert races.IO_FREE.setting(packs, None).cache_bytes is None
+    assert races.IO_FREE.setting(packs, None).pack == "half"
+    assert races.PRELOAD.setting(packs, None).cache_bytes == 2 * layer
+    equal = {each.name: each.setting(packs, 0.5) for each in (races.STI, races.INT4_LRU, races.INT4_LFU)}
     assert {(each.pack, each.cache_bytes) for each in equal.values()} == {
-        (str(packs.int4), contenders.MOERT.setting(packs, 0.5).cache_bytes)
+        (str(packs.int4), races.MOERT.setting(packs, 0.5).cache_bytes)
     }
     assert [each.eviction for each in equal.values()] == ["lifo", "lru", "lfu"]
-    assert {each.predictor for each in (contenders.IO_EXP, contenders.IO_QEXP, contenders.STI)} == {"none"}
+    assert {each.predictor for each in (races.IO_EXP, races.IO_QEXP, races.STI)} == {"none"}
 
 
 def test_layer_bytes_are_the_largest_demand_of_one_token(pack: Path) -> None:
@@ -410,7 +407,7 @@ def test_routing_for_more_layers_experts_and_choices(pack: Path, monkeypatch: py
 
 
 def test_the_usual_read_ahead_holds_inside_the_block(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(readahead, "disk_of", lambda path: "8:0")
+    monkeypatch.setattr(races, "disk_of", lambda path: "8:0")
     setting = tmp_path / "8:0/queue/read_ahead_kb"
     setting.parent.mkdir(parents=True)
     setting.write_text("8192\n")
@@ -429,7 +426,7 @@ def test_what_can_not_be_changed_is_said(
     def refused(self: Path, text: str) -> int:
         raise OSError(30, "Read-only file system")
 
-    monkeypatch.setattr(readahead, "disk_of", lambda path: "8:0")
+    monkeypatch.setattr(races, "disk_of", lambda path: "8:0")
     setting = tmp_path / "8:0/queue/read_ahead_kb"
     setting.parent.mkdir(parents=True)
     setting.write_text("8192\n")
@@ -440,7 +437,7 @@ def test_what_can_not_be_changed_is_said(
 
 
 def test_what_lies_on_no_disk_is_left_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(readahead, "disk_of", lambda path: "0:42")
+    monkeypatch.setattr(races, "disk_of", lambda path: "0:42")
     with read_ahead(tmp_path, root=tmp_path) as holds:
         assert holds is None
         assert not list(tmp_path.iterdir())

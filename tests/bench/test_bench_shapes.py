@@ -15,8 +15,7 @@ from transformers import AutoModelForCausalLM
 
 from moeconv.source.checkpoint import Checkpoint
 from recipes.bench import shape_numbers, shapes
-from recipes.bench.shape_list import MODELS, config_of, stored
-from recipes.bench.skew import of_model
+from recipes.bench.shape_numbers import MODELS, config_of, of_model, stored
 from recipes.bench.virtual import VirtualTensors
 from tests.published import PARAMETERS
 

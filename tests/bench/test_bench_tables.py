@@ -11,19 +11,18 @@ from xml.etree import ElementTree
 
 import pytest
 
-from recipes.bench import blocks, figures, kept, picture, stream
-from recipes.bench.blocks import rendered
+from recipes.bench import blocks, kept, picture, stream
+from recipes.bench.blocks import BLOCKS, rendered
 from recipes.bench.race import Device, Entry, Outcome
 from recipes.bench.result import Result, Row, context, read, row_of_runs, write
 from recipes.bench.result import table as table_of
 from recipes.bench.stream_packs import Packs
 from recipes.bench.streamed import Segment
 from recipes.bench.tables import Block
-from recipes.bench.tables import stream as tables
-from recipes.bench.tables.catalogue import BLOCKS
+from recipes.bench.tables import speed as tables
 from tests import tiny_packs
 
-# The form in which benches hand over their figures.
+# The form in which benches hand over their blocks.
 
 
 def test_aims_say_whether_they_are_met():
@@ -195,21 +194,21 @@ def one_block(monkeypatch):
     ],
 )
 def test_cells(template, text):
-    assert figures.filled(template, RESULT) == text
+    assert blocks.filled(template, RESULT) == text
 
 
 def test_what_was_measured_several_times_has_its_spread():
     rows = [Row("a", 0.4321, "", 0.02, 5), Row("b", 1234.5, "s", 20.0, 5), Row("c", 4.4, "s", 0.001, 5)]
-    said = figures.filled("{a} {a|%} {b} {c|.1f} {a|.1f}", Result(WHERE, [*rows, Row("d", 1.0, "")]))
+    said = blocks.filled("{a} {a|%} {b} {c|.1f} {a|.1f}", Result(WHERE, [*rows, Row("d", 1.0, "")]))
     assert said == "0.432 ± 0.01 43% ± 1% 1,234 ± 10 4.4 0.4"
 
 
 def test_a_row_that_is_not_there_is_an_error_unless_its_part_failed():
-    with pytest.raises(figures.RowMissing, match="no row 'spee'; nearest: 'speed'"):
-        figures.filled("{spee}", RESULT)
+    with pytest.raises(blocks.RowMissing, match="no row 'spee'; nearest: 'speed'"):
+        blocks.filled("{spee}", RESULT)
     failed = Result({**WHERE, "settings": {"failed": ["llama"]}}, ROWS)
-    assert figures.filled("{spee}", failed) == "failed"
-    assert figures.filled("{speed}", failed) == "12.3"
+    assert blocks.filled("{spee}", failed) == "failed"
+    assert blocks.filled("{speed}", failed) == "12.3"
 
 
 TEXT = "top\n<!-- table: some -->\nold\n<!-- end -->\nrest <!-- help: x -->\nhelp\n<!-- end -->\n"
@@ -295,7 +294,7 @@ def test_what_can_be_kept_is_kept_and_the_rest_is_told(one_block, tmp_path, monk
 
 
 def test_a_result_that_its_tables_cannot_be_made_from_is_refused(one_block, tmp_path):
-    with pytest.raises(figures.RowMissing, match="no row 'ratio'"):
+    with pytest.raises(blocks.RowMissing, match="no row 'ratio'"):
         kept.keep(write("bench", WHERE, ROWS[:1], tmp_path), tmp_path / "docs")
 
 
@@ -335,7 +334,7 @@ def test_speed_is_kept_and_shown_for_each_kind_of_processor(one_block, tmp_path,
 def complete(parts, rows, settings):
     """A result that has every row which the parts name."""
     result = Result({**WHERE, "settings": settings}, rows)
-    names = set(figures.names(str(list(parts(result))))) - set(result.by_name)
+    names = set(blocks.names(str(list(parts(result))))) - set(result.by_name)
     return Result(result.context, [*rows, *(Row(name, 0.5, "share").within(0.4, 0.6, 9) for name in sorted(names))])
 
 
@@ -420,7 +419,7 @@ def test_the_quantisers_stand_in_order_of_the_peers_bits():
     ((head, *lines),) = BLOCKS["quant"].parts(result)
     assert head == ("", "g2p", "wiki")
     assert [line[0] for line in lines] == ["IQ2_S", "Q4_K"]
-    assert figures.filled(lines[0][1], result) == "0.50 (0.40 to 0.60), 0.50 to 2.56 bits"
+    assert blocks.filled(lines[0][1], result) == "0.50 (0.40 to 0.60), 0.50 to 2.56 bits"
 
 
 def test_a_peer_that_failed_on_one_model_leaves_the_others():
@@ -429,7 +428,7 @@ def test_a_peer_that_failed_on_one_model_leaves_the_others():
     rows += [Row(f"{name}{end}", 0.5, "") for name in names for end in (", heldout: divergence", ": bits of ours")]
     result = Result({**WHERE, "settings": {"failed": ["g2p, Q4_K"]}}, rows)
     ((_, *lines),) = BLOCKS["quant"].parts(result)
-    assert [[figures.filled(each, result) for each in line] for line in lines] == [
+    assert [[blocks.filled(each, result) for each in line] for line in lines] == [
         ["Q2_K", "0.50, 0.50 to 2.60 bits", "failed"],
         ["Q4_K", "failed", "0.50, 0.50 to 4.50 bits"],
     ]

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from recipes.bench.figures import filled
+from recipes.bench.blocks import filled
 from recipes.bench.result import Result
-from recipes.bench.tables import demo as table
+from recipes.bench.tables import speed as table
 from recipes.demo import AS_IT_IS, result_rows
 
 RUN = {"cache_bytes": 1_550_000, "tokens_per_s": 973.2, "peak_rss_bytes": 274e6, "belady_hit_rate": 0.7371}
@@ -29,7 +29,7 @@ def lines(loss: float) -> list[list[str]]:
     result = Result(
         {"settings": {}}, result_rows({"models": {"g2p": model(loss), "wiki": model(0.0, (65.643, 67.32))}})
     )
-    return [[filled(each, result) for each in line] for part in table.parts(result) for line in part]
+    return [[filled(each, result) for each in line] for part in table.demo_parts(result) for line in part]
 
 
 def test_the_tables_show_what_was_measured() -> None:

@@ -26,7 +26,7 @@ from moeconv.promise.bound import (
     widening,
     worst_harm,
 )
-from recipes.bench.promise_documents import ALLOWED, WITHIN, Setting, coverage, windows
+from recipes.bench.promise import ALLOWED, WITHIN, Setting, coverage, windows
 from tests.pairs import thinned
 
 Rng = np.random.Generator

@@ -1,7 +1,7 @@
 """What the tables in the text show.
 
 A table is its lines, the first of them the head; cells and paragraphs are templates that name rows of the result
-(recipes/bench/figures.py).
+(recipes/bench/blocks.py).
 """
 
 from __future__ import annotations
