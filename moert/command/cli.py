@@ -318,7 +318,7 @@ def run(
     chosen = engine_options.settings().but(template=template)
     longest = longest_text(chosen)
     text = read_prompt(prompt, file, sys.stdin, longest) if input_path is None else ""  # before anything is loaded
-    from moert.command.chat import run_prompt, run_records
+    from moert.command.prompts import run_prompt, run_records
     from moert.engine.engine import Engine
 
     engine = Engine.open(pack, chosen)

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import asyncio
 import threading
 import time
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from itertools import accumulate, chain
@@ -473,6 +471,9 @@ async def text_of(session: Callable[[], Session], prompt: Prompt, settings: Gene
 
     Raises what Session.add and Session.turn do.
     """
+    import asyncio  # 7 MB and 50 ms that no other run needs
+    from concurrent.futures import ThreadPoolExecutor
+
     loop, thread = asyncio.get_running_loop(), ThreadPoolExecutor(1, "moert")
     opened: list[Session] = []
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
@@ -71,6 +70,8 @@ class NeuronOrder:
     @property
     def digest(self) -> str:
         """sha256, in hexadecimal, of what the file holds."""
+        import hashlib  # takes memory, and opening a pack needs none of it
+
         return hashlib.sha256(self.to_bytes()).hexdigest()
 
     def placed(

@@ -184,7 +184,7 @@ def test_settings_out_of_range_are_named(name: str, value: Any) -> None:
 
 
 def test_greedy_takes_the_first_of_equals() -> None:
-    assert choosing.choose(np.array([0.0, 2.0, 2.0, -1.0], np.float32)) == 1
+    assert choosing.likeliest(np.array([0.0, 2.0, 2.0, -1.0], np.float32)) == 1
 
 
 LOGITS: F32 = 3 * np.random.default_rng(3).standard_normal(97, np.float32)
