@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from moert.pack.errors import Error
 
 __version__ = "0.1.0"
-_PLACES = {  # read when they are first asked for: main comes first, which sees to Ctrl-C
+_PLACES = {  # imported at their first use: main comes first, which handles Ctrl-C
     "ConversionError": "moeconv.errors", "Error": "moert.pack.errors",
 }  # fmt: skip
 __all__ = ["ConversionError", "Error", "__version__", "quantize"]
@@ -33,12 +33,13 @@ def quantize(
 ) -> ConversionReport:
     """Converts a model as `moeconv quantize` does: `quantize("checkpoint", loss="5%", calib="text.txt")`.
 
-    `settings`: its options by name, text as there or numbers. `work`: where measurements are kept for a rerun, by
-    default beside `out`. A line about each step, and how far the long ones are, goes to stderr; with `progress=False`
-    nothing. `say` gets the lines in the place of stderr. A held-out loss above the target raises nothing: look at the
-    report's `heldout`.
+    `settings`: the command's options by name, as text like on the command line, or as numbers. `work`: the folder that
+    keeps measurements for a rerun, by default beside `out`. A line about each step, and the progress of long steps, go
+    to stderr; with `progress=False` nothing does. `say` gets the lines in the place of stderr. A held-out loss above
+    the target raises nothing: look at the report's `heldout`.
 
-    Raises Error, which names arguments: ConversionError for what can't be converted as asked, or a PackError of moert.
+    Raises Error, which names arguments: ConversionError if the model, the text or a setting does not allow the
+    conversion, or a PackError of moert.
     """
     from moeconv.errors import ExtraMissing, missing_extra
     from moeconv.progress import bar, unseen

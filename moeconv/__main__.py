@@ -1,4 +1,4 @@
-"""Where the command moeconv begins, before anything is loaded: Ctrl-C ends it without a traceback from the start."""
+"""The start of the command moeconv, before anything is loaded: Ctrl-C ends it without a traceback from here on."""
 
 from __future__ import annotations
 
@@ -8,7 +8,8 @@ LEAST = (192_000_000, 1_000_000_000)  # see moert.pack.messages.Least
 
 
 def main() -> None:
-    """While Python loads the command line, Ctrl-C ends the process as the system does it; from then on, with 130."""
+    """Runs the command. While Python loads it, Ctrl-C ends the process as the system does; from then on, with status
+    130."""
     handled = signal.getsignal(signal.SIGINT) is signal.default_int_handler  # not where the caller had it ignored
     if handled:
         signal.signal(signal.SIGINT, signal.SIG_DFL)

@@ -1,4 +1,4 @@
-"""What the stages hand to each other: small frozen values, each a JSON file that can be read by hand."""
+"""The artefacts that stages hand to each other: small frozen values, each a JSON file that a person can read."""
 
 from __future__ import annotations
 
@@ -27,16 +27,16 @@ Bits = tuple[int, ...]
 """The widths of one expert: one for each projection, in the order of `spec.moe.ffn.projections`."""
 
 Assignment = Mapping[ExpertKey, Bits]
-"""The widths of experts: of all of them, unless something else is said."""
+"""The widths of experts: of all experts, unless a docstring says otherwise."""
 
 
 def uniform(spec: ModelSpec, bits: int) -> dict[ExpertKey, Bits]:
-    """Every projection of every expert at the same width."""
+    """Returns the assignment with every projection of every expert at the same width."""
     return dict.fromkeys(spec.expert_keys(), (bits,) * len(spec.moe.ffn.projections))
 
 
 class Probe(NamedTuple):
-    """One question to the sweep: this expert alone at these widths, all others as in the base."""
+    """One measurement of the sweep: this expert alone at these widths, all others as in the base."""
 
     key: ExpertKey
     bits: Bits
@@ -49,7 +49,7 @@ class Probe(NamedTuple):
 class Summary:
     """One evaluation over a list of samples, in a few figures.
 
-    `value` is that of the metric, `loss` its loss against the unquantised model. `nll` is the mean negative
+    `value` is the metric's value, `loss` its loss against the unquantised model. `nll` is the mean negative
     log-likelihood of the samples' text (nats a token), `kl` the mean divergence of the next-token distribution from
     the unquantised model's (nats a token); both teacher-forced.
     """
@@ -62,14 +62,15 @@ class Summary:
 
 SIGNALS = ("metric", "nll", "kl")
 LEAST_SEEN = 8
-"""Tokens below which what an expert was seen to cost is luck."""
+"""Tokens that an expert must have seen for its measured cost to be more than luck."""
 FISHER = "fisher"
-"""A signal that is not measured expert by expert: an estimate of "kl", in whose place it stands."""
+"""A signal that is not measured expert by expert: an estimate that takes the place of "kl"."""
 
 
 @dataclass(frozen=True)
 class SensitivityTable:
-    """What experts cost at other widths than the base's, each alone (EdgeMoE §3.2: base 4 bits, probe 2 bits).
+    """The sensitivities: the cost of each expert alone at other widths than the base's (EdgeMoE §3.2: base 4 bits,
+    probe 2 bits).
 
     `costs` has for each probe its rise above the base in each of SIGNALS: loss of the metric, nats, divergence.
     `coverage` counts the tokens of the sweep's text that each expert saw.
@@ -81,23 +82,24 @@ class SensitivityTable:
     coverage: Mapping[ExpertKey, int]
 
     def cost(self, probe: Probe, signal: str) -> float:
-        """0 at the base's own widths. Raises KeyError for a probe that was not measured."""
+        """Returns the cost of a probe in a signal; 0 at the base's own widths. Raises KeyError if it was not
+        measured."""
         if set(probe.bits) == {self.base_bits}:
             return 0.0
         return self.costs[probe][SIGNALS.index("kl" if signal == FISHER else signal)]
 
     def barely_seen(self) -> list[ExpertKey]:
-        """Experts that fewer than LEAST_SEEN tokens reached."""
+        """Returns the experts that fewer than LEAST_SEEN tokens reached."""
         return sorted(key for key, tokens in self.coverage.items() if tokens < LEAST_SEEN)
 
     def importance(self, bits: int) -> dict[ExpertKey, float]:
-        """Loss of the metric with all of an expert's projections at `bits`."""
+        """Returns expert → the loss of the metric with all of its projections at `bits`."""
         return {probe.key: cost[0] for probe, cost in self.costs.items() if set(probe.bits) == {bits}}
 
 
 @dataclass(frozen=True)
 class Target:
-    """What a conversion aims at: a largest "loss" (a share), a "size" (bytes of all experts), or "bits" a weight."""
+    """The aim of a conversion: a largest "loss" (a share), a "size" (bytes of all experts), or "bits" a weight."""
 
     kind: Annotated[str, Read(among("loss", "size", "bits"))]
     value: Number
@@ -105,7 +107,7 @@ class Target:
 
 @dataclass(frozen=True)
 class CurvePoint:
-    """One plan on the size–loss curve. `nbytes` are those of all experts' tensors; what was not measured is None.
+    """One plan on the size–loss curve. `nbytes` counts all experts' tensors; a loss that was not measured is None.
 
     `upper` is the bound that the promise rests on: the loss stays under it with the stated confidence.
     """
@@ -119,8 +121,8 @@ class CurvePoint:
 
 @dataclass(frozen=True)
 class Step:
-    """A part of the work and what it took in this run. `reused_seconds` is what those measurements had taken that it
-    found in the journal of an earlier run."""
+    """A part of the work and its time in this run. `reused_seconds` is the time of the measurements that it found in
+    the journal of an earlier run."""
 
     name: str
     seconds: float
@@ -129,7 +131,7 @@ class Step:
 
 @dataclass(frozen=True)
 class SweepCost:
-    """What the sweep spent, beside what evaluating each probe in full would have spent in expert rows.
+    """The work of the sweep in expert rows (`flops`), beside the work of evaluating each probe in full (`naive_flops`).
 
     `free_probes` are of experts that saw no token. `measured_share` is below 1 where racing stopped early. `near_ties`
     counts outputs that hung on a tie that the order of summation decides.
@@ -146,9 +148,9 @@ class SweepCost:
 
 @dataclass(frozen=True)
 class DenseReport:
-    """The matrices outside the experts, where some have widths: `bits` of each role that has one. `nbytes` are those of
-    all tensors outside the experts, `source_nbytes` what they had in the source. `alone` is the loss with the experts
-    unquantised, on the text of `ConversionReport.calibration`; None where there was no text."""
+    """The matrices outside the experts, where some have widths: `bits` of each role that has one. `nbytes` are the
+    bytes of all tensors outside the experts, `source_nbytes` their bytes in the source. `alone` is the loss with the
+    experts unquantised, on the text of `ConversionReport.calibration`; None if no text was given."""
 
     quantizer: str
     group_size: int
@@ -160,10 +162,10 @@ class DenseReport:
 
 @dataclass(frozen=True)
 class RouteReport:
-    """What sends tokens to experts where routers do not: `kind` "hash" is a hash function of `width` features, each
-    token going to the `top_k` experts that it names first. All figures of the report but those of ranking are with it.
-    `alone` is what that loses with unquantised experts, on the text of `ConversionReport.calibration`; `routers` what
-    the pack loses on held-out text where its own routers route."""
+    """Routing without the model's routers: `kind` "hash" is a hash function of `width` features, each token going to
+    the `top_k` experts that it names first. All figures of the report but those of ranking are with it. `alone` is its
+    loss with unquantised experts, on the text of `ConversionReport.calibration`; `routers` the loss of the pack on
+    held-out text with its own routers."""
 
     kind: str
     top_k: int
@@ -174,12 +176,12 @@ class RouteReport:
 
 @dataclass(frozen=True)
 class NeuronsReport:
-    """What says which neurons are computed, where not all are: a predictor of rank `rank`, whose thresholds let at most
-    the share `missed` of what firing neurons give go unnamed on the text that it learnt from. Of text that it did not
-    learn from it names the shares `firing` of firing neurons, `neurons` of all, and `blocks` of blocks of `per_block`
-    neurons, on the mean of layers. All figures of the report but those of ranking are with it. `alone` is what that
-    loses with unquantised experts, on the text of `ConversionReport.calibration`; `exact` what the pack loses on
-    held-out text where all neurons are computed."""
+    """The predictor that names the neurons to compute, where not all are computed: of rank `rank`, with thresholds that
+    leave at most the share `missed` of the firing neurons' output unnamed on the text that it learnt from. On text that
+    it did not learn from it names the shares `firing` of firing neurons, `neurons` of all, and `blocks` of blocks of
+    `per_block` neurons, as means over layers. All figures of the report but those of ranking are with it. `alone` is
+    its loss with unquantised experts, on the text of `ConversionReport.calibration`; `exact` the loss of the pack on
+    held-out text with all neurons computed."""
 
     rank: int
     missed: float
@@ -193,10 +195,11 @@ class NeuronsReport:
 
 @dataclass(frozen=True)
 class Standing:
-    """What the promise stands on. `asked` is the confidence that was asked for. Plans were judged on `documents`, worth
-    `of_one_size` of one size, the result on `heldout_documents`; `needed` and `heldout_needed` are what the confidence
-    takes. `looks` is how many conversions, this one included, were judged on this text with the same work directory.
-    `notes` are lines for a person: what the promise does not cover, and why."""
+    """The evidence behind the promise. `asked` is the wanted confidence. Plans were judged on `documents`, worth
+    `of_one_size` documents of equal size, the result on `heldout_documents`; `needed` and `heldout_needed` are the
+    numbers of documents that the confidence takes. `looks` counts the conversions, this one included, that were judged
+    on this text with the same work directory. `notes` are lines for a person: the limits of the promise, with
+    reasons."""
 
     asked: float | None
     documents: int
@@ -210,7 +213,7 @@ class Standing:
 
 @dataclass(frozen=True)
 class ReadPoint:
-    """A plan that was measured: bytes that a token reads, its loss, and the bound of that."""
+    """A measured plan: the bytes that a token reads, the loss, and the bound of the loss."""
 
     bytes: Number
     loss: Number
@@ -219,11 +222,12 @@ class ReadPoint:
 
 @dataclass(frozen=True)
 class Residence:
-    """Routing that was fitted to a `share` of the experts in memory; `recent`, `sure` and `bonus` as in
-    moert.pack.manifest.Preference. `exact_bytes` and `bytes` are what a token reads on the held-out text, all layers
-    together, where memory holds the last `recent` experts of each: with exact routing, and with this one. Widths and
-    routing together lose `calibration`, stay under `upper_bound`, and lose `heldout`. `alone` are the plans that were
-    tried of widths with exact routing, `together` those of this pack's widths with routing, on the calibration text."""
+    """Cache-aware routing that was fitted to a `share` of the experts in memory; `recent`, `sure` and `bonus` as in
+    moert.pack.manifest.Preference. `exact_bytes` and `bytes` are the bytes that a token of the held-out text reads, all
+    layers together, if memory holds the last `recent` experts of each layer: with exact routing, and with this one.
+    Widths and routing together lose `calibration`, stay under `upper_bound`, and lose `heldout`. `alone` are the plans
+    of widths that were tried with exact routing, `together` this pack's widths with routing, on the calibration
+    text."""
 
     share: Annotated[float, Read(share)]
     recent: int
@@ -253,7 +257,7 @@ def _expert_bytes(value: Any, where: str) -> Mapping[str, int]:
 
 
 def _sensitivity(value: Any, where: str) -> SensitivityTable:
-    """What could not be measured is no number."""
+    """Returns a sensitivity table; a figure that could not be measured becomes NaN. Raises ManifestInvalid."""
     table = mapping(value, where)
     for name in ("base_bits", "base", "costs", "coverage"):
         if name not in table:
@@ -294,13 +298,14 @@ def _expert(name: str, where: str) -> ExpertKey:
 
 @dataclass(frozen=True)
 class ConversionReport:
-    """Everything a conversion measured; stored in the pack as report.json and printed by `moeconv quantize`.
+    """All figures of a conversion: stored in the pack as report.json and printed by `moeconv quantize`.
 
     `calibration` is measured on the part of the calibration text that took no part in ranking. `upper_bound` is the
     loss that the promise's `confidence` goes with; with a bound and no confidence the text was of too few documents,
-    and bound and intervals are for more text of the same ones. `evaluations` are the assignments of widths that it
-    took, `evaluation_seconds` what they took when they were measured, now or in an earlier run; `seconds` is this run
-    from its start to the report. `fallbacks` are matrices for which the quantizer saw too little text.
+    and bound and intervals hold for more text of the same documents. `evaluations` counts the assignments of widths
+    that the conversion used, `evaluation_seconds` is the time of their measurement, now or in an earlier run; `seconds`
+    is the time of this run from its start to the report. `fallbacks` are matrices for which the quantizer saw too
+    little text.
     """
 
     model: Annotated[str, Read(text)]
@@ -340,7 +345,7 @@ class ConversionReport:
 
 
 def to_json(artifact: Any) -> dict[str, Any]:
-    """A dataclass or a dict as plain JSON values; expert keys become text like D03/E005."""
+    """Returns a dataclass or a dict as plain JSON values; expert keys become text like D03/E005."""
     values = artifact if isinstance(artifact, dict) else asdict(artifact)
     return {"schema": SCHEMA, **_plain(values)}
 

@@ -1,4 +1,4 @@
-"""What a user of moeconv can get wrong, as one line each."""
+"""The errors that a user of moeconv can cause: each has a message of one line."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _EXTRAS: Mapping[str, tuple[str, ...]] = {
 
 
 class ConversionError(Error):
-    """The base of all of them. The message is one line that says what was wrong and what to do."""
+    """The base of moeconv's errors. The message is one line that says what was wrong and what to do."""
 
 
 class CalibrationError(ConversionError):
@@ -38,15 +38,15 @@ class WeightsUnusable(ConversionError):
 
 
 class VerifyFailed(ConversionError):
-    """A pack that does not hold what its source says it should."""
+    """A pack whose contents differ from those that its source leads to."""
 
 
 class ExtraMissing(ConversionError):
-    """A package that is not installed, of an extra."""
+    """A package that is not installed, and that comes with an extra."""
 
 
 def missing_extra(error: ModuleNotFoundError) -> str | None:
-    """One line that says what to install; None where the package comes with no extra: then it is our own bug."""
+    """Returns one line that names the extra to install; None if no extra has the package: then it is our own bug."""
     package = (error.name or "").partition(".")[0]
     extra = next((name for name, packages in _EXTRAS.items() if package in packages), None)
     return extra and f"this needs the package {package}, which is not installed: run pip install 'moert[{extra}]'"

@@ -1,4 +1,4 @@
-"""How far a long work is: what shows it on stderr, and what is told of it."""
+"""Progress of long work on stderr: bars, and single lines."""
 
 from __future__ import annotations
 
@@ -14,26 +14,26 @@ LINE_EVERY_S = 30.0
 
 
 class Bar(Protocol):
-    """Shows how far a long work is."""
+    """A progress bar: `update(n)` adds `n` finished parts."""
 
     def update(self, n: int) -> Any: ...
 
 
 class Progress(Protocol):
-    """Makes a bar for a work of `total` parts; `unit` says what these are."""
+    """Makes a progress bar for work of `total` parts; `unit` is the word for one part."""
 
     def __call__(self, label: str, total: int, unit: str = "probe", /) -> AbstractContextManager[Bar]: ...
 
 
 def say(line: str) -> None:
-    """Tells a person something, on one line, whatever it quotes of a model or a pack."""
+    """Writes a message to stderr as one line, also where it quotes text of a model or a pack that has line breaks."""
     print(in_one_line(line), file=sys.stderr, flush=True)
 
 
 @contextmanager
 def bar(label: str, total: int, unit: str = "probe", /) -> Iterator[Bar]:
-    """A bar with the time left, over `total` of what `unit` names; plain lines now and then where stderr is not a
-    terminal."""
+    """Shows a progress bar of `total` parts, each called `unit`, with the time left; plain lines now and then if stderr
+    is no terminal."""
     if sys.stderr.isatty():
         from tqdm import tqdm
 
@@ -63,5 +63,5 @@ class _Silent:
 
 
 def unseen(label: str, total: int, unit: str = "probe", /) -> AbstractContextManager[Bar]:
-    """A bar that nobody looks at."""
+    """Returns a progress bar that shows nothing."""
     return nullcontext(_Silent())

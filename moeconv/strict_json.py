@@ -1,4 +1,4 @@
-"""JSON of others, bounded before it is believed, and its fields."""
+"""Strict reading of JSON that others wrote: limits on its size and depth, and readers of single fields."""
 
 from __future__ import annotations
 
@@ -13,21 +13,21 @@ from typing import Any, TypeVar
 from moert.pack.documents import brief, mapping
 from moert.pack.errors import ManifestInvalid
 
-# JSON that others wrote, read with bounds: so large, so deep, no name twice in one object, whole characters.
+# Reading JSON within limits: its size, its depth, no name twice in one object, whole characters.
 
 MOST_VALUES = 1 << 22
-"""Of one document: a report of 30,000 experts, each probed in a dozen ways, has a third of them."""
+"""Values in one document: a report of 30,000 experts, each probed in a dozen ways, has a third as many."""
 MOST_DEPTH = 64
 _MOST_DIGITS = 30
 _HALF = re.compile(r"\\u[dD][89a-fA-F]")  # of a pair of characters, maybe without the other
 
 
 class NotJson(ValueError):
-    """What is no such JSON. The message is a part of a line."""
+    """Text that is not JSON, or JSON beyond the limits. The message is a part of a line."""
 
 
 def bounded(path: Path, most_bytes: int) -> bytes:
-    """The bytes of a file. Raises OSError, or NotJson for one that is larger, or that is none."""
+    """Returns the bytes of a file. Raises OSError, or NotJson if it is larger than `most_bytes` or no regular file."""
     found = path.stat()
     if not stat.S_ISREG(found.st_mode):
         raise NotJson("it is not a regular file")
@@ -41,7 +41,8 @@ def bounded(path: Path, most_bytes: int) -> bytes:
 
 
 def parse(body: bytes | str, finite: bool = True, most_values: int = MOST_VALUES) -> Any:
-    """The value. With `finite`, numbers are finite and have at most thirty digits; without, they are what Python reads.
+    """Returns the value of a JSON document. With `finite`, numbers are finite and have at most thirty digits; without,
+    all numbers that Python reads pass.
 
     Raises NotJson.
     """
@@ -82,7 +83,8 @@ def _real(digits: str) -> float:
 
 
 def _check(value: Any, halves: bool) -> None:
-    """Level by level, since what is nested may be nested deeper than functions can be."""
+    """Raises NotJson if a value is nested too deeply or, with `halves`, holds half of a character pair. It goes level
+    by level, since values may be nested deeper than calls of functions can be."""
     level: list[Any] = [value]
     for _ in range(MOST_DEPTH):
         if halves and not all(map(_is_text, _texts(level))):
@@ -112,7 +114,7 @@ def _is_text(text: str) -> bool:
     return text.isascii() or not any("\ud800" <= letter <= "\udfff" for letter in text)
 
 
-# How fields of artefacts are read that others may have written: functions for moert.pack.documents.Read.
+# Readers of single fields: functions for moert.pack.documents.Read.
 
 MOST = 10**24
 T = TypeVar("T")
@@ -120,21 +122,21 @@ Reader = Callable[[Any, str], T]
 
 
 def text(value: Any, where: str) -> str:
-    """Of any number of lines."""
+    """Returns text of any number of lines. Raises ManifestInvalid, as all readers of fields do."""
     if not isinstance(value, str):
         raise ManifestInvalid(f"{where} should be text, found {brief(value)}")
     return value
 
 
 def number(value: Any, where: str) -> float:
-    """A finite one: a perplexity, and with it a loss, may be larger than anything else is."""
+    """Returns a finite number without other limits: a perplexity, and with it a loss, may be very large."""
     if isinstance(value, bool) or not isinstance(value, (int, float)) or not math.isfinite(value):
         raise ManifestInvalid(f"{where} should be a finite number, found {brief(value)}")
     return float(value)
 
 
 def amount(value: Any, where: str) -> int:
-    """Of bytes, operations or tokens."""
+    """Returns a count (of bytes, operations or tokens), 0 or more."""
     if isinstance(value, bool) or not isinstance(value, int) or not 0 <= value <= MOST:
         raise ManifestInvalid(f"{where} should be a whole number from 0 on, found {brief(value)}")
     return value
@@ -147,26 +149,26 @@ def positive(value: Any, where: str) -> int:
 
 
 def share(value: Any, where: str) -> float:
-    """Between 0 and 1."""
+    """Returns a number between 0 and 1, both excluded."""
     if not 0 < number(value, where) < 1:
         raise ManifestInvalid(f"{where} should lie between 0 and 1, found {brief(value)}")
     return float(value)
 
 
 def maybe(reader: Reader[T]) -> Reader[T | None]:
-    """The same, or nothing."""
+    """Returns a reader that accepts None as well."""
     return lambda value, where: None if value is None else reader(value, where)
 
 
 def named(reader: Reader[T]) -> Reader[Mapping[str, T]]:
-    """Many of them, each with a name."""
+    """Returns a reader of an object whose values `reader` reads, each under its name."""
     return lambda value, where: {
         name: reader(each, f"{where}: {name[:60]!r}") for name, each in mapping(value, where).items()
     }
 
 
 def among(*words: str) -> Reader[str]:
-    """One of these words."""
+    """Returns a reader that accepts these words only."""
 
     def read(value: Any, where: str) -> str:
         if not isinstance(value, str) or value not in words:
@@ -177,7 +179,7 @@ def among(*words: str) -> Reader[str]:
 
 
 def listed(reader: Reader[T]) -> Reader[tuple[T, ...]]:
-    """Many of them in a row."""
+    """Returns a reader of a list whose items `reader` reads."""
 
     def read(value: Any, where: str) -> tuple[T, ...]:
         if not isinstance(value, list):

@@ -1,4 +1,4 @@
-"""Tokenizers: as transformers knows one, for a chat template, and made of tiktoken's file."""
+"""Tokenizers of checkpoints: a tokenizer.json made from tiktoken's file, and transformers' class for chat templates."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ from moert.pack.fence import locked
 from moert.pack.tensors import TOKENIZER
 from moert.pack.text import TokenizerUnfit, check_tokenizer_in
 
-# A tokenizer.json for a checkpoint that has none, made by transformers' converter of its tiktoken file. Of a
-# checkpoint's own code one pattern is read; nothing of it runs.
+# A tokenizer.json for a checkpoint that has none: transformers' converter makes it from the tiktoken file.
+# One pattern is read from the checkpoint's own code; none of this code runs.
 
 CONFIG = "tokenizer_config.json"
 _TIKTOKEN = ("tiktoken.model", "*.tiktoken")
@@ -27,8 +27,8 @@ _SPECIAL = ("bos_token", "eos_token", "pad_token", "unk_token")
 
 
 def made(folder: Path) -> str | None:
-    """Returns the text of a tokenizer.json; None where the folder has one, or no file that one can be made of. Raises
-    TokenizerUnfit where it would not be the same tokenizer."""
+    """Returns the text of a tokenizer.json; None if the folder has one, or no file that it can be made from. Raises
+    TokenizerUnfit if it would not be the same tokenizer."""
     files = (file for pattern in _TIKTOKEN for file in sorted(folder.glob(pattern)) if file.is_file())
     if (folder / TOKENIZER).is_file() or (ranks := next(files, None)) is None:
         return None
@@ -68,8 +68,8 @@ def _of_tiktoken(folder: Path, ranks: Path) -> str:
 
 
 def _pattern(folder: Path, config: Mapping[str, Any]) -> str | None:
-    """Returns the pattern that cuts text into words, as the checkpoint's code has it; None where transformers' own is
-    meant."""
+    """Returns the pattern that cuts text into words, from the checkpoint's code; None if transformers' own is meant.
+    Raises TokenizerUnfit if the code has none."""
     if "auto_map" not in config:
         return None
     for file in sorted(folder.glob(_CODE)):
@@ -84,7 +84,7 @@ def _pattern(folder: Path, config: Mapping[str, Any]) -> str | None:
 
 
 def _text(value: ast.expr | None) -> Iterator[str]:
-    """Yields the text that a literal stands for, or literals that are joined."""
+    """Yields the text of a literal, or of literals that are joined."""
     if isinstance(value, ast.Constant) and isinstance(value.value, str):
         yield value.value
     elif isinstance(value, ast.Call) and isinstance(value.func, ast.Attribute) and value.func.attr == "join":
@@ -107,12 +107,13 @@ def _content(token: Any) -> str:
     return str(token.get("content", "")) if isinstance(token, dict) else str(token or "")
 
 
-# A checkpoint's tokenizer as transformers knows it, for the chat template that came with it.
+# A checkpoint's tokenizer as a class of transformers, for the chat template that came with it.
 
 
 def chat_tokenizer(folder: Path) -> Any:
-    """Checked before the library reads it; no code that the checkpoint brings is run, nor asked about. Raises
-    TokenizerUnfit, OSError, or what the library raises."""
+    """Returns transformers' tokenizer for a checkpoint, checked before the library reads it. No code that the
+    checkpoint brings is run, and the library does not ask whether to run it. Raises TokenizerUnfit, OSError, or an
+    error of the library."""
     from transformers import AutoTokenizer
 
     if (body := made(folder)) is not None:
@@ -125,7 +126,8 @@ def chat_tokenizer(folder: Path) -> Any:
 
 
 def _put_beside(folder: Path, beside: Path, body: str) -> None:
-    """Writes what says how the made tokenizer is used, without the class that reads the other files."""
+    """Writes the made tokenizer with its config and chat template into the folder `beside`; the config loses the
+    entries that name a class for the original files."""
     config = parse(bounded(folder / CONFIG, MOST_BYTES), finite=False) if (folder / CONFIG).is_file() else {}
     kept = {name: value for name, value in config.items() if name not in ("auto_map", "tokenizer_class")}
     (beside / CONFIG).write_text(json.dumps({**kept, "tokenizer_class": "PreTrainedTokenizerFast"}))

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from moert.pack.errors import Error, PackError
 
 __version__ = "0.1.0"
-_PLACES = {  # read when they are first asked for, since most take numpy
+_PLACES = {  # imported at their first use, since most take numpy
     "Answer": "moert.engine.session", "Conversation": "moert.chat.conversation", "Engine": "moert.engine.engine",
     "EngineSettings": "moert.engine.settings", "Error": "moert.pack.errors",
     "GenerationSettings": "moert.engine.choosing", "Interrupted": "moert.engine.session",
@@ -31,10 +31,10 @@ __all__ = [
 
 
 def load(path: str | os.PathLike[str], **settings: Unpack[EngineOptions]) -> Engine:
-    """Opens a pack: `load("model.pack", memory="1.5GB").generate("Once")`. `settings`: those of EngineSettings. Close
-    the engine that comes of it, or use it in a with block.
+    """Opens a pack and returns its engine: `load("model.pack", memory="1.5GB").generate("Once")`. `settings`: the
+    fields of EngineSettings, by name. Close the engine, or use it in a with block.
 
-    Raises Error: PackError for a damaged pack, RunError for what can't be run as asked.
+    Raises Error: PackError for a damaged pack, RunError where the pack can't run with these settings on this machine.
     """
     from moert.engine.engine import Engine
 

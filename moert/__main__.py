@@ -8,7 +8,8 @@ LEAST = (32_000_000, 160_000_000)  # see moert.pack.messages.Least
 
 
 def main() -> None:
-    """While Python loads the command line, Ctrl-C ends the process as the system does it; from then on, with 130."""
+    """Runs the command line. While Python loads it, Ctrl-C ends the process as the system does it; from then on, with
+    130."""
     handled = signal.getsignal(signal.SIGINT) is signal.default_int_handler  # not where the caller had it ignored
     if handled:
         signal.signal(signal.SIGINT, signal.SIG_DFL)

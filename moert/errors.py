@@ -1,4 +1,5 @@
-"""What settings are called, and what a user of moert can get wrong beside the pack (moert.pack.errors)."""
+"""Errors that a user of moert can cause beside those of the pack (moert.pack.errors), and the base class of
+settings."""
 
 from __future__ import annotations
 
@@ -17,7 +18,7 @@ _command_line = ContextVar("command_line", default=False)
 
 @contextmanager
 def command_line() -> Iterator[None]:
-    """Messages made inside speak of options."""
+    """Makes messages name settings as options of the command line (`--memory`) while the with block runs."""
     before = _command_line.set(True)
     try:
         yield
@@ -26,7 +27,8 @@ def command_line() -> Iterator[None]:
 
 
 def said(name: str, value: object = None) -> str:
-    """A setting, or one with a value, for messages: `--memory 450000000`, or `memory=450000000`."""
+    """Returns the name of a setting for messages, or its name and value: `--memory 450000000`, or
+    `memory=450000000`."""
     if _command_line.get():
         option = _OPTIONS.get(name, f"--{name.replace('_', '-')}")
         return option if value is None else f"{option} {value}"
@@ -38,14 +40,14 @@ class RunError(Error):
 
 
 class BudgetTooSmall(RunError):
-    """--memory or --cache can't hold what is needed at least, which `smallest_bytes` says."""
+    """--memory or --cache is less than the run needs at least; `smallest_bytes` would be enough."""
 
     def __init__(self, message: str, smallest_bytes: int) -> None:
         super().__init__(message)
         self.smallest_bytes = smallest_bytes
 
     def __reduce__(self) -> tuple[type[BudgetTooSmall], tuple[str, int]]:
-        """So that it comes through from another process."""
+        """Returns the parts that another process makes the error from again (pickle)."""
         return type(self), (str(self), self.smallest_bytes)
 
 
@@ -58,32 +60,33 @@ class PathsMissing(RunError):
 
 
 class HashMissing(RunError):
-    """Something needs the pack's hash function, and the pack has none."""
+    """A setting needs the pack's hash function, and the pack has none."""
 
 
 class PredictorMissing(RunError):
-    """Neurons are to be predicted, and the pack has nothing that does."""
+    """Neurons are to be predicted, and the pack has no predictor."""
 
 
 class SettingInvalid(RunError):
-    """A setting that can't be. The message is one line that begins with its name."""
+    """A setting is unknown, has an impossible value, or excludes another one. The message is one line that begins with
+    the setting's name."""
 
     def __init__(self, name: str, problem: str) -> None:
         super().__init__(f"{said(name)} {problem}")
         self.name, self.problem = name, problem
 
     def __reduce__(self) -> tuple[type[SettingInvalid], tuple[str, str]]:
-        """So that it comes through from another process."""
+        """Returns the parts that another process makes the error from again (pickle)."""
         return type(self), (self.name, self.problem)
 
 
 class OutOfMemory(RunError):
-    """The system has no memory left for what is asked."""
+    """The system refuses the memory that a pack or a request needs."""
 
 
 @contextmanager
 def memory_shortage() -> Iterator[None]:
-    """Where the system refuses memory: OutOfMemory."""
+    """Raises OutOfMemory where the system refuses memory inside the with block."""
     try:
         yield
     except MemoryError:
@@ -91,7 +94,7 @@ def memory_shortage() -> Iterator[None]:
 
 
 class NotFinite(RunError):
-    """The model gave something else than numbers."""
+    """The model, or the pack's predictor or hash function, gave numbers that are not finite."""
 
 
 class TokenizerMissing(RunError):
@@ -115,29 +118,29 @@ class PromptTooLong(InputInvalid):
 
 
 class Closed(RunError):
-    """An engine or a session was closed before it was asked."""
+    """An engine or a session was called after it had been closed."""
 
 
 class Busy(RunError):
-    """A thread asks an engine in the middle of its own request."""
+    """A thread called an engine in the middle of its own request."""
 
 
 _Settings = TypeVar("_Settings", bound="Adjustable")
 
 
 class Adjustable:
-    """The base of settings: a frozen dataclass whose annotations say what each can be."""
+    """The base class of settings: a frozen dataclass whose annotations say which values each setting can have."""
 
     @classmethod
     def of(cls: type[_Settings], settings: _Settings | None, changes: Mapping[str, Any]) -> _Settings:
-        """Returns the settings, or those that are usual, with these changes by name. Raises SettingInvalid."""
+        """Returns `settings`, or the default ones, with these changes by name. Raises SettingInvalid."""
         if settings is not None and not isinstance(settings, cls):
             raise SettingInvalid("settings", f"is {settings!r}: it should be {cls.__name__}(...), or settings by name")
         return (settings or cls()).but(**changes)
 
     def but(self: _Settings, **changes: Any) -> _Settings:
-        """Returns these settings with some changed. Raises SettingInvalid for a name that there is not, and for what
-        one can't be."""
+        """Returns these settings with some changed. Raises SettingInvalid for an unknown name or an impossible
+        value."""
         assert is_dataclass(self)
         known = [each.name for each in fields(self)]
         for name in changes:

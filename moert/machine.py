@@ -1,4 +1,4 @@
-"""What this machine has: memory, cores, limits of control groups, and what was measured of it."""
+"""Facts about this machine: its memory, its cores, limits of control groups, and a file of remembered measurements."""
 
 from __future__ import annotations
 
@@ -21,9 +21,10 @@ ROOT = Path("/")
 
 
 def control_groups(root: Path, controller: str) -> list[Path]:
-    """Folders of the process's control groups and those above them, of version 2 and of one controller in version 1.
+    """Returns the folders of the process's control groups and of the groups above them, of version 2 and of one
+    controller in version 1.
 
-    Inside a container the path named in /proc may not exist; its own group is then the root of what is mounted.
+    Inside a container the path named in /proc may not exist; the container's own group is then the mounted root.
     """
     folders = []
     for line in text(root / "proc/self/cgroup").splitlines():
@@ -40,7 +41,7 @@ def control_groups(root: Path, controller: str) -> list[Path]:
 
 
 def text(path: Path) -> str:
-    """What the file holds; nothing if it can't be read."""
+    """Returns the text of a file; "" if it can't be read."""
     try:
         return path.read_text(encoding="utf-8", errors="replace")
     except OSError:
@@ -48,20 +49,22 @@ def text(path: Path) -> str:
 
 
 def usable_cores(root: Path = ROOT) -> int:
-    """Cores that this process may use: its affinity, and the quota of its control groups rounded up."""
+    """Returns the number of cores that this process may use: its affinity, at most the quota of its control groups
+    rounded up."""
     quota, cores = quota_of(root), affinity()
     return cores if quota is None else max(1, min(cores, math.ceil(quota)))
 
 
 def affinity() -> int:
-    """Cores that the system lets it run on."""
+    """Returns the number of cores that the system lets this process run on."""
     if hasattr(os, "sched_getaffinity"):
         return len(os.sched_getaffinity(0))
     return os.cpu_count() or 1
 
 
 def quota_of(root: Path) -> float | None:
-    """Cores' worth of time that the process gets, the least over its control groups; None: no quota."""
+    """Returns the processor time that the process may take [cores], the least over its control groups; None without a
+    quota."""
     quotas = []
     for folder in control_groups(root, "cpu"):
         words = text(folder / "cpu.max").split() or [
@@ -76,7 +79,7 @@ def quota_of(root: Path) -> float | None:
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD, _M_ARENA_MAX = -1, -3, -8  # of glibc's mallopt
 _LARGE_BYTES = 1 << 20
 _ARENAS = 2
-_THREAD_BYTES = 128 << 10  # of its stack what it uses, and the kernel's part
+_THREAD_BYTES = 128 << 10  # the used part of its stack, and the kernel's part
 _LARGE_STACK_BYTES = 2 << 20  # where the system gives large pages to whatever is large, older kernels to stacks too
 
 
@@ -84,8 +87,8 @@ _LARGE_STACK_BYTES = 2 << 20  # where the system gives large pages to whatever i
 class MachineMemory:
     """The memory of this machine in bytes; None where the system does not tell.
 
-    `limit_bytes`: the least that a control group allows, if that is less than there is. `free_bytes`: what
-    this process can still get, under every limit, without swapping.
+    `limit_bytes`: the least limit of a control group, if one is below `total_bytes`. `free_bytes`: memory that this
+    process can still get, under every limit, without swapping.
     """
 
     total_bytes: int | None
@@ -95,7 +98,8 @@ class MachineMemory:
 
 
 def held_bytes(root: Path = ROOT) -> int:
-    """Physical memory that this process holds: its own, mapped files, shared. Elsewhere than on Linux its peak."""
+    """Returns the physical memory [bytes] that this process holds: its own, mapped files, shared. Elsewhere than on
+    Linux its peak."""
     fields = _fields(root / "proc/self/status")
     if "VmRSS" in fields:
         return fields["VmRSS"]
@@ -121,8 +125,9 @@ def machine_memory(root: Path = ROOT) -> MachineMemory:
 
 
 def most_bytes(root: Path = ROOT) -> int | None:
-    """What this process may come to hold in all. A part of it may be charged to others, such as libraries that they
-    have mapped too, until it is read again: so never more than a control group allows."""
+    """Returns the most memory [bytes] that this process may come to hold in all; None where the system does not tell.
+    Some of its pages may be charged to other processes, such as libraries that they have mapped too, until they are
+    read again: so the result is never more than a control group allows."""
     machine = machine_memory(root)
     if machine.free_bytes is None:
         return None
@@ -131,7 +136,7 @@ def most_bytes(root: Path = ROOT) -> int | None:
 
 
 def thread_bytes(threads: int, root: Path = ROOT) -> int:
-    """What so many threads that compute may take."""
+    """Returns the memory [bytes] that `threads` computing threads may take."""
     mode = text(root / "sys/kernel/mm/transparent_hugepage/enabled")
     return threads * (_LARGE_STACK_BYTES if "[always]" in mode else _THREAD_BYTES)
 
@@ -145,13 +150,13 @@ def return_early() -> None:
 
 
 def return_freed() -> None:
-    """Hands back everything that malloc keeps for later."""
+    """Returns to the system all memory that malloc keeps for later, where the C library can."""
     if (library := _glibc()) is not None:
         library.malloc_trim(0)
 
 
 def drop_page_cache(path: Path) -> None:
-    """Tells the system that a file was read for the last time: what it keeps of it would count as ours."""
+    """Tells the system that a file was read for the last time: its pages in the system's cache would count as ours."""
     if hasattr(os, "posix_fadvise"):
         with suppress(OSError):
             handle = os.open(path, os.O_RDONLY)
@@ -168,7 +173,7 @@ def _glibc() -> ctypes.CDLL | None:
 
 
 def _page_cache(folder: Path) -> int:
-    """Bytes of files that a control group keeps and gives up when memory is asked for."""
+    """Returns the bytes of files that a control group keeps and gives up when memory is needed."""
     counts = {
         name: value for name, _, value in (line.partition(" ") for line in text(folder / "memory.stat").splitlines())
     }
@@ -178,24 +183,24 @@ def _page_cache(folder: Path) -> int:
 
 
 def _number(*paths: Path) -> int | None:
-    """The number in the first of these files that holds one; "max" is none. None without any."""
+    """Returns the number in the first of these files that holds one, which "max" is not; None where no file does."""
     return next((int(found) for path in paths if (found := text(path).strip()).isdecimal()), None)
 
 
 def _fields(path: Path) -> dict[str, int]:
-    """The lines of sizes ("Name:  7 kB") of a file in /proc, in bytes."""
+    """Returns the sizes [bytes] in a file of /proc by their names (lines such as "Name: 7 kB")."""
     words = (line.split() for line in text(path).splitlines())
     return {parts[0].rstrip(":"): int(parts[1]) * 1024 for parts in words if len(parts) == 3 and parts[2] == "kB"}
 
 
 DAMAGED = (ValueError, LookupError, TypeError, AttributeError, ArithmeticError, RecursionError)
-"""What reading an entry that somebody has changed can raise."""
+"""Exceptions that reading an entry can raise where somebody has changed it."""
 _CACHE = Path("moert", "drives.json")
 _VERSION = 1
 
 
 def cache_file() -> Path | None:
-    """Where things are remembered; None if the user has no such folder."""
+    """Returns the file in which measurements are remembered; None if the user has no such folder."""
     given = os.environ.get("XDG_CACHE_HOME", "")
     try:
         return (Path(given) if os.path.isabs(given) else Path.home() / ".cache") / _CACHE
@@ -204,7 +209,7 @@ def cache_file() -> Path | None:
 
 
 def entries(cache: Path | None, section: str) -> dict[str, Any]:
-    """What is remembered there by key, not checked yet; nothing if the file is damaged or not there."""
+    """Returns the remembered entries of a section by key, not checked yet; none if the file is damaged or missing."""
     found = _document(cache).get(section, {})
     return dict(found) if isinstance(found, dict) else {}
 

@@ -1,4 +1,4 @@
-"""Every number that is printed about a run comes from here."""
+"""The figures of a run: every number that is printed about it comes from here."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ PAGE_CACHE = "page cache"
 
 @dataclass
 class ExpertCounters:
-    """What the expert cache and the prefetcher did since the engine was opened.
+    """Counts of the expert cache and of reading ahead since the engine was opened.
 
-    A request is one layer asking for one expert once, for all its tokens. `hits` had not to be read from the beginning:
-    they were in memory, or, `hits_in_flight` of them, still being read ahead. `stall_s` is the time that the model
-    waited for experts, `read_s` the time of all reads, also of those at the same time; `retries` are reads that failed
-    and were tried again. Prefetched bytes are used once a router asks for them.
+    A request is the demand of one layer for one expert, once for all its tokens. `hits` are requests whose expert was
+    in memory, or, for `hits_in_flight` of them, still being read ahead. `stall_s` is the time that the model waited for
+    experts, `read_s` the sum of the times of all reads, also of simultaneous ones; `retries` are reads that failed and
+    were tried again. Prefetched bytes count as used once a router demands their expert.
     """
 
     requests: int = 0
@@ -41,11 +41,12 @@ class ExpertCounters:
 
 @dataclass
 class DeviceCounters:
-    """Where experts were computed, since the engine was opened. Of those `asked` for, each once for all tokens of a
-    layer, `held` were on the device, of which `coming` were still on their way; `copied` were copied there and computed
-    there, `on_host` by the processor. `copies`, all of them, brought `copied_bytes`; `ahead` were begun before they
-    were asked for, of which `ahead_used` were. `given_back`: experts that left because the device had less memory than
-    it was to use. Layers were predicted to take `predicted_s` in all, and took `taken_s`."""
+    """Counts of the experts that were computed with a device, since the engine was opened. Of the `asked` experts, each
+    counted once for all tokens of a layer, `held` were on the device, and `coming` of these still on their way;
+    `copied` were copied to the device then and computed there, `on_host` were computed by the processor. All `copies`
+    together brought `copied_bytes`; `ahead` of them were begun before their expert was demanded, and `ahead_used` of
+    these experts were demanded next. `given_back`: experts that left because the device had less memory than it was to
+    use. Layers were predicted to take `predicted_s` in all, and took `taken_s`."""
 
     asked: int = 0
     held: int = 0
@@ -64,7 +65,8 @@ class DeviceCounters:
 
 @dataclass(frozen=True)
 class DeviceUse:
-    """A device, what of its memory is used, and what was done there. `title` says so where it is simulated."""
+    """A device with its used memory and the counts of its work. `title` names the device, and says if it is
+    simulated."""
 
     title: str
     used_bytes: int
@@ -72,7 +74,7 @@ class DeviceUse:
     counters: DeviceCounters
 
     def lines(self) -> list[str]:
-        """For people."""
+        """Returns lines for people."""
         counters = self.counters
         asked = max(1, counters.asked)
         shares = [
@@ -93,10 +95,11 @@ class DeviceUse:
 
 @dataclass
 class NeuronCounters:
-    """Of experts whose neurons are read by themselves: `neurons` asked, each for each token, of which `fired` gave
-    anything but zero; `blocks` that had one that fired, each once for all tokens of a layer, and `block_hits` of them
-    that were in memory. `wait_s`: the time that the model waited for blocks. Where neurons are predicted, `named` of
-    them were, `computed` are all of the blocks that have such a one, and only these are wanted and can fire."""
+    """Counts of experts whose neurons are read by themselves: `neurons` that were demanded, each for each token, of
+    which `fired` gave anything but zero; `blocks` with a neuron that fired, each once for all tokens of a layer, and
+    `block_hits` of them that were in memory. `wait_s`: the time that the model waited for blocks. Where neurons are
+    predicted, the predictor named `named` of them, and `computed` are all neurons of the blocks with a named one: only
+    these blocks are read, and only their neurons can fire."""
 
     neurons: int = 0
     named: int = 0
@@ -110,8 +113,8 @@ class NeuronCounters:
 
 @dataclass
 class RequestTimes:
-    """Token counts and times over one or more requests. `decode_s`: while tokens after the first of a request were
-    written, for one or several requests at once."""
+    """Token counts and times over one or more requests. `decode_s`: the time in which tokens after the first of a
+    request were written, for one or several requests at once."""
 
     requests: int = 0
     prompt_tokens: int = 0
@@ -120,7 +123,7 @@ class RequestTimes:
     decode_s: float = 0.0
 
     def add(self, prompt_tokens: int, new_tokens: int, first_token_s: float) -> None:
-        """A request that has ended."""
+        """Adds a request that has ended."""
         self.requests += 1
         self.prompt_tokens += prompt_tokens
         self.new_tokens += new_tokens
@@ -129,10 +132,10 @@ class RequestTimes:
 
 @dataclass
 class ReadAhead:
-    """What came of reading ahead. Expert reads, but for the bytes and tokens.
+    """The results of reading ahead, counted in expert reads, but for the bytes and tokens.
 
-    `read` were begun ahead; `used` of them were demanded by the layer that they were read for; `missed` are those that
-    a layer demanded and that had to be read then, while predictions were on.
+    `read` were begun ahead; `used` of them were demanded by the layer that they were read for; `missed` are demanded
+    experts that had to be read only then, while predictions were on.
     """
 
     read: int = 0
@@ -153,15 +156,15 @@ class ReadAhead:
 
     @property
     def on(self) -> float:
-        """Share of the tokens."""
+        """Share of the tokens with reading ahead."""
         tokens = self.tokens_on + self.tokens_off
         return self.tokens_on / tokens if tokens else 0.0
 
 
 @dataclass(frozen=True)
 class Room:
-    """The limit of the process if it has one, what of it is for experts now, and what all of them would take.
-    `smallest_cache_bytes` is the least that experts have had while anything ran; None: always the same."""
+    """The memory limit of the process if it has one, the bytes that experts have of it now, and the bytes of all
+    experts. `smallest_cache_bytes` is the least room that experts had while a request ran; None: always the same."""
 
     memory_bytes: int | None
     cache_bytes: int
@@ -171,8 +174,7 @@ class Room:
 
 @dataclass(frozen=True)
 class Ways:
-    """How it was done: names of the eviction policy, of how experts are read, of the routing, and of which neurons
-    count."""
+    """The ways of a run, by name: the eviction policy, how experts are read, the routing, and which neurons count."""
 
     eviction: str
     io: str
@@ -184,18 +186,19 @@ class Ways:
 class RunStats:
     """One run in numbers. Bytes are bytes, times seconds; rates that nothing was measured for are 0.
 
-    `tokens_per_s` counts the tokens after each request's first one, over the time in which any were written.
-    `time_to_first_token_s` is a mean over the requests. `prefetch_wasted_bytes` were read ahead and not asked
-    for so far; `prefetch_precision` is the share of experts read ahead that were demanded next, `prefetch_recall` the
-    share of what a layer lacked that had been read ahead, `prefetch_on` the share of written tokens with reading ahead.
-    A hit was in memory when its layer asked for it, or else on its way: `expert_hits_in_flight` of the `expert_hits`
-    were still being read ahead then, and were waited for. `hit_rate` counts both. `belady_hit_rate` is what evicting
-    whoever is needed again last would have hit without reading ahead, over the first `belady_demands` requests, with
-    the present room for experts: the most that eviction can where all experts have one size.
-    `io` says how experts are read, PAGE_CACHE where what lies in the system's page cache is taken from there. `routing`
-    is exact, or the share of the experts that the preference in use is made for. `neurons` is exact, or predicted: then
-    of all neurons of the experts that tokens went to `neurons_named` were, and `neurons_computed` were with the blocks
-    of these; `neurons_fired` of all gave anything but zero.
+    `tokens_per_s` counts the tokens after each request's first one, over the time in which any of them were written.
+    `time_to_first_token_s` is a mean over the requests. `prefetch_wasted_bytes` were read ahead and not demanded so
+    far; `prefetch_precision` is the share of experts read ahead that were demanded next, `prefetch_recall` the share of
+    the experts missing in a layer that had been read ahead, `prefetch_on` the share of written tokens with reading
+    ahead. A hit was in memory when its layer demanded it, or else on its way: `expert_hits_in_flight` of the
+    `expert_hits` were still being read ahead then, and the layer waited for them. `hit_rate` counts both.
+    `belady_hit_rate` is the hit rate, without reading ahead, of always evicting the expert that is needed again last,
+    over the first `belady_demands` requests, with the present room for experts: the highest that eviction can reach
+    where all experts have one size. `io` says how experts are read: PAGE_CACHE where files in the system's page cache
+    are read from there. `routing` is exact, hash, or the share of the experts that the cache-aware routing in use is
+    made for. `neurons` is exact, or predicted: then, of all neurons of the experts that tokens went to, `neurons_named`
+    is the share that the predictor named, and `neurons_computed` the share that was computed with the blocks of these;
+    `neurons_fired` is the share of all that gave anything but zero.
     """
 
     requests: int
@@ -240,7 +243,7 @@ class RunStats:
         return asdict(self)
 
     def lines(self) -> list[str]:
-        """For people: one figure a line."""
+        """Returns lines for people, one figure a line."""
         asked, late = max(1, self.expert_requests), self.expert_hits_in_flight
         hits = f"{100 * (self.expert_hits - late) / asked:.1f}% in memory, {100 * late / asked:.1f}% on the way"
         way = "through the system's page cache" if self.io == PAGE_CACHE else said("io", self.io)
@@ -296,7 +299,8 @@ def run_stats(
     times: RequestTimes, counters: ExpertCounters, ahead: ReadAhead, room: Room, ways: Ways, best: tuple[int, float],
     neurons: NeuronCounters | None = None, device: DeviceUse | None = None,
 ) -> RunStats:  # fmt: skip
-    """`best`: the requests that Belady's rule was tried on, and its hit rate."""
+    """Returns the figures of a run. `best`: the number of requests that Belady's rule was tried on, and its hit
+    rate."""
     neurons = neurons or NeuronCounters()
     all_neurons = max(1, neurons.neurons)
     later_tokens = times.new_tokens - times.requests
@@ -342,9 +346,9 @@ def run_stats(
 
 
 def peak_rss_bytes() -> int:
-    """The most physical memory that this process has held, as the system counts it.
+    """Returns the most physical memory [bytes] that this process has held, as the system counts it.
 
-    What getrusage says on Linux can be the peak of the process that started this one, so it comes second.
+    The figure of getrusage on Linux can be the peak of the process that started this one, so it comes second.
     """
     try:
         status = Path("/proc/self/status").read_text(encoding="utf-8", errors="replace")
@@ -357,7 +361,7 @@ def peak_rss_bytes() -> int:
 
 
 def size(nbytes: int) -> str:
-    """Bytes for people: 1.50 GB, 20.3 MB (powers of 1000)."""
+    """Returns a size for people: 1.50 GB, 20.30 MB (powers of 1000)."""
     for unit, scale in (("GB", 10**9), ("MB", 10**6), ("kB", 10**3)):
         if nbytes >= scale:
             return f"{nbytes / scale:.2f} {unit}"

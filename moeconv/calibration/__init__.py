@@ -1,4 +1,4 @@
-"""Calibration text: read it, refuse what is unusable, divide it into parts that share no sample."""
+"""Calibration text: reading it, refusing unusable text, dividing it into parts that share no sample."""
 
 from moeconv.calibration.load import MIN_SAMPLES, load_splits
 from moeconv.calibration.samples import RANKING_SHARE, Sample, Splits, divide, runs, samples_digest

@@ -1,4 +1,4 @@
-"""Rows of parquet files and data sets, read by a process of its own with bounded time and memory."""
+"""Rows of parquet files and data sets, read by another process with bounded time and memory."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from typing import IO, Any
 from moeconv.calibration.samples import MAX_ROW_BYTES, MAX_ROWS, MAX_TEXT_BYTES, Rows
 from moeconv.errors import CalibrationError, missing_extra
 
-# A process of its own for what can't be bounded in this one: it has so much time and memory, and says lines.
+# Another process for work that can't be bounded in this one: it has limited time and memory, and writes lines.
 
 _PROGRAM = "import json, sys; sys.path[:0] = json.loads(sys.argv[1]); from {module} import main; main(*sys.argv[2:])"
 _PART = 1 << 20
@@ -28,8 +28,8 @@ _ENDING_S = 10.0
 
 @dataclass(frozen=True)
 class Limits:
-    """Seconds of the processor, seconds without a line, bytes of memory of its own, and bytes of a line. Where a system
-    does not know the first or the third, `idle_s` and what the program itself counts are left."""
+    """The limits of a process: seconds of the processor, seconds without a line, bytes of memory of its own, and bytes
+    of a line. On a system without limits for processor or memory, `idle_s` and the program's own counts remain."""
 
     cpu_s: int
     idle_s: float
@@ -38,18 +38,19 @@ class Limits:
 
 
 class Overlong(Exception):
-    """It said a line that is longer than any should be."""
+    """A line of the process that is longer than its limit."""
 
 
 class Process:
-    """Runs `main(*arguments)` of a module, which calls `bound` first. Use it in a with block, whose end is its own."""
+    """A process that runs `main(*arguments)` of a module, which calls `bound` first. For use in a with block, whose end
+    kills it."""
 
     def __init__(
         self, module: str, arguments: Sequence[str], limits: Limits, shown: bool = False,
         environment: Mapping[str, str] | None = None,
     ) -> None:  # fmt: skip
-        """`shown`: whether a person sees what it says on stderr; `environment`: all that it is told, None for what
-        this process was."""
+        """`shown`: whether its stderr goes to this process's; `environment`: its environment variables, None for those
+        of this process."""
         self._limits, self._found = limits, bytearray()
         paths = [str(Path(__file__).parents[2]), *(os.path.realpath(path) for path in sys.path)]
         bounds = json.dumps({"cpu_s": limits.cpu_s, "data_bytes": limits.data_bytes})
@@ -78,7 +79,7 @@ class Process:
                     stream.close()
 
     def send(self, line: bytes) -> None:
-        """Where it reads no more, `line` will tell."""
+        """Sends a line to the process. If the process reads no more, nothing is raised here: `line` will show it."""
         assert self._process.stdin is not None
         left = memoryview(line + b"\n")
         with suppress(OSError):
@@ -86,7 +87,7 @@ class Process:
                 left = left[self._process.stdin.write(left) or 0 :]
 
     def line(self) -> bytes | None:
-        """What it says next; None where it has ended. Raises TimeoutError or Overlong."""
+        """Returns the next line of the process; None if it has ended. Raises TimeoutError or Overlong."""
         stream = self._process.stdout
         assert stream is not None
         looked, deadline = 0, time.monotonic() + self._limits.idle_s
@@ -105,7 +106,7 @@ class Process:
         return line
 
     def ended(self) -> str:
-        """How, in words, after `line` gave None."""
+        """Returns, in words, how the process ended, after `line` gave None."""
         with suppress(subprocess.TimeoutExpired):
             self._process.wait(_ENDING_S)
         status = self._process.poll()
@@ -117,7 +118,7 @@ class Process:
 
 
 def bound(bounds: str) -> None:
-    """From here on the process that this is called in has so much time of the processor and memory in all."""
+    """Limits the calling process's processor time and memory to those of `bounds`, as far as the system can."""
     asked: Mapping[str, int] = json.loads(bounds)
     with suppress(ImportError):
         import resource
@@ -133,23 +134,24 @@ def bound(bounds: str) -> None:
 
 
 def say(out: IO[bytes], answer: Any) -> None:
-    """One line."""
+    """Writes an answer as one line of JSON."""
     out.write(json.dumps(answer, default=_strange).encode() + b"\n")
 
 
 def _strange(value: Any) -> list[str]:
-    """For what JSON can't hold: something that is no text either, and says in messages what was there."""
+    """Returns a stand-in for a value that JSON can't hold: a list, so that it is refused as text, which shows the value
+    in messages."""
     return [f"{value!r:.60}"]
 
 
-# Rows of a parquet file, one at a time: what it says of its size first, and texts that repeat only once in memory.
+# Rows of a parquet file, one at a time: its declared size is checked first, and repeated texts are in memory once.
 
 _AT_ONCE = 256  # rows
 _FOLDED_BYTES = 1 << 24  # of a column: writers begin no dictionary that is larger, and of plain texts all would be kept
 
 
 def read_parquet(path: Path, wanted: Collection[str]) -> Rows:
-    """Fields that are not `wanted` are there, and empty. Raises CalibrationError."""
+    """Yields the rows of a parquet file; fields that are not `wanted` are empty. Raises CalibrationError."""
     import pyarrow
     import pyarrow.parquet
 
@@ -173,7 +175,8 @@ def read_parquet(path: Path, wanted: Collection[str]) -> Rows:
 
 
 def _opened(parquet: Any, path: Path) -> Any:
-    """With texts as places in lists of different ones, as far as the file has them so."""
+    """Returns an open parquet file whose texts are read as places in lists of different texts, except for columns that
+    are too large for the lists."""
     import pyarrow
 
     with parquet.ParquetFile(path) as file:
@@ -189,7 +192,8 @@ def _opened(parquet: Any, path: Path) -> Any:
 
 
 def _check_sizes(path: Path, metadata: Any, read: Collection[str]) -> None:
-    """Before anything is unpacked. What they say may be a lie: the rows are counted too."""
+    """Raises CalibrationError for a file of too many rows or bytes, before anything is unpacked. The metadata may lie,
+    so that rows are counted as well when they are read."""
     if metadata.num_rows > MAX_ROWS:
         raise CalibrationError(f"{path}: has {metadata.num_rows} rows, at most {MAX_ROWS} are read: give a part of it")
     nbytes = 0
@@ -213,9 +217,9 @@ def is_dataset(named: str) -> bool:
 
 
 def read_dataset(named: str, wanted: Collection[str]) -> Rows:
-    """`hf:OWNER/NAME`, `hf:OWNER/NAME/CONFIG` or a folder, each with `@SPLIT` behind it where there are several
-    splits. One column of class labels gives the names of its classes as `choices`, where rows have none. Fields that
-    are not `wanted` are there, and empty.
+    """Yields the rows of `hf:OWNER/NAME`, `hf:OWNER/NAME/CONFIG` or a folder, each with `@SPLIT` behind it if the data
+    set has several splits. A single column of class labels gives the names of its classes as `choices`, if rows have
+    none. Fields that are not `wanted` are empty.
 
     Raises CalibrationError.
     """
@@ -232,7 +236,7 @@ def read_dataset(named: str, wanted: Collection[str]) -> Rows:
 
 
 def _folder(named: str) -> Path | None:
-    """The folder that is meant; a name may have a split behind it."""
+    """Returns the folder of a data set, whose name may have a split behind it; None if it is no folder."""
     for path in (Path(named), Path(named.rpartition("@")[0] or named)):
         if any((path / name).is_file() for name in ("state.json", "dataset_dict.json")):
             return path
@@ -252,7 +256,7 @@ def _loaded(named: str) -> Any:
         if folder is not None:
             return datasets.load_from_disk(str(folder))
         return datasets.load_dataset("/".join(parts[:2]), *parts[2:3])
-    except Exception as error:  # no network, no such name, a damaged file: the library has a type for each
+    except Exception as error:  # no network, an unknown name, a damaged file: the library has a type for each
         reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
         raise CalibrationError(f"{named}: the data set can't be loaded ({reason[:200]})") from None
 
@@ -270,19 +274,19 @@ def _split_of(named: str, loaded: Any) -> Any:
 
 
 # Rows of parquet files and data sets, read by a process with bounded time and memory.
-# What they take when they are read has nothing to do with what they take on disk: a page of a kilobyte may stand
-# for a gigabyte of text. So nothing but rows comes here, one at a time, and each is counted.
+# Their size in memory has nothing to do with their size on disk: a page of a kilobyte may stand for a gigabyte of text.
+# So only rows come to this process, one at a time, and each is counted.
 
 USUAL = Limits(cpu_s=900, idle_s=600.0, data_bytes=1 << 30, line_bytes=7 * MAX_ROW_BYTES)
 FETCHING = replace(USUAL, cpu_s=7200, idle_s=7200.0, data_bytes=4 << 30)
-"""Of a data set of the hub, which is fetched and unpacked first."""
+"""The limits for a data set of the hub, which is fetched and unpacked first."""
 _AT_ONCE_BYTES = 1 << 18
 _BELIEVED_BYTES, _BELIEVED_TIMES = 1 << 26, 256
 ADVICE = "give a smaller part of it, or the text as JSONL"
 
 
 def rows_apart(named: str, wanted: Collection[str], limits: Limits | None = None) -> Rows:
-    """The rows of a parquet file or data set, as far as their fields are `wanted`; others are there, and empty.
+    """Yields the rows of a parquet file or data set, read by another process; fields that are not `wanted` are empty.
 
     Raises CalibrationError.
     """
@@ -316,16 +320,17 @@ def rows_apart(named: str, wanted: Collection[str], limits: Limits | None = None
 
 
 def _most_bytes(named: str) -> int:
-    """Of text that a file is believed to have: texts of people are packed to a fifth, not to a thousandth."""
+    """Returns the most bytes of text that a file may unpack to: people's texts are packed to a fifth of their size, not
+    to a thousandth."""
     path = Path(named)
     return max(_BELIEVED_BYTES, _BELIEVED_TIMES * path.stat().st_size) if path.is_file() else 8 * MAX_TEXT_BYTES
 
 
 def main(bounds: str, named: str, *wanted: str) -> None:
-    """What that process does: a line for each row, [place, fields], and then how it ended."""
+    """Runs the reading process: writes a line for each row, [place, fields], and then a line on how it ended."""
     bound(bounds)
     out = os.fdopen(os.dup(1), "wb", _AT_ONCE_BYTES)
-    os.dup2(2, 1)  # what libraries print is no row
+    os.dup2(2, 1)  # prints of libraries are no rows
     read: Callable[[], Rows] = (
         (lambda: read_dataset(named, wanted)) if is_dataset(named) else (lambda: read_parquet(Path(named), wanted))
     )
@@ -344,4 +349,4 @@ def main(bounds: str, named: str, *wanted: str) -> None:
     say(out, ending)
     out.flush()
     sys.stderr.flush()
-    os._exit(0)  # without what libraries do at their ends
+    os._exit(0)  # without the libraries' code at exit

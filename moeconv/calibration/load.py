@@ -1,4 +1,4 @@
-"""Calibration text by name: sets of the catalogue, files, data sets."""
+"""Calibration text by name: data sets of the catalogue, files, data sets of the hub."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ from moeconv.calibration.samples import (
 from moeconv.errors import CalibrationError, SettingsError
 from moeconv.strict_json import bounded
 
-# TOML from the standard library, or from its backport where Python is older than 3.11.
+# TOML from the standard library, or from its backport if Python is older than 3.11.
 
 if sys.version_info >= (3, 11):
     import tomllib
@@ -44,7 +44,7 @@ _MOST_BYTES = 1 << 20
 
 
 def read_toml(path: Path) -> dict[str, Any]:
-    """Raises SettingsError."""
+    """Returns the document in a TOML file. Raises SettingsError."""
     try:
         document: dict[str, Any] = tomllib.loads(bounded(path, _MOST_BYTES).decode("utf-8-sig"))
         return document
@@ -56,12 +56,13 @@ def read_toml(path: Path) -> dict[str, Any]:
 
 # Data sets with a manifest in calib_data/: built by their builders, and used only as the manifest describes them.
 
-CATALOGUE = Path("calib_data")  # where conversions are started from, as are the paths in its manifests
+CATALOGUE = Path("calib_data")  # in the folder where conversions are started, as are the paths in its manifests
 
 
 @dataclass(frozen=True)
 class Entry:
-    """The files of the two splits, each with the hash that the manifest has for it, and the metric to judge by."""
+    """A data set of the catalogue: the files of its two splits, whose hashes were checked, and the metric to judge
+    by."""
 
     calibration: Path
     heldout: Path
@@ -73,8 +74,8 @@ def names() -> list[str]:
 
 
 def find_entry(name: str) -> Entry | None:
-    """None when the name is not in the catalogue. Raises CalibrationError for a split that is not as in its manifest,
-    SettingsError for a manifest that is no TOML."""
+    """Returns the entry of a name; None if it is not in the catalogue. Raises CalibrationError for a split that differs
+    from its manifest, SettingsError for a manifest that is no TOML."""
     path = CATALOGUE / f"{name}.toml"
     if Path(name).suffix or not path.is_file():
         return None
@@ -101,13 +102,13 @@ def find_entry(name: str) -> Entry | None:
 
 
 def _line(value: object) -> str:
-    """Raises TypeError for what is not one line of text."""
+    """Returns a value that is one line of text. Raises TypeError for any other value."""
     if not isinstance(value, str) or not value.isprintable():
         raise TypeError
     return value
 
 
-# Calibration text from wherever it lies, checked, as two splits that share no sample.
+# Calibration text from every source, checked, as two splits that share no sample.
 
 MIN_SAMPLES = 8
 ALONE = "give more, or --heldout"
@@ -115,7 +116,7 @@ ALONE = "give more, or --heldout"
 
 @dataclass(frozen=True)
 class Text:
-    """Samples of one kind, and where each of them stands."""
+    """Samples of one kind, and the place of each of them."""
 
     name: str
     kind: str
@@ -135,12 +136,12 @@ def load_splits(
     fields: Mapping[str, str] | None = None,
     tokenizer: Path | None = None,
 ) -> Splits:
-    """`calib` is a name from calib_data/, a JSONL, CSV, parquet or plain text file, or a data set (`read_dataset`); so
-    is `heldout`, else we divide `calib` in halves by `seed`.
+    """Returns calibration and held-out text. `calib` is a name from calib_data/, a JSONL, CSV, parquet or plain text
+    file, or a data set (`read_dataset`); so is `heldout`; without it `calib` is divided in halves by `seed`.
 
-    `fields` says what our fields are called there (`{"input": "question"}`), `tokenizer` is the folder of the model's
-    tokenizer, whose template turns chat messages into text. Raises CalibrationError naming the file, and the line
-    where there is one.
+    `fields` gives their names for our fields (`{"input": "question"}`), `tokenizer` is the folder of the model's
+    tokenizer, whose template turns chat messages into text. Raises CalibrationError naming the file, and the line if it
+    has lines.
     """
     with ChatTemplate(tokenizer) as chat:
         return _loaded(calib, heldout, seed, fields or {}, chat.render)
@@ -233,7 +234,7 @@ def _require(name: str, count: int, least: int, advice: str = "give more") -> No
 
 
 def _require_disjoint(calibration: Text, heldout: Text) -> None:
-    """Raises CalibrationError when samples other than short rows are in both, whatever their white space."""
+    """Raises CalibrationError if samples other than short rows are in both texts, whatever their white space."""
     places: dict[tuple[str, str], str] = {}
     for sample, place in zip(calibration.samples, calibration.places, strict=True):
         places.setdefault(sample.key, place)

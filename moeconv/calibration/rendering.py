@@ -15,9 +15,9 @@ from moeconv.calibration.samples import MAX_ROW_BYTES
 from moeconv.errors import CalibrationError
 from moeconv.tokenizers import chat_tokenizer
 
-# Chat templates rendered in a process that can reach nothing, and has only so much time and memory.
-# A template comes with a model, and so from strangers. One process renders all conversations of a text, as moert
-# does it for one (moert.chat.sandbox): as transformers would.
+# Chat templates rendered in a process without access to files or network, with limited time and memory.
+# A template comes with a model, and so from strangers. One process renders all conversations of a text as transformers
+# would; moert renders single ones likewise (moert.chat.sandbox).
 
 LIMITS = Limits(cpu_s=600, idle_s=60.0, data_bytes=1 << 29, line_bytes=7 * MAX_ROW_BYTES)
 _THOUGHTS = ("reasoning_content", "thinking", "reasoning")
@@ -25,18 +25,18 @@ _WARM = "{% for one in ['é'] %}{{ one|tojson|fromjson }}{{ strftime_now('%Y') }
 
 
 class RenderFailed(Exception):
-    """What a template makes of a conversation; the message is a part of a line."""
+    """A conversation that a template can't render; the message is a part of a line."""
 
 
 class Rendering:
-    """Of one template, with the special tokens that it may name."""
+    """The renderer of one template, with the special tokens that it may name."""
 
     def __init__(self, template: str, tokens: Mapping[str, Any], limits: Limits = LIMITS) -> None:
         self._template, self._tokens, self._limits = template, dict(tokens), limits
         self._process: Process | None = None
 
     def render(self, messages: Sequence[Mapping[str, Any]]) -> str:
-        """The conversation as text. Raises RenderFailed, after which it starts anew."""
+        """Returns the conversation as text. Raises RenderFailed; the next call then starts a new process."""
         try:
             answer = self._answer(_plain(messages))
         except (TypeError, ValueError, RecursionError) as error:
@@ -79,7 +79,8 @@ class Rendering:
 
 
 def _plain(messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """As transformers hands them to a template: without fields that are None, thoughts under all their names."""
+    """Returns messages as transformers hands them to a template: without fields that are None, thoughts under all their
+    names."""
     found = []
     for message in messages:
         fields = {name: value for name, value in message.items() if value is not None}
@@ -89,7 +90,8 @@ def _plain(messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
 
 
 def main(bounds: str) -> None:
-    """What that process does: a line for each conversation that it reads, behind one with the template."""
+    """Runs the rendering process: reads a line with the template, then writes a line for each conversation that it
+    reads."""
     from moert.chat.sandbox import confine, environment
 
     environment().from_string(_WARM).render()  # finds codecs and the time zone
@@ -105,7 +107,7 @@ def main(bounds: str) -> None:
                 say(out, answer)
             except MemoryError:
                 say(out, {"memory": ""})
-            except Exception as error:  # a template raises what it likes
+            except Exception as error:  # a template may raise anything
                 text = " ".join(str(error).split())[:300]
                 say(out, {"failed": "".join(letter if letter.isprintable() else "?" for letter in text)})
             out.flush()
@@ -118,8 +120,8 @@ _DEFAULT = "default"
 
 
 class ChatTemplate:
-    """`folder` holds the model's tokenizer; it is read when the first messages are. Use it in a with block, at whose
-    end what renders has ended too."""
+    """The chat template of a model, for use in a with block, which ends the rendering process too. `folder` holds the
+    model's tokenizer, which is read with the first messages."""
 
     def __init__(self, folder: Path | None) -> None:
         self.folder = folder
@@ -135,7 +137,7 @@ class ChatTemplate:
             self._rendering.close()
 
     def render(self, messages: Any, place: str) -> str:
-        """Messages, a list of {"role", "content"}, as the text that the model was trained on. Raises
+        """Returns messages, a list of {"role", "content"}, as text in the form of the model's training text. Raises
         CalibrationError."""
         if not isinstance(messages, (list, tuple)) or not messages or not all(map(_is_message, messages)):
             raise CalibrationError(f"{place}: expected a list of {{role, content}} in the field 'messages'")

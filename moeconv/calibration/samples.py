@@ -1,4 +1,4 @@
-"""Samples of text in every form, and their parts that share nothing."""
+"""Samples of text: their files, their kinds, their documents, and their division into parts that share none."""
 
 from __future__ import annotations
 
@@ -23,10 +23,10 @@ SHORT_ROW = 80  # characters
 
 @dataclass(frozen=True)
 class Sample:
-    """Running text: `source` alone. Input and target: `source` and `target`. Input and choices: `source`, the texts
-    that its label may have, and in `label` the right one's place; `target` is then `choices[label]`. `document` names
-    what the sample is a part of (see `calibration.documents`), empty where nothing tells; samples of equal text are
-    equal whatever they are a part of."""
+    """A sample of text. Running text: `source` alone. Input and target: `source` and `target`. Input and choices:
+    `source`, the possible texts of its label, and in `label` the place of the right one; `target` is then
+    `choices[label]`. `document` names the document that the sample is a part of (see `with_documents`), empty if it is
+    unknown; samples of equal text are equal, whatever their documents."""
 
     source: str
     target: str = ""
@@ -36,20 +36,20 @@ class Sample:
 
     @property
     def key(self) -> tuple[str, str]:
-        """Equal for samples that differ in white space, or in the order of their choices, alone."""
+        """A key that is equal for samples which differ only in white space, or in the order of their choices."""
         return " ".join(self.source.split()), " ".join(self.target.split())
 
     @property
     def is_short_row(self) -> bool:
-        """True for a short row of running text: a blank line or a heading says nothing when it stands twice."""
+        """True for a short row of running text: a blank line or a heading may stand in both parts of a text."""
         return not self.target and len(self.source) < SHORT_ROW
 
 
 @dataclass(frozen=True)
 class Splits:
-    """Two disjoint lists of samples, and a hash of each. `seq2seq` is true of samples that have an input and a target
-    (or choices), false of running text. `metric` is the catalogue's choice, if it has one. `why`: in words what the
-    documents of the calibration text are."""
+    """Two disjoint lists of samples. `seq2seq` is true for samples that have an input and a target (or choices), false
+    for running text. `metric` is the catalogue's choice, if it has one. `why` describes, in words, the documents of the
+    calibration text."""
 
     name: str
     seq2seq: bool
@@ -68,7 +68,7 @@ class Splits:
 
 
 def samples_digest(samples: Iterable[Sample]) -> str:
-    """sha256 over the samples' texts in their order."""
+    """Returns the sha256 of the samples' texts in their order."""
     digest = hashlib.sha256()
     for sample in samples:
         parts = [sample.source, sample.target, *([sample.choices] if sample.choices else [])]
@@ -76,15 +76,14 @@ def samples_digest(samples: Iterable[Sample]) -> str:
     return digest.hexdigest()
 
 
-# Rows out of text files, each with the place where it stands, for messages.
-# Files are read line by line, and no line is longer than MAX_ROW_BYTES: what a row takes in memory is bounded by
-# that.
+# Rows of text files, each with its place, for messages.
+# Files are read line by line, and no line is longer than MAX_ROW_BYTES, which bounds the memory that a row takes.
 
 Rows = Iterator[tuple[str, Any]]
-"""Pairs of a place, such as `words.jsonl:12`, and what stands there: a dict of fields, if the row is well formed."""
+"""Pairs of a place, for example `words.jsonl:12`, and the row there: a dict of fields, if it is well formed."""
 
 MAX_TEXT_BYTES = 1 << 29
-"""Of all text of a file or data set: a hundred million tokens, more than a conversion reads in a month."""
+"""Bytes of text in a file or data set: a hundred million tokens, more than a conversion reads in a month."""
 MAX_ROW_BYTES = 1 << 26
 MAX_ROWS = 1 << 22
 _MOST_VALUES = 1 << 22  # of a row, as JSON
@@ -92,8 +91,8 @@ _MARK = b"\xef\xbb\xbf"  # of the order of bytes, which some programs write befo
 
 
 def lines_of(path: Path) -> Iterator[str]:
-    """The lines of the file, each with its end, which is \\n. Raises CalibrationError with the line that is not UTF-8,
-    before it gives any."""
+    """Yields the lines of the file, each with its end, which is \\n. Raises CalibrationError naming the line that is
+    not UTF-8, before it yields any."""
     for _ in _decoded(path):
         pass
     yield from _decoded(path)
@@ -129,13 +128,13 @@ def _raw(path: Path) -> Iterator[bytes]:
 
 
 def check_row(nbytes: int, place: str) -> None:
-    """Raises CalibrationError."""
+    """Raises CalibrationError if a row is larger than MAX_ROW_BYTES."""
     if nbytes > MAX_ROW_BYTES:
         raise CalibrationError(f"{place}: a row of over {MAX_ROW_BYTES >> 20} MiB: cut the text into shorter ones")
 
 
 def parsed(text: str) -> Any:
-    """JSON of one row. Raises ValueError, whose message is a part of a line."""
+    """Returns the JSON value of one row. Raises ValueError, whose message is a part of a line."""
     if sum(text.count(mark) for mark in "[{,") > _MOST_VALUES:
         raise ValueError(f"over {_MOST_VALUES} values")
     try:
@@ -173,7 +172,7 @@ def read_csv(path: Path) -> Rows:
 
 
 class _Feed:
-    """Lines for csv, which joins them to rows. `taken`: letters of this row so far."""
+    """The lines of a file for csv, which joins them to rows. `taken`: letters of this row so far."""
 
     def __init__(self, path: Path) -> None:
         self.path, self.taken = path, 0
@@ -189,7 +188,7 @@ class _Feed:
 
 
 def read_paragraphs(path: Path) -> Rows:
-    """One row for each paragraph, with the blank lines after it: the rows, joined, are the text again."""
+    """Yields one row for each paragraph, with the blank lines after it: the rows, joined, are the text again."""
     lines: list[str] = []
     start, taken, full, blank = 1, 0, False, False
     for number, line in enumerate(lines_of(path), 1):
@@ -207,20 +206,19 @@ def read_paragraphs(path: Path) -> Rows:
 
 READERS: dict[str, Callable[[Path], Rows]] = {".jsonl": read_jsonl, ".csv": read_csv, ".txt": read_paragraphs}
 PARQUET = ".parquet"
-"""Read apart."""
+"""The ending of parquet files, which another process reads (moeconv.calibration.apart)."""
 
 
-# Which document each sample comes from: as the rows say, as the text shows, or runs of rows where neither tells.
-# Samples of one document (an article, a package, a chapter) are alike, so a document is the unit that text is
-# divided by and that a promise counts. A field `document` says it. In running text, headings do: a document begins
-# at each heading of the highest level that stands there twice (` = Title = ` of WikiText, `#` of Markdown, deeper
-# ones else); without headings, places with two blank lines; without those, each row, where rows are long (an
-# article a row).
-# Short rows of running text that tell nothing stay without a document: windows of that text are counted in runs
-# (see `runs`). So are rows of other kinds: in runs, since neighbours in a file are often alike. A run is as long as
-# leaves RUNS of them, so that half of a text, and three quarters of that half, still are twice the number that a
-# promise takes. Longer runs hold larger lumps, fewer of them say less. Where rows prove to be hardly alike, they
-# are counted themselves (`promise.evidence`); that they are not, the name ROW for the field `document` says
+# The document of each sample: from a field of the rows, from marks in the text, or else a run of rows.
+# Samples of one document (an article, a package, a chapter) are alike, so a document is the unit that text is divided
+# by and that a promise counts. A field `document` names it. Running text shows it by headings: a document begins at
+# each heading of the highest level that occurs twice (` = Title = ` of WikiText, `#` of Markdown, deeper ones else);
+# without headings, at places with two blank lines; without these, at each row if rows are long (an article a row).
+# Short rows of running text without any mark stay without a document: windows of that text are counted in runs (see
+# `runs`). Rows of other kinds are counted in runs too, since neighbours in a file are often alike. A run is long enough
+# to leave RUNS of them, so that half of a text, and three quarters of that half, still have twice the number that a
+# promise takes. Longer runs hold larger groups of like rows, but fewer runs prove less. If rows prove to be hardly
+# alike, they are counted themselves (`promise.evidence`); the name ROW for the field `document` declares them so
 # outright.
 
 RUNS = 160
@@ -232,14 +230,14 @@ _GAP = 3  # ends of lines behind the last letter: two lines are blank
 
 
 def runs(count: int, wanted: int = RUNS) -> list[int]:
-    """The number of its run for each of `count` things in a row: about `wanted` runs of one length."""
+    """Returns the number of the run of each of `count` items in a row: about `wanted` runs of one length."""
     length = max(1, count // wanted)
     return [place // length for place in range(count)]
 
 
 def with_documents(samples: Sequence[Sample], *, running: bool) -> tuple[list[Sample], str]:
-    """Returns the samples with a document each, where one can be told, and in words what the documents are. Those of
-    one document come to stand together, where the first of them stands."""
+    """Returns the samples, each with its document if one is known, and a description of the documents in words. Samples
+    of one document named by a field move to the place of its first sample."""
     if any(sample.document for sample in samples):
         return _together(samples), "as the field 'document' says"
     if not running:
@@ -253,7 +251,7 @@ def with_documents(samples: Sequence[Sample], *, running: bool) -> tuple[list[Sa
 
 
 def level(row: str) -> int:
-    """That of the heading that the row begins with: 1 is the highest, 0 stands for none."""
+    """Returns the level of the heading that the row begins with: 1 is the highest, 0 stands for none."""
     match = _HEADING.match(row)
     if match is None:
         return 0
@@ -294,7 +292,7 @@ def _long_rows(samples: Sequence[Sample]) -> list[bool]:
     return [is_long] * len(samples)
 
 
-# Samples in two parts that share none: one to measure on, one to judge by.
+# Samples in two parts that share none: one for measuring, one for judging.
 
 RANKING_SHARE = 0.25  # of the calibration text ranks experts; plans are judged on the rest
 
@@ -302,12 +300,13 @@ Parts = tuple[tuple[Sample, ...], tuple[Sample, ...]]
 
 
 def divide(samples: Sequence[Sample], seq2seq: bool, share: float, seed: int) -> Parts:
-    """The first part gets about `share` of the samples, the second the rest; both get some, and no document is torn.
+    """Returns two parts of the samples: the first gets about `share` of them, the second the rest; both get some, and
+    no document is torn.
 
-    Samples of input and target are dealt by `seed`, documents whole, those without one singly. Running text is cut
-    once, at the border of documents (of rows, where it has none) that is nearest to `share` of its characters, so that
-    each part stays running text. What is equal but for white space lies in one part only, short rows of running text
-    excepted. Raises CalibrationError when there are not two different samples, or all are of one document.
+    Samples of input and target are dealt by `seed`, documents whole, samples without one singly. Running text is cut
+    once, at the border of documents (of rows, if it has none) that is nearest to `share` of its characters, so that
+    each part stays running text. Samples that are equal but for white space lie in one part only, short rows of running
+    text excepted. Raises CalibrationError for fewer than two different samples, or if all are of one document.
     """
     parts = _dealt(samples, share, seed) if seq2seq else _cut(samples, share)
     if not all(parts):
@@ -346,8 +345,8 @@ def _cut(samples: Sequence[Sample], share: float) -> Parts:
 
 
 def _nearest(sizes: Sequence[int], share: float) -> int:
-    """How many of the documents come first, so that they have about `share` of all; neither side is empty where there
-    are two of them at all."""
+    """Returns the number of documents to put first, so that they have about `share` of the whole size; with two
+    documents or more, neither side is empty."""
     goal, border, length = share * sum(sizes), 0, 0
     for size in sizes:
         if length + size / 2 > goal:
@@ -356,7 +355,7 @@ def _nearest(sizes: Sequence[int], share: float) -> int:
     return max(1, min(border, len(sizes) - 1))
 
 
-# Fields of a row → a sample; what is no usable text is refused with the place where it stands.
+# Fields of a row → a sample; unusable text is refused with its place.
 
 KINDS = {
     "running text": ("text",),
@@ -365,8 +364,8 @@ KINDS = {
     "input and target": ("input", "target"),
 }
 _MOST_DIGITS = 20
-DOCUMENT = "document"  # beside the fields of any kind: what the row is a part of
-ROW = "row"  # as the name of that field, where there is none of this name: each row is a document
+DOCUMENT = "document"  # beside the fields of any kind: the name of the row's document
+ROW = "row"  # as the name of that field: each row is a document, unless rows have a field of this name
 FIELDS = (*dict.fromkeys(field for fields in KINDS.values() for field in fields), DOCUMENT)
 RUNNING = ("running text", "chat")
 
@@ -375,8 +374,8 @@ Render = Callable[[Any, str], str]
 
 
 def renamed(row: Any, fields: Mapping[str, str], place: str) -> Any:
-    """The row with only those fields that `fields` gives names for (ours to theirs), and `choices` with a label. Where
-    that is the document alone, all others stay."""
+    """Returns the row with only the fields that `fields` names (ours to theirs), and `choices` with a label. If it
+    names the document alone, all other fields stay. Raises CalibrationError."""
     if not fields or not isinstance(row, dict):
         return row
     if fields.get(DOCUMENT) == ROW:
@@ -393,7 +392,7 @@ def renamed(row: Any, fields: Mapping[str, str], place: str) -> Any:
 
 
 def kind_of(row: Any, place: str) -> str:
-    """The first of KINDS whose fields the row has."""
+    """Returns the first of KINDS whose fields the row has. Raises CalibrationError."""
     present = [field for field, value in row.items() if value is not None] if isinstance(row, dict) else []
     for kind, fields in KINDS.items():
         if set(present).issuperset(fields):
@@ -404,7 +403,7 @@ def kind_of(row: Any, place: str) -> str:
 
 
 def to_sample(row: Mapping[str, Any], kind: str, place: str, render: Render) -> Sample:
-    """The row, which is of this kind, as a sample. Raises CalibrationError."""
+    """Returns a row of this kind as a sample. Raises CalibrationError."""
     document = _document(row.get(DOCUMENT), place)
     if kind == "chat":
         return Sample(_text(render(row["messages"], place), "messages", place), document=document)
@@ -419,7 +418,7 @@ def to_sample(row: Mapping[str, Any], kind: str, place: str, render: Render) -> 
 
 
 def _document(value: Any, place: str) -> str:
-    """A text or a number that names it; empty where the row has none."""
+    """Returns the name of a row's document, given as text or a number; empty if the row has none."""
     if value is None:
         return ""
     if isinstance(value, bool) or not isinstance(value, (str, int)):
@@ -447,7 +446,7 @@ def _text(value: Any, field: str, place: str, *, blank: bool = False) -> str:
 
 
 def _choices(value: Any, place: str) -> tuple[str, ...]:
-    """A list of texts; in a CSV cell, the list as JSON."""
+    """Returns the choices of a list of texts, or of the list as JSON (in a CSV cell)."""
     if isinstance(value, str):
         try:
             value = parsed(value)
@@ -464,7 +463,7 @@ def _choices(value: Any, place: str) -> tuple[str, ...]:
 
 
 def _label(value: Any, choices: tuple[str, ...], place: str) -> int:
-    """The label, given as a choice's text or else as its place (also in digits), as a place."""
+    """Returns the place of the label's choice. The label is a choice's text, or else its place (also in digits)."""
     if isinstance(value, str):
         if value in choices:
             return choices.index(value)

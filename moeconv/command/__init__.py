@@ -1,1 +1,1 @@
-"""What is typed, and what a person reads: commands, recipes, tables, the bar."""
+"""The command line: commands, recipes, and tables for a person."""

@@ -1,4 +1,4 @@
-"""`moeconv check`: can a model be converted, and what would the pack take? Reads names and settings, no weights."""
+"""`moeconv check`: whether a model can be converted, and the size of its pack. Reads names and settings, no weights."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from moeconv.source.tensors import FileTensors, has_weights
 from moert.pack.model_spec import ModelSpec
 
 DENSE_BITS = (None, 8)
-"""Widths of what lies outside the experts that are looked at; None: as in the source."""
+"""Widths of the matrices outside the experts that are compared; None: as in the source."""
 
 _NAMED = 3  # files at most that are not here
 _HEADING = (
@@ -30,8 +30,8 @@ _HEADING = (
 
 @dataclass(frozen=True)
 class Checked:
-    """`notes`: on config.json; `left_out`: what the pack will not have of the checkpoint; `certain` where the names of
-    its tensors were there to look at."""
+    """The result of a check. `notes`: on config.json; `left_out`: on parts of the checkpoint that the pack will not
+    have; `certain` where the names of its tensors could be read."""
 
     model: str
     spec: ModelSpec
@@ -45,8 +45,9 @@ class Checked:
 
 
 def check(model: str, host: Host, layout: str = DEFAULT_LAYOUT) -> Checked:
-    """`model`: a directory, a config.json, or a hub id; `layout`: how its experts would lie in a pack. Raises
-    CheckpointError for what can't be converted, SettingsError for experts that can't lie so."""
+    """Checks a model without its weights. `model`: a directory, a config.json, or a hub id; `layout`: how its experts
+    would lie in a pack. Raises CheckpointError for a model that can't be converted, SettingsError for experts that
+    can't have this layout."""
     check_choice("--layout", layout, LAYOUTS)
     outline, left = opened(located(model))
     spec, computed = outline.spec, outline.description.computed
@@ -63,12 +64,14 @@ def check(model: str, host: Host, layout: str = DEFAULT_LAYOUT) -> Checked:
 
 
 def located(model: str) -> Path:
-    """A config.json as it was given, else the directory of a model, if need be fetched. Raises CheckpointError."""
+    """Returns the path of a given config.json, else the directory of a model, fetched if necessary. Raises
+    CheckpointError."""
     return Path(model) if Path(model).is_file() else find(model, weights=False)
 
 
 def opened(path: Path) -> tuple[Checkpoint | Outline, list[str] | None]:
-    """And what is left out of it, where there are tensors with names."""
+    """Returns the outline of a model, and the notes on left out tensors; None for these if the names of tensors can't
+    be read."""
     if path.is_file():
         return Outline.read(path), None
     if not has_weights(path):
@@ -78,7 +81,8 @@ def opened(path: Path) -> tuple[Checkpoint | Outline, list[str] | None]:
 
 
 def absent_notes(outline: Checkpoint | Outline) -> list[str]:
-    """A note on weights of which only the names were looked at, if there are any."""
+    """Returns a note on files of weights that are missing, so that only the names of their tensors were checked; empty
+    without any."""
     tensors = outline.tensors if isinstance(outline, Checkpoint) else None
     if not isinstance(tensors, FileTensors) or not (absent := tensors.absent):
         return []
@@ -91,7 +95,7 @@ def absent_notes(outline: Checkpoint | Outline) -> list[str]:
 
 
 def as_json(found: Checked) -> dict[str, Any]:
-    """Everything as plain values; bytes are bytes."""
+    """Returns the result as plain values of JSON; sizes are in bytes."""
     spec, experts = found.spec, found.spec.moe
     return {
         "model": found.model,
@@ -121,7 +125,7 @@ def as_json(found: Checked) -> dict[str, Any]:
 
 
 def lines(found: Checked) -> list[str]:
-    """The same for people."""
+    """Returns the result as lines for a person."""
     spec, experts, numbers = found.spec, found.spec.moe, found.parameters
     layers = ", ".join(
         f"{name} of {len(stack)} layers ({len(spec.moe_layers(name))} with experts)"
@@ -154,7 +158,7 @@ def _row(each: Outlook) -> str:
 
 
 def _wrapped(name: str, phrases: Sequence[str], width: int = 100) -> list[str]:
-    """Phrases with commas between them, in lines under each other."""
+    """Returns phrases with commas between them, in lines under each other."""
     rows = [""]
     for place, phrase in enumerate(phrases):
         text = phrase + ("" if place == len(phrases) - 1 else ",")

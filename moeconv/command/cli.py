@@ -308,7 +308,7 @@ def _convert(settings: Settings, as_json: bool) -> bool:
 
 
 def _missed(message: str | None) -> dict[str, object]:
-    """Returns what JSON has beside a result that was written and is not as it should be."""
+    """Returns the entries of JSON for a result that was written but misses the target."""
     return failure("TargetMissed", message, EXIT_MISSED) if message else {}
 
 
@@ -324,7 +324,7 @@ def main(arguments: list[str] | None = None) -> None:
     os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
     os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
     code = _exit_code(arguments)
-    if left_behind():  # nobody waits for what goes on
+    if left_behind():  # threads that still run are not waited for
         sys.stdout.flush()
         os._exit(code)
     sys.exit(code)

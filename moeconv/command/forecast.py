@@ -1,4 +1,4 @@
-"""`moeconv plan MODEL`: what a person with a large model can expect, before anything is converted. Reads no weights."""
+"""`moeconv plan MODEL`: sizes, speeds and effort to expect before a model is converted. Reads no weights."""
 
 from __future__ import annotations
 
@@ -42,15 +42,15 @@ from moert.pack.messages import NotASize, parse_size
 from moert.pack.model_spec import ModelSpec
 
 OF_WORK = {"loss", "size", "bits_per_weight", "allocation", "signal", "bits", "whole_curve"}
-"""Arguments of `moeconv plan` that ask what a conversion has measured."""
+"""Arguments of `moeconv plan` on the measurements of a conversion."""
 OF_MODEL = {"memory", "drive"}
-"""Those that ask what a pack would be."""
+"""Arguments of `moeconv plan` on a pack that is not made yet."""
 _OPTIONS = {"whole_curve": "--curve"}
 _INDEX = "model.safetensors.index.json"
 _ABOUT = 4  # bits of a weight that converting is reckoned for
 _MXFP4_BITS = 4.25  # a weight, its share of a scale counted
-_SLOWEST = 1e6  # bytes a second; who writes less meant another unit
-_LARGE_BYTES = 1 << 20  # of a piece: a drive that was measured with less is faster than that says
+_SLOWEST = 1e6  # bytes a second; a smaller number is of another unit
+_LARGE_BYTES = 1 << 20  # of a piece: measured with smaller pieces, a drive seems slower than it is
 _HEADING = (
     ("experts", "bits a", "the", "pack", "smallest", "memory", "experts", "found", "a token", "tokens/s"),
     ("", "weight", "rest", "", "--memory", "for all", "in memory", "there", "reads", "expected"),
@@ -59,7 +59,7 @@ _HEADING = (
 
 @dataclass(frozen=True)
 class Where:
-    """What a pack would run on. `drive_from`: who says how fast the drive is."""
+    """The machine that a pack would run on. `drive_from`: in words, the source of the drive's speed."""
 
     memory_bytes: int
     drive: Drive
@@ -69,7 +69,7 @@ class Where:
 
 @dataclass(frozen=True)
 class Expected:
-    """`like`: the model whose hit rates were taken; `notes`: on files that are not there."""
+    """The expectations of a model. `like`: the model that the hit rates are from; `notes`: on missing files."""
 
     model: str
     spec: ModelSpec
@@ -83,9 +83,9 @@ class Expected:
 
 
 def is_model(what: str, given: Collection[str]) -> bool:
-    """Whether `what` is a model and not the work directory of a conversion; `given` are the arguments beside it. What
-    is not there is a hub id if it looks like one and nothing is asked that only a conversion can answer. Raises
-    SettingsError for arguments that do not go with it."""
+    """Returns whether `what` is a model and not the work directory of a conversion; `given` are the other arguments. A
+    path that does not exist is a hub id if it looks like one and no argument needs a conversion. Raises SettingsError
+    for arguments that do not go with it."""
     path = Path(what)
     there = path.is_file() or (path / CONFIG).is_file()
     found = there or (not path.exists() and what.count("/") == 1 and not OF_WORK & set(given))
@@ -105,7 +105,8 @@ _REFUSED = {
 
 
 def where(machine: Mapping[str, Any], memory: int | None, drive: str | None) -> Where:
-    """`machine`: what `moert info --system` says of it. Memory is what is free if nobody says. Raises SettingsError."""
+    """Returns the machine that a pack would run on. `machine`: the output of `moert info --system`. Without `memory` it
+    has the free memory. Raises SettingsError."""
     free, known = machine["memory"]["free_bytes"], machine["drive"]
     if memory is None and free is None:
         raise SettingsError("this system does not tell how much memory is free: give --memory, such as 4GB")
@@ -120,7 +121,8 @@ def where(machine: Mapping[str, Any], memory: int | None, drive: str | None) -> 
 
 
 def parse_speed(text: str) -> float:
-    """'500MB/s' or '3GB/s' → bytes a second. Raises SettingsError, also for what no drive has been as slow as."""
+    """Returns bytes a second from '500MB/s' or '3GB/s'. Raises SettingsError, also for speeds that no drive is as slow
+    as."""
     try:
         speed = float(parse_size(text.strip().removesuffix("/s")))
     except NotASize:
@@ -131,8 +133,8 @@ def parse_speed(text: str) -> float:
 
 
 def asked(model: str, memory: str | None, drive: str | None) -> Expected:
-    """Of this machine, which is looked at and timed now; --memory and --drive as they were given. Raises SettingsError,
-    CheckpointError."""
+    """Returns the expectations of a model on this machine, which is measured now; `memory` and `drive` are the texts of
+    --memory and --drive. Raises SettingsError, CheckpointError."""
     if drive is not None:
         parse_speed(drive)
     memory_bytes = bytes_of(memory)
@@ -142,7 +144,8 @@ def asked(model: str, memory: str | None, drive: str | None) -> Expected:
 
 
 def expect(model: str, machine: Mapping[str, Any], place: Where, timed: Timing) -> Expected:
-    """`model`: a directory, a config.json, or a hub id. Raises CheckpointError for what can't be converted."""
+    """Returns the expectations of a model. `model`: a directory, a config.json, or a hub id. Raises CheckpointError for
+    a model that can't be converted."""
     path = located(model)
     outline, _ = opened(path)
     spec, computed = outline.spec, outline.description.computed
@@ -169,14 +172,14 @@ def expect(model: str, machine: Mapping[str, Any], place: Where, timed: Timing) 
 
 
 def _four_bits(found: Sequence[Forecast]) -> int:
-    """Bytes of the pack whose experts have about four bits each, all else as in the source."""
+    """Returns the bytes of the pack with experts at about four bits and all else as in the source."""
     return min(
         (each for each in found if each.dense_bits == 16), key=lambda each: abs(each.bits_per_weight - _ABOUT)
     ).pack_bytes
 
 
 def source_bytes(path: Path, outline: Checkpoint | Outline, numbers: Parameters) -> int:
-    """Of the checkpoint's weights: as they lie there, as its index says, or as config.json makes likely."""
+    """Returns the bytes of the checkpoint's weights: of its files, by its index, or as config.json makes likely."""
     if path.is_dir():
         lying = sum(file.stat().st_size for file in path.glob("*.safetensors"))
         about = (json_object(path / _INDEX) or {}).get("metadata")
@@ -195,7 +198,7 @@ def source_bytes(path: Path, outline: Checkpoint | Outline, numbers: Parameters)
 
 
 def as_json(found: Expected) -> dict[str, Any]:
-    """Everything as plain values; bytes are bytes, seconds seconds."""
+    """Returns the expectations as plain values of JSON, in bytes and seconds."""
     place, like = found.where, found.like
     return {
         "model": found.model,
@@ -215,7 +218,7 @@ def as_json(found: Expected) -> dict[str, Any]:
 
 
 def lines(found: Expected) -> Iterator[str]:
-    """The same for people."""
+    """Yields the expectations as lines for a person."""
     place, like, numbers = found.where, found.like, found.parameters
     yield (
         f"{found.model}: {found.spec.family}, {many(numbers.total)} parameters, "

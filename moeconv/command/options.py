@@ -1,4 +1,4 @@
-"""What can be said on the command line to several commands."""
+"""Options of the command line that several commands have."""
 
 from __future__ import annotations
 
@@ -70,13 +70,13 @@ DriveSpeed = Annotated[
 
 
 def bytes_of(memory: str | None) -> int | None:
-    """Raises SettingsError for what is no size."""
+    """Returns the bytes of --memory. Raises SettingsError for text that is no size."""
     from moeconv.conversion.settings import parse_bytes
 
     return None if memory is None else parse_bytes(memory, "--memory")
 
 
 def said(context: typer.Context) -> list[str]:
-    """Names of the options that were typed, whatever their values."""
+    """Returns the names of the options that were typed, whatever their values."""
     sources = {name: context.get_parameter_source(name) for name in context.params}
     return [name for name, source in sources.items() if source is not None and source.name == "COMMANDLINE"]

@@ -1,4 +1,4 @@
-"""What a person reads after a command: tables and lines, all figures from the artefacts."""
+"""Results of commands for a person: tables and lines, with all figures from the artefacts."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from moert.pack.neurons import PredictedLoss
 
 
 def conversion_table(report: ConversionReport, out: str) -> str:
-    """The result of `moeconv quantize`."""
+    """Returns the result of `moeconv quantize` as text."""
     sizes = report.expert_bytes
     lines = [f"{out}: {report.model}, quantizer {report.quantizer}", ""]
     if report.calibration is None:
@@ -52,15 +52,15 @@ def conversion_table(report: ConversionReport, out: str) -> str:
 
 
 def target_text(target: Target) -> str:
-    """The aim of a conversion, as a person reads it."""
+    """Returns the target of a conversion as text."""
     if target.kind == "loss":
         return f"{target.value:.2%}"
     return size(target.value) if target.kind == "size" else f"{target.value:g} bits a weight"
 
 
 def next_steps(report: ConversionReport, out: Path, profiled: bool) -> str:
-    """What a user may run after `moeconv quantize`; profile and report need the calibration text. `profiled` is true
-    where the pack has its paths already."""
+    """Returns the commands that a user may run after `moeconv quantize`; profile and report need the calibration text.
+    `profiled` is true where the pack has its paths already."""
     pack = shlex.quote(str(out))
     routed = "" if report.route is None else f" --routing {report.route.kind}"
     named = "" if report.neurons is None else " --neurons predicted"
@@ -74,7 +74,7 @@ def next_steps(report: ConversionReport, out: Path, profiled: bool) -> str:
 
 
 def verified(found: Verified, pack: Path, source: str | None) -> str:
-    """The result of `moeconv verify`, which raises where anything is wrong."""
+    """Returns the result of `moeconv verify` as text, for a pack that passed the check."""
     if found.worst is None:
         return f"{pack} is whole: {found.files} files with {found.experts} experts are as its manifest says"
     return (
@@ -84,7 +84,7 @@ def verified(found: Verified, pack: Path, source: str | None) -> str:
 
 
 def plan_table(planned: Planned, target: Target, whole_curve: bool) -> str:
-    """The result of `moeconv plan`: the plan for the target, and with `whole_curve` all others."""
+    """Returns the result of `moeconv plan` as text: the plan for the target, and with `whole_curve` all others."""
     chosen = planned.chosen
     loss = "" if chosen.predicted_loss is None else f", loss predicted {chosen.predicted_loss:.2%}"
     if chosen.loss is not None:
@@ -104,7 +104,8 @@ def plan_table(planned: Planned, target: Target, whole_curve: bool) -> str:
 
 
 def curve_table(points: Sequence[CurvePoint], weights: int, int4_bytes: int) -> str:
-    """`weights` are those of all experts, `int4_bytes` what they take at uniform INT4."""
+    """Returns the table of all plans; `weights` is the number of weights in all experts, `int4_bytes` their bytes at
+    uniform INT4."""
     promised = any(point.upper is not None for point in points)
     lines = [
         f"  {'size':>10} {'bits':>6} {'of INT4':>8} {'predicted':>10} {'measured':>9}"
@@ -184,7 +185,7 @@ def _residences(found: Sequence[Residence], confidence: float | None) -> list[st
 
 
 def read_table(found: Sequence[Residence]) -> str:
-    """Bytes that a token reads against the loss, of widths alone and with routing."""
+    """Returns the table of bytes that a token reads against the loss, of widths alone and with routing."""
     lines = []
     for one in found:
         lines += [f"  {one.share:.0%} in memory: kB a token, loss, upper bound"]
@@ -222,7 +223,7 @@ def _reused(report: ConversionReport) -> str:
 
 
 def missed_target(report: ConversionReport) -> str | None:
-    """One line if the held-out loss is above the target."""
+    """Returns a line if the held-out loss is above the target; else None."""
     if report.heldout is None or report.target.kind != "loss" or report.heldout.loss <= report.target.value:
         return None
     return (
@@ -232,7 +233,7 @@ def missed_target(report: ConversionReport) -> str | None:
 
 
 def path_table(found: PathFigures, nbytes: int) -> str:
-    """The result of `moeconv profile-paths`."""
+    """Returns the result of `moeconv profile-paths` as text."""
     coverage = ", ".join(f"{stack} {share:.1%}" for stack, share in found.coverage20.items())
     lines = [
         f"{found.tokens:,} tokens profiled, tables and trace of {nbytes:,} bytes",
@@ -248,7 +249,7 @@ def path_table(found: PathFigures, nbytes: int) -> str:
 
 
 def hash_table(found: HashFigures) -> str:
-    """The result of `moeconv train-hash`."""
+    """Returns the result of `moeconv train-hash` as text."""
     lines = [
         f"hash function of width {found.width} from {found.tokens:,} tokens, {found.nbytes:,} bytes: {found.share:.1%} "
         "of the pack",
@@ -262,13 +263,13 @@ def hash_table(found: HashFigures) -> str:
 
 
 def hash_json(found: HashFigures) -> dict[str, object]:
-    """The same as values of JSON: layers by their names."""
+    """Returns the result of `moeconv train-hash` as values of JSON, with layers by their names."""
     hits = {str(at): list(shares) for at, shares in found.hits.items()}
     return {**asdict(replace(found, hits={})), "hits": hits}
 
 
 def neurons_table(found: NeuronFigures) -> str:
-    """The result of `moeconv train-neurons`."""
+    """Returns the result of `moeconv train-neurons` as text."""
     lines = [
         f"predictor of rank {found.rank} from {found.tokens:,} tokens, {found.nbytes:,} bytes: {found.share:.1%} of "
         "the pack",
@@ -285,7 +286,7 @@ def neurons_table(found: NeuronFigures) -> str:
 
 
 def neurons_json(found: NeuronFigures) -> dict[str, object]:
-    """The same as values of JSON: layers by their names."""
+    """Returns the result of `moeconv train-neurons` as values of JSON, with layers by their names."""
     return {**asdict(replace(found, kept={})), "kept": {str(at): kept._asdict() for at, kept in found.kept.items()}}
 
 

@@ -17,7 +17,7 @@ from moert.pack.messages import unknown
 
 @dataclass(frozen=True)
 class Expectations:
-    """What must hold of a recipe's result; None is not checked."""
+    """Limits that a recipe's result must keep; None is not checked."""
 
     heldout_loss_at_most: float | None = None
     calibration_loss_at_most: float | None = None
@@ -26,7 +26,7 @@ class Expectations:
     reference_at_most: float | None = None
 
     def failures(self, report: ConversionReport) -> list[str]:
-        """One line for each that does not hold; empty when all do."""
+        """Returns a line for each limit that the result does not keep."""
         heldout, calibration = report.heldout, report.calibration
         checks: list[tuple[str, float | None, float | None, int, str]] = [
             ("the held-out loss is", heldout.loss if heldout else None, self.heldout_loss_at_most, 1, ".2%"),
@@ -46,12 +46,12 @@ class Expectations:
 
 
 KEYS = ({*ENTRIES} - {"overwrite"}) | {"profile_paths", "expect"}
-"""All that a recipe may say."""
+"""The names of all entries of a recipe."""
 
 
 @dataclass(frozen=True)
 class Recipe:
-    """`paths` says whether the routing is profiled too."""
+    """A recipe as it was loaded. `paths` says whether paths are profiled too."""
 
     name: str
     settings: Settings
@@ -59,14 +59,15 @@ class Recipe:
     paths: bool
 
     def failures(self, report: ConversionReport) -> list[str]:
-        """What did not come out as expected; a held-out loss above the target counts where no other limit is given."""
+        """Returns lines on unmet expectations; a held-out loss above the target counts where no other limit is
+        given."""
         missed = missed_target(report) if self.expect.heldout_loss_at_most is None else None
         return self.expect.failures(report) + ([missed] if missed else [])
 
     @classmethod
     def load(cls, path: Path, out: Path, allow_code: bool = False, overwrite: bool = False) -> Recipe:
-        """Packs go to OUT/NAME.pack, what can be reused to OUT/NAME.work. Paths in a recipe are relative to the folder
-        that it lies in. `allow_code`: a metric of it may be a program. Raises SettingsError."""
+        """Reads a recipe. Its pack goes to OUT/NAME.pack, its work directory is OUT/NAME.work. Paths in a recipe are
+        relative to its folder. `allow_code`: its metric may be a program. Raises SettingsError."""
         document = read_toml(path)
         for name, option in (("out", "out"), ("work", "out"), ("overwrite", "overwrite")):
             if name in document:
@@ -99,8 +100,9 @@ class Recipe:
 
 
 def _placed(document: dict[str, Any], folder: Path) -> dict[str, Any]:
-    """The entries with paths as seen from here. What is a hub id, a name in calib_data/ or hf:NAME stays as it is.
-    Raises SettingsError for a model that is there as seen from here, but not from the recipe's folder."""
+    """Returns the entries with paths relative to the working directory. A hub id, a name in calib_data/ or hf:NAME
+    stays as it is. Raises SettingsError for a model that lies in the working directory, but not in the recipe's
+    folder."""
     placed = dict(document)
     model = document.get("model")
     if isinstance(model, str):

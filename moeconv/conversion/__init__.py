@@ -1,1 +1,1 @@
-"""Whole runs, from what was asked for to what is written. Only here and in `command` are settings known."""
+"""Whole runs, from the user's settings to the pack on disk. Only this package and `command` know settings."""

@@ -1,4 +1,4 @@
-"""What is added to a finished pack: paths, a hash function, a predictor of neurons."""
+"""Additions to a finished pack: paths, a hash function, a predictor of neurons."""
 
 from __future__ import annotations
 
@@ -65,11 +65,11 @@ from moert.pack.reader import Pack
 from moert.pack.tensors import TOKENIZER
 from moert.pack.writer import add_files, check_addable
 
-# What a finished pack loses as it is to be run, against the model it was made from.
+# The loss of a finished pack as it is to be run, against the model that it was made from.
 
 
 def unquantised_of(spec: ModelSpec, against: str) -> Checkpoint:
-    """The model that a pack was made from. Raises SettingsError for another one; CheckpointError."""
+    """Returns the checkpoint that a pack was made from. Raises SettingsError for another model's; CheckpointError."""
     found = Checkpoint.open(against)
     if found.spec != spec:
         raise SettingsError(f"--against {against}: the pack was made from another model")
@@ -91,8 +91,8 @@ class Text:
 
 
 def loss_of(after: F64, source: Checkpoint, text: Text, seed: int) -> tuple[float, float, float]:
-    """Of a pack's model, as it is to be run, with these scores on a text: the loss against the unquantised model, and
-    its 95% interval."""
+    """Returns the loss of a pack's model against the unquantised model, and its 95% interval; `after`: the scores on
+    `text` of the pack's model as it is to be run."""
     loaded: Any = LoadedModel(source)
     with transformers_model(source.path):
         before = text.scores(loaded)
@@ -103,15 +103,15 @@ def loss_of(after: F64, source: Checkpoint, text: Text, seed: int) -> tuple[floa
     return loss, *interval(text.metric, before, after, seed=seed, groups=documents)
 
 
-# What every training on a finished pack begins and ends with: its text, and a file into the pack.
+# Begin and end of every training on a finished pack: its text, and a file into the pack.
 
 _LEFT = (LOCK, "to-learn", "to-judge-by", "*.pt", "*.pt.*.tmp")
-"""What a training that was stopped may leave in its folder."""
+"""Names of files that a training that was stopped may leave in its folder."""
 
 
 @dataclass(frozen=True)
 class Asked:
-    """What a user asks of any training; None for what is usual."""
+    """The settings of any training; None for the usual choice."""
 
     calib: str | None = None
     heldout: str | None = None
@@ -129,7 +129,7 @@ class Asked:
 
 @dataclass(frozen=True)
 class TrainingText:
-    """What is trained on, and judged by, with their extents and volumes."""
+    """The text that is trained on and the held-out text that judges, with their extents and volumes."""
 
     splits: Splits
     tokenizer: Tokenizer
@@ -143,8 +143,8 @@ class TrainingText:
         cls, pack: Pack, asked: Asked, usual: Callable[[Volume, Volume], tuple[int | None, int]],
         say: Callable[[str], None],
     ) -> TrainingText:  # fmt: skip
-        """`usual` says how many samples (None: all) of both texts are taken where the user does not. Raises
-        ConversionError or PackError."""
+        """Returns the text of a training. `usual` gives the numbers of samples (None: all) of both texts where the user
+        does not. Raises ConversionError or PackError."""
         spec = pack.manifest.model
         source = text_of(pack, asked.calib, asked.heldout, None if asked.calib is None else asked.seed)
         splits = source.splits
@@ -170,26 +170,27 @@ class TrainingText:
         return cls(splits, tokenizer, metric, learning, heldout, used)
 
     def scorers(self, subject: Subject) -> tuple[TextScorer | GeneratedScorer, TextScorer | GeneratedScorer]:
-        """Of the text to learn, and of that to judge by."""
+        """Returns the scorers of the text to learn and of the text to judge by."""
         return (
             build_scorer(subject, self.tokenizer, self.splits.calibration, self.metric, self.learning),
             build_scorer(subject, self.tokenizer, self.splits.heldout, self.metric, self.heldout),
         )
 
     def about(self, pack: Pack) -> Mapping[str, Any]:
-        """All that decides what the pack's model does with it, as JSON values."""
+        """Returns, as JSON values, all that decides the outputs of the pack's model on this text."""
         return {
             "weights": _weights_of(pack.manifest), "context": self.learning.context, "samples": self.learning.limit,
             "text": [self.splits.digest("calibration"), self.splits.digest("heldout")],
         }  # fmt: skip
 
     def judged(self) -> Text:
-        """What a loss is measured on."""
+        """Returns the text that a loss is measured on."""
         return Text(self.tokenizer, self.splits.heldout, self.metric, self.heldout)
 
 
 def add_learnt(pack: Pack, name: str, body: bytes) -> None:
-    """Adds a file to the pack as it is now, which may have got other files since. Raises ConversionError."""
+    """Adds a file to the pack as it is now, which may have got other files since it was opened. Raises ConversionError
+    if its weights have changed."""
     now = Pack.open(pack.root).manifest
     if _weights_of(now) != _weights_of(pack.manifest):
         raise ConversionError(f"{pack.root} was replaced in the meantime: run the same command again")
@@ -197,8 +198,8 @@ def add_learnt(pack: Pack, name: str, body: bytes) -> None:
 
 
 def folder_of(pack: Pack, work: Path | None, ending: str, learnt: str) -> Path:
-    """Where a training keeps what it needs until it is done, and removes it. Raises SettingsError for a folder with
-    what no training has left, and WriteFailed for a pack that can't take the file that is `learnt`."""
+    """Returns the folder of a training's files, which are removed when it is done. Raises SettingsError for a folder
+    with files that no training has left, and WriteFailed for a pack that can't take the file `learnt`."""
     check_addable(pack.root, learnt)
     folder = work or beside(pack.root, ending)
     there = sorted(path.name for path in folder.iterdir()) if folder.is_dir() else []
@@ -212,7 +213,8 @@ def folder_of(pack: Pack, work: Path | None, ending: str, learnt: str) -> Path:
 
 
 def _metric_of(pack: Pack, asked: Asked, splits: Splits) -> str:
-    """That of the conversion, where its text is used and no other is asked for. Raises SettingsError."""
+    """Returns the name of the user's metric, else the conversion's where its text is used, else the text's own. Raises
+    SettingsError."""
     quality = pack.manifest.quality
     if asked.metric is not None:
         return asked.metric
@@ -224,12 +226,12 @@ def _metric_of(pack: Pack, asked: Asked, splits: Splits) -> str:
 
 
 def _weights_of(manifest: Manifest) -> list[str]:
-    """What decides what the pack's model says."""
+    """Returns the digests of the files that decide the outputs of the pack's model."""
     files = [manifest.files[name].sha256 for name in (BACKBONE, "config.json", TOKENIZER)]
     return [*files, *(entry.sha256 for entry in manifest.experts)]
 
 
-# One profiling run from start to end: calibration text through the pack, transition tables and a trace into it.
+# Profiling paths: calibration text goes through the pack, transition tables and a trace into it.
 
 
 def profile_paths(
@@ -246,8 +248,8 @@ def profile_paths(
 ) -> tuple[PathFigures, int]:
     """Adds paths.safetensors and trace.safetensors to the pack; returns the figures and the bytes of both.
 
-    Without `calib`, the text that the pack was converted with. A model that does not fit `memory_bytes`, or what is
-    free, is run layer by layer. Raises ConversionError or PackError.
+    Without `calib` it takes the text that the pack was converted with. A model that does not fit `memory_bytes`, or
+    the free memory, is run layer by layer. Raises ConversionError or PackError.
     """
     check_counts(samples=samples, context=context, seed=seed)
     check_addable(pack.root, PATHS, TRACE)
@@ -311,11 +313,12 @@ def _others(folder: Path) -> list[str]:
 
 
 def _passes(pack: Pack) -> Path:
-    """Where what goes from layer to layer is kept until a run has ended well: one that was killed goes on there."""
+    """Returns the folder that keeps states between layers until a run has ended well: a run that was killed goes on
+    from them."""
     return beside(pack.root, "passes")
 
 
-# One training run from start to end: calibration text through the pack, a hash function into it.
+# Training a hash function: calibration text goes through the pack, a hash function into it.
 
 
 @dataclass(frozen=True)
@@ -335,9 +338,9 @@ class HashAsked(Asked):
 
 @dataclass(frozen=True)
 class HashFigures:
-    """`hits`: of each layer the share of held-out choices among the top_k, and among the 3 · top_k, experts that the
-    function names first, of `heldout_tokens`. `share`: what its `nbytes` are of the pack's. `routed`: None where that
-    was not asked for."""
+    """Figures of a trained hash function. `hits`: for each layer, the share of the choices of `heldout_tokens` that are
+    among the top_k, and among the 3 · top_k, experts that the function names first. `share`: its `nbytes` as a share of
+    the pack's. `routed`: the loss of routing by it; None without --against."""
 
     tokens: int
     heldout_tokens: int
@@ -350,7 +353,8 @@ class HashFigures:
 
 
 def train_hash(pack: Pack, asked: HashAsked, say: Callable[[str], None], show: Progress) -> HashFigures:
-    """Adds hash.safetensors to the pack. What was begun goes on where it was. Raises ConversionError or PackError."""
+    """Adds hash.safetensors to the pack; returns the figures of the hash function. A training that was stopped goes on
+    where it was. Raises ConversionError or PackError."""
     spec, others = pack.manifest.model, pack.manifest.nbytes(without=(HASH,))
     if not spec.moe.chooses:
         raise SettingsError(f"{pack.root} has nothing to foresee: every token passes all experts of a layer")
@@ -382,14 +386,14 @@ def train_hash(pack: Pack, asked: HashAsked, say: Callable[[str], None], show: P
 
 
 def source_of(spec: ModelSpec, against: str) -> Checkpoint:
-    """The unquantised model. Raises SettingsError for routers that no function can stand for, and as
-    moeconv.conversion.additions.unquantised_of."""
+    """Returns the checkpoint that a pack was made from. Raises SettingsError for routers that no hash function can
+    replace, and the errors of `unquantised_of`."""
     if (why := refusal(spec.moe)) is not None:
         raise SettingsError(f"--against: a hash function {why}: leave it out")
     return unquantised_of(spec, against)
 
 
-# One training run from start to end: calibration text through the pack, a predictor of its neurons into it.
+# Training a predictor of neurons: calibration text goes through the pack, a predictor into it.
 
 
 @dataclass(frozen=True)
@@ -404,7 +408,7 @@ class NeuronsAsked(Asked):
             raise SettingsError(f"--rank {self.rank}: expected at most {MOST_RANK}")
 
     def course(self, spec: ModelSpec) -> NeuronCourse:
-        """Raises SettingsError."""
+        """Returns the course of the training. Raises SettingsError for a rank above the features of an expert."""
         rank = self.rank or usual_rank(spec)
         if rank > spec.expert_width:
             raise SettingsError(f"--rank {rank}: expected at most the {spec.expert_width} features of an expert")
@@ -414,8 +418,9 @@ class NeuronsAsked(Asked):
 
 @dataclass(frozen=True)
 class NeuronFigures:
-    """`kept`: of each layer what the predictor names of `heldout_tokens`, in blocks of `per_block` neurons. `share`:
-    what its `nbytes` are of the pack's. `loss`: None where that was not asked for."""
+    """Figures of a trained predictor of neurons. `kept`: for each layer, the shares that the predictor names on
+    `heldout_tokens`, in blocks of `per_block` neurons. `share`: its `nbytes` as a share of the pack's. `loss`: the loss
+    of computing only named neurons; None without --against."""
 
     tokens: int
     heldout_tokens: int
@@ -429,8 +434,8 @@ class NeuronFigures:
 
 
 def train_neurons(pack: Pack, asked: NeuronsAsked, say: Callable[[str], None], show: Progress) -> NeuronFigures:
-    """Adds predictor.safetensors to the pack. What was begun goes on where it was. Raises ConversionError or
-    PackError."""
+    """Adds predictor.safetensors to the pack; returns the figures of the predictor. A training that was stopped goes on
+    where it was. Raises ConversionError or PackError."""
     spec, others = pack.manifest.model, pack.manifest.nbytes(without=(PREDICTOR,))
     check_neurons(spec, str(pack.root))
     if not pack.has_neurons:

@@ -43,11 +43,12 @@ from moert.pack.manifest import Preference
 from moert.pack.model_spec import ExpertKey, LayerKey
 from moert.pack.tensors import TOKENIZER
 
-# Widths without text: one for all experts, or for a size those that change the weights least. No loss is measured.
+# Widths without text: one for all experts, or the widths of a size that change the weights least. No loss is measured.
 
 
 def textless_widths(settings: Settings, coding: Coding, account: Account) -> Assignment:
-    """Raises TargetMissed for a size that no widths have; CheckpointError or WeightsUnusable."""
+    """Returns widths without text. Raises TargetMissed for a size that no widths have; CheckpointError or
+    WeightsUnusable."""
     path = coding.checkpoint.path
     if not (path / TOKENIZER).is_file() and coding.checkpoint.spelled is None:
         account.say(f"note: {path} has no {TOKENIZER}: the pack can't be run on text")
@@ -59,7 +60,7 @@ def textless_widths(settings: Settings, coding: Coding, account: Account) -> Ass
 
 
 def _by_weights(settings: Settings, coding: Coding, account: Account) -> Assignment:
-    """The least squared error of all weights in sum, in the size that was asked for."""
+    """Returns the widths of the target's size with the least sum of squared errors of all weights."""
     spec, widths = coding.spec, sorted(settings.bits)
     check_budget(settings.target, spec, min(widths), coding.storage)
     budget = budget_bytes(settings.target, spec)
@@ -78,11 +79,11 @@ def _by_weights(settings: Settings, coding: Coding, account: Account) -> Assignm
     return plan_within(Problem(units), settings.allocation, min(budget, largest)).assignment
 
 
-# The plan that a conversion chooses: the smallest that holds when it is measured, or the best of a size.
+# The plan that a conversion chooses: the smallest with a measured loss that holds, or the best of a size.
 
 
 class Choice:
-    """`plans` were measured on the way, in that order."""
+    """The choice of a plan. `plans` are those measured on the way, in that order."""
 
     def __init__(self, bench: Bench, inputs: Inputs, widths: Widths, judge: Judge, account: Account) -> None:
         self.settings, self.journal, self.spec = bench.settings, bench.journal, bench.spec
@@ -96,7 +97,7 @@ class Choice:
         return [measured for _, measured in self.plans]
 
     def plan(self) -> Plan:
-        """Raises TargetMissed."""
+        """Returns the chosen plan. Raises TargetMissed."""
         with self.account.step("search", self.journal):
             if self.settings.target.kind == "loss":
                 return self._smallest()
@@ -109,8 +110,8 @@ class Choice:
         return curve(self.question.frontier(self.settings.allocation), self.judged, chosen, self._flat())
 
     def _smallest(self) -> Plan:
-        """The smallest plan found to hold: that of the search, or where noise made it larger, all experts at the one
-        width that was measured to hold."""
+        """Returns the smallest plan that was found to hold: the plan of the search, or all experts at the one width
+        that was measured to hold, where noise made the search's plan larger."""
         flat = self.question.problem.priced(uniform(self.spec, max(self.tried)))
         frontier = self.question.frontier(self.settings.allocation)
         with suppress(TargetMissed):
@@ -121,12 +122,12 @@ class Choice:
         return flat
 
     def points(self) -> list[tuple[float, float]]:
-        """(predicted cost, measured loss) of all that was measured."""
+        """Returns (predicted cost, measured loss) of all measured plans."""
         return [*self._flat(), *((one.cost, one.loss) for one in self.judged)]
 
     def _flat(self) -> list[tuple[float, float]]:
-        """(predicted cost, measured loss) of the uniform widths that were tried. Other plans that the journal may know
-        are left out: the same command ends in the same plan, whatever was measured before."""
+        """Returns (predicted cost, measured loss) of the uniform widths that were tried. Other plans in the journal are
+        left out: the same command ends in the same plan, whatever was measured before."""
         points = []
         for width, evaluation in self.tried.items():
             with suppress(KeyError):  # a width that the problem does not have
@@ -142,16 +143,17 @@ class Choice:
         return measured
 
 
-# What each layer's bonus saves and costs, and plans of them: routing for one share of the experts in memory.
+# Savings and costs of each layer's bonus, and plans of bonuses: routing for one share of the experts in memory.
 
 STEPS = (0.0, 0.25, 0.5, 0.8, 1.3, 2.0)
-"""Bonuses that each layer is tried with, times its gap (Preferring.gap)."""
+"""Bonuses that each layer is tried with, as multiples of its gap (Preferring.gap)."""
 _MIDDLE = 3
-"""The step of all layers but the one that is tried. Whatever is changed in one layer makes choices in all above it
-flip, and that costs about the same however many layers are changed: tried alone, with the others routed exactly, each
-step would have to bear it."""
+"""The step of all layers but the one that is tried. A change in one layer flips choices in all layers above it, which
+costs about the same however many layers are changed: if the others were routed exactly, each step would be charged
+that cost."""
 _SAMPLES = 16
-"""Of the ranking text at least, where there are as many: steps next to each other differ by a tenth of a percent."""
+"""Least number of samples of the ranking text, where it has as many: neighbouring steps differ by a tenth of a
+percent."""
 _LEAST_COST = 1e-6
 
 
@@ -161,7 +163,7 @@ class _Tried(NamedTuple):
 
 
 class Bonuses:
-    """Of the layers of a decoder, each tried at all STEPS, with unquantised experts, on the ranking text."""
+    """The bonuses of a decoder's layers, each tried at all STEPS, with unquantised experts, on the ranking text."""
 
     def __init__(self, bench: Bench, share: float, account: Account) -> None:
         self.spec, self.share, self._bench, self._account = bench.spec, share, bench, account
@@ -173,26 +175,27 @@ class Bonuses:
 
     @property
     def exact(self) -> Preference:
-        """Without any bonus: what exact routing misses where memory holds as many."""
+        """The preference without any bonus: exact routing, with the misses of the same number of experts in memory."""
         return self._with([0.0] * len(self.places))
 
     def frontier(self, plan: Plan) -> Frontier:
-        """Plans of bonuses by what they read of experts with these widths; see ladder."""
+        """Returns plans of bonuses by the bytes that they read of experts with these widths; see ladder."""
         return ladder({at: [self._step(plan, at, number) for number in range(len(STEPS))] for at in self.places})
 
     def _step(self, plan: Plan, at: LayerKey, number: int) -> Step:
-        """A step costs what it costs more than none, and never nothing, so that plans end with exact routing."""
+        """Returns a step of one layer. Its cost is the rise above no bonus, and never 0, so that plans end with exact
+        routing."""
         tried = self._tried[at, number]
         cost = 0.0 if number == 0 else max(_LEAST_COST, tried.kl - self._tried[at, 0].kl)
         return Step(number, self._layer_read(plan, at, tried.found), cost)
 
     def preference(self, routing: Plan) -> Preference:
-        """Of a plan of `frontier`."""
+        """Returns the preference of a plan of `frontier`."""
         numbers = steps_of(routing.assignment)
         return self._at([numbers[at] for at in self.places])
 
     def missed(self, routing: Plan) -> dict[ExpertKey, int]:
-        """How often each expert of the decoder would be read, as far as layers do not change each other's choices."""
+        """Returns how often each expert of the decoder would be read, if no layer changed another one's choices."""
         numbers = steps_of(routing.assignment)
         return {
             at.expert(number): count
@@ -201,7 +204,7 @@ class Bonuses:
         }
 
     def read(self, plan: Plan, found: Preferred) -> float:
-        """Bytes that a token reads, all layers together, where memory holds what is preferred."""
+        """Returns the bytes that a token reads, all layers together, where memory holds the preferred experts."""
         return sum(self._layer_read(plan, at, found) for at in self.places) / max(1, found.tokens)
 
     @cached_property
@@ -232,7 +235,7 @@ class Bonuses:
         return tried
 
     def _at(self, steps: Sequence[int]) -> Preference:
-        """With these STEPS of the layers."""
+        """Returns the preference with these STEPS of the layers."""
         return self._with([STEPS[step] * gap for step, gap in zip(steps, self._gaps, strict=True)])
 
     def _with(self, bonus: Sequence[float]) -> Preference:
@@ -248,13 +251,13 @@ class Bonuses:
         return sum(self._bytes_of(name, bits) for name, bits in zip(names, assignment[key], strict=True))
 
 
-# Routing fitted to a share of the experts in memory, together with the widths: the smallest read a token whose loss
-# holds when it is measured.
+# Routing fitted to a share of the experts in memory, together with the widths: the fewest bytes read for a token at a
+# measured loss that holds.
 
 
 @dataclass(frozen=True)
 class Fitted:
-    """Routing for one share, and widths that go with it."""
+    """Routing for one share of the experts in memory, and the widths that go with it."""
 
     plan: Plan
     preference: Preference
@@ -262,19 +265,19 @@ class Fitted:
 
 
 class Fitting:
-    """Of routing for one share of the experts. The steps of each layer are measured alone (Bonuses), and plans of them
-    together with widths on the acceptance text, as `search` asks for them."""
+    """The fitting of routing to one share of the experts. The steps of each layer are measured alone (Bonuses), plans
+    of them together with widths on the acceptance text, as `search` needs them."""
 
     def __init__(self, bench: Bench, references: References, choice: Choice, share: float, account: Account) -> None:
         self.bench, self.judge, self.heldout, self.choice = bench, references.judge, references.heldout, choice
         self.account, self.share = account, share
         self.bonuses = Bonuses(bench, share, account)
         self.together: dict[int, list[ReadPoint]] = {}
-        """What was measured, by the bytes of its widths."""
+        """The measured points of widths with routing, by the bytes of the widths."""
 
     def widths(self, plan: Plan, memory_is_fixed: bool) -> Plan:
-        """Those that leave as much of the loss to routing as it makes the better use of. `plan` is the smallest that
-        holds by itself."""
+        """Returns the widths that divide the loss between themselves and routing so that a token reads least. `plan` is
+        the smallest that holds by itself; it stays where no division holds."""
         frontier = self.bonuses.frontier(plan)
         middle = frontier[len(frontier) // 2]
         judged = self._judged(plan, middle)
@@ -291,7 +294,7 @@ class Fitting:
         return self.choice.question.problem.priced(allocated[places[0]].assignment)
 
     def fit(self, plan: Plan) -> Fitted:
-        """Raises TargetMissed where not even exact routing holds with these widths."""
+        """Returns routing fitted to these widths. Raises TargetMissed where not even exact routing holds with them."""
         bonuses, measure = self.bonuses, self.judge.measure
         found = search(bonuses.frontier(plan), lambda routing: self._judged(plan, routing), self.judge.planned_loss)
         preference = bonuses.preference(found.plan)
@@ -311,7 +314,7 @@ class Fitting:
         return Fitted(plan, preference, residence)
 
     def _alone(self, plan: Plan) -> tuple[ReadPoint, ...]:
-        """What was measured of widths, with what the routing of this plan misses where it is exact."""
+        """Returns the measured points of widths alone; their bytes are those that exact routing of this plan misses."""
         exact = self.judge.measure.preferring(plan.assignment, self.bonuses.exact, "exact routing")
         return tuple(
             ReadPoint(self.bonuses.read(one, exact), found.loss, found.upper) for one, found in self.choice.plans
@@ -330,8 +333,8 @@ class Fitting:
 
 
 def check_resident(settings: Settings, coding: Coding) -> None:
-    """Raises SettingsError for memory that moert could not run in, whatever the widths, and where there is nothing to
-    route."""
+    """Raises SettingsError for memory that moert could not run in, whatever the widths, and for a model without a
+    choice of experts."""
     if settings.resident and not coding.spec.moe.chooses:
         raise SettingsError(
             "--resident would have no choice, as every token passes all experts of a layer: leave it out"
@@ -345,8 +348,8 @@ def check_resident(settings: Settings, coding: Coding) -> None:
 def fitted(
     bench: Bench, references: References, choice: Choice, plan: Plan, account: Account
 ) -> tuple[Plan, tuple[Fitted, ...]]:
-    """The widths, and routing for each share that was asked for; the widths are fitted to the first. `plan` is the
-    smallest that holds by itself, which stays where routing needs all of the loss. Raises TargetMissed."""
+    """Returns the widths, and routing for each entry of --resident; the widths are fitted to the first. `plan` is the
+    smallest that holds by itself, which stays where fitted widths miss the target. Raises TargetMissed."""
     made: dict[float, Fitted] = {}
     with account.step("routing", bench.journal):
         for number, asked in enumerate(bench.settings.resident):
@@ -370,7 +373,7 @@ def fitted(
 
 
 def _share(bench: Bench, plan: Plan, asked: float, account: Account) -> float:
-    """Of the experts, in whole percent where memory was asked for. Raises SettingsError."""
+    """Returns the share of the experts in memory, in whole percent where `asked` is bytes. Raises SettingsError."""
     if asked < LEAST_MEMORY:
         return asked
     memory_bytes = int(asked)

@@ -75,18 +75,18 @@ from moert.pack.messages import unknown
 from moert.pack.neurons import NeuronOrder
 from moert.pack.writer import check_target
 
-# Which measurements and which conversions are the same: digests of all that decides them.
+# Digests by which runs recognise the same measurements and the same conversion.
 
 MEASURES = 2  # goes up when quantizers or scorers change what they give, so that old journals are left alone
 _ASKED = (
     "margin", "confidence", "allocation", "signal", "per_projection", "bits", "samples", "sweep_samples",
     "heldout_samples", "racing",
 )  # fmt: skip
-"""Settings that decide a conversion, beside its target and what its journal is about."""
+"""Settings that decide a conversion, beside its target and the subject of its journal."""
 
 
 def subject_of(material: Material, coding: Coding) -> dict[str, Any]:
-    """What a journal is about, as JSON values: if anything of this changes, its measurements no longer hold."""
+    """Returns the subject of a journal as JSON values: if any of them changes, its measurements no longer hold."""
     settings, checkpoint, quantizer, dense = material.settings, coding.checkpoint, coding.quantizer, coding.dense_widths
     return {
         "model_sha256": checkpoint.sha256,
@@ -103,19 +103,19 @@ def subject_of(material: Material, coding: Coding) -> dict[str, Any]:
         "max_new_tokens": settings.max_new_tokens,
         "documents_sha256": material.documents_sha256,
         **({} if dense is None else {"dense": asdict(dense)}),
-        **({} if coding.neurons is None else {"down": "columns"}),  # whose codes are others
+        **({} if coding.neurons is None else {"down": "columns"}),  # columns are coded otherwise
         **({} if not settings.by_hash else {"route": course_values(settings, coding.spec)}),
         **({} if not settings.predicts else {"predicted": neuron_course_values(settings, coding.spec)}),
     }
 
 
 def directory_of(subject: dict[str, Any]) -> str:
-    """Name of the folder in the work directory that holds the measurements of this subject."""
+    """Returns the name of the folder in the work directory that holds the measurements of this subject."""
     return hashlib.sha256(json.dumps(subject).encode()).hexdigest()[:12]
 
 
 def conversion_of(subject: dict[str, Any], settings: Settings) -> str:
-    """sha256 of all that a conversion is decided by: equal for the same command, resumed or repeated."""
+    """Returns the sha256 of all values that decide a conversion: equal for the same command, resumed or repeated."""
     asked = {name: getattr(settings, name) for name in _ASKED} | {"target": asdict(settings.target)}
     if settings.resident:
         asked["resident"] = list(settings.resident)
@@ -123,8 +123,8 @@ def conversion_of(subject: dict[str, Any], settings: Settings) -> str:
 
 
 class Conversion:
-    """Runs the stages. `say` takes messages for a person, `progress(label, total)` shows how far a sweep is.
-    `profiled_next` says that paths are profiled right after, so that nobody is told to do it."""
+    """A conversion, which `run` takes through its stages. `say` gets messages for a person, `progress(label, total)`
+    shows how far a sweep is. `profiled_next`: paths are profiled right after, so that no message asks for it."""
 
     def __init__(
         self, settings: Settings, say: Callable[[str], None], progress: Progress, profiled_next: bool = False
@@ -132,7 +132,8 @@ class Conversion:
         self.settings, self.account, self.profiled_next = settings, Account(say, progress), profiled_next
 
     def run(self) -> tuple[Manifest, ConversionReport]:
-        """Raises ConversionError (TargetMissed before anything is written) or a PackError."""
+        """Writes the pack; returns its manifest and its report. Raises ConversionError (TargetMissed before anything is
+        written) or a PackError."""
         settings, say = self.settings, self.account.say
         check_target(settings.out)
         coding = Coding.open(settings)
@@ -226,7 +227,7 @@ class Conversion:
                 bench.journal.seal(bench.moments)
 
     def _taught(self, bench: Bench, work: WorkDir, order: NeuronOrder | None) -> Taught | None:
-        """What is a part of every plan that is measured; None where nothing is trained."""
+        """Returns the hash function or the predictor that is part of every measured plan; None if none is trained."""
         if self.settings.by_hash:
             return taught_routing(bench, work, self.account)
         return taught_neurons(bench, work, self.account, order) if self.settings.predicts else None
@@ -238,7 +239,7 @@ class Conversion:
         return looks
 
     def _outcome(self, bench: Bench, references: References, plan: Plan, looks: int) -> Outcome:
-        """What the chosen plan loses, on both texts, and what may be promised of it."""
+        """Returns the losses of the chosen plan on both texts, with its confidence bound."""
         account, judge, heldout, seed = self.account, references.judge, references.heldout, self.settings.seed
         accepted, used = evaluated(judge.measure, plan), judge.used
         bound = judge.bound(accepted)
@@ -273,7 +274,7 @@ class Conversion:
                 )
 
 
-# A conversion as Python programs ask for it.
+# The conversion as a Python function.
 
 Place = str | os.PathLike[str]
 
@@ -285,7 +286,8 @@ def quantize(
     told: tuple[Callable[[str], None], Progress],
     entries: Mapping[str, Any],
 ) -> ConversionReport:
-    """See moeconv.quantize. `told`: what gets a line about each step, and what shows how far it is."""
+    """Converts a model; see moeconv.quantize. `told`: the function that gets a line about each step, and the one that
+    shows how far a step is."""
     said = {name: os.fspath(value) if isinstance(value, os.PathLike) else value for name, value in entries.items()}
     try:
         place = placed(_path("out", out))
@@ -302,7 +304,7 @@ def quantize(
 
 
 def _path(name: str, value: Place) -> str:
-    """Raises SettingsError for what is none."""
+    """Returns a path as text. Raises SettingsError for a value that is neither text nor a path."""
     if not isinstance(value, (str, os.PathLike)):
         raise SettingsError(f"{name} = {value!r}: expected text or a path")
     return os.fspath(value)

@@ -49,12 +49,13 @@ from moert.pack.paths import PATHS, TRACE
 from moert.pack.reader import Pack, is_pack, strangers
 from moert.pack.writer import partial_of
 
-# The pack that stands where a new one goes: unasked only one of the same model, as it was written, is replaced.
+# A pack that stands where a new one goes: without --overwrite it is replaced only if it is an unchanged pack of the
+# same model.
 
 
 def check_replaced(settings: Settings, source: Path) -> str | None:
-    """Returns the note that a pack is replaced, if one is there; `source`: the folder of the model. Raises
-    SettingsError for a pack that may not be."""
+    """Returns the note that a pack at `out` is replaced; None where no pack stands there. `source`: the folder of the
+    model. Raises SettingsError for a pack that may not be replaced."""
     out = settings.out
     if not is_pack(out):
         return None
@@ -64,7 +65,7 @@ def check_replaced(settings: Settings, source: Path) -> str | None:
 
 
 def _lost(out: Path, source: Path, name: str) -> str | None:
-    """Returns what a pack holds that is not of this model; None where all is."""
+    """Returns the reason why replacing a pack would lose something: a foreign file, another model; None without one."""
     if others := strangers(out):
         return f"holds {others[0]}, which no conversion wrote"
     try:
@@ -84,12 +85,12 @@ PROFILE_PATHS = "profile-paths"
 ADDED_BY: Mapping[str, str] = {
     PATHS: PROFILE_PATHS, TRACE: PROFILE_PATHS, HASH: "train-hash", PREDICTOR: "train-neurons",
 }  # fmt: skip
-"""File that is added to a finished pack → the command that does it."""
+"""File that is added to a finished pack → the command that adds it."""
 
 
 @dataclass(frozen=True)
 class Outcome:
-    """What was decided and measured; widths alone where nothing was."""
+    """The decisions and measurements of a conversion; only widths where nothing was measured."""
 
     widths: Assignment
     metric: str = ""
@@ -113,8 +114,9 @@ class Outcome:
     order: NeuronOrder | None = None
 
     def importance(self) -> dict[ExpertKey, float] | None:
-        """Of each expert, as the manifest has it: at the narrowest width that was probed for whole experts. Where the
-        unquantised model scores nothing on the ranking text, there is no loss to tell it by."""
+        """Returns the importance of each expert for the manifest: its sensitivity at the narrowest width that was
+        probed for whole experts. None without a sweep, or where the unquantised model scores nothing on the ranking
+        text."""
         if self.table is None:
             return None
         whole = [min(probe.bits) for probe in self.table.costs if len(set(probe.bits)) == 1]
@@ -130,10 +132,10 @@ def deliver(
     account: Account,
     lost: Callable[[Sequence[str]], None],
 ) -> tuple[Manifest, ConversionReport]:
-    """Writes the pack. Raises CheckpointError, WeightsUnusable or a PackError.
+    """Writes the pack; returns its manifest and the report. Raises CheckpointError, WeightsUnusable or a PackError.
 
-    What the commands of `ADDED_BY` added to a pack that stands there is kept where the new one has the same weights;
-    else `lost` hears at the end of those whose files are gone.
+    Files that the commands of `ADDED_BY` added to a pack at `out` are kept where the new pack has the same weights;
+    else `lost` is called at the end with the commands that had added the lost files.
     """
     profile = _profile_in(settings.out, [name for name in ADDED_BY if name not in outcome.learnt])
     report = replace(
@@ -174,7 +176,8 @@ def deliver(
 
 
 def _needed_bytes(coder: ExpertCoder, widths: Assignment, dense: DenseCoder, layout: str) -> int:
-    """What a pack takes on the disk at most; experts of one layer are there twice while they get a file together."""
+    """Returns the most bytes that a pack takes on the disk; the experts of one layer lie there twice while they are
+    written into one file."""
     spec = coder.checkpoint.spec
     if coder.neurons is None:
         experts = _expert_bytes(spec, widths, _storage(coder))["pack"] + len(widths) * choose_page_bytes(spec)
@@ -191,7 +194,7 @@ def _storage(coder: ExpertCoder) -> Storage:
 
 
 def _profile_in(root: Path, names: Sequence[str]) -> Profile | None:
-    """What a pack has of these files; None where there is no pack, or one with none that can be read."""
+    """Returns the files among `names` that a pack has; None without a pack that can be read, or without these files."""
     if not is_pack(root):
         return None
     try:
@@ -254,7 +257,8 @@ def _dense_report(coder: DenseCoder, alone: LossEstimate | None) -> DenseReport 
 
 
 def _expert_bytes(spec: ModelSpec, widths: Assignment, storage: Storage) -> dict[str, int]:
-    """Bytes of all experts' tensors, scales counted: as planned, and uniform per channel at 4, 8 and 16 bits."""
+    """Returns the bytes of all experts' tensors, scales counted: as planned, and uniform per channel at 4, 8 and 16
+    bits."""
     nbytes, names = layout_bytes(spec, storage), spec.moe.ffn.projections
     planned = sum(nbytes(name, width) for bits in widths.values() for name, width in zip(names, bits, strict=True))
     uniform = {name: uniform_bytes(spec, bits) for name, bits in (("int4", 4), ("int8", 8), ("fp16", 16))}

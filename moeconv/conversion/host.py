@@ -1,4 +1,4 @@
-"""This machine: what packs will find on it, and how fast it quantises."""
+"""This machine: its memory as packs will find it, and how fast it quantises."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ import numpy as np
 
 from moeconv.plan.outlook import Host
 
-# This machine, as packs will find it. Another process says so: this one has libraries in it that moert never loads.
+# Facts of this machine, measured in another process: this one has loaded libraries that moert never loads.
 
 _OF_PROCESS = """
 import json
@@ -24,18 +24,18 @@ print(json.dumps(description.process_facts()))
 
 
 def facts() -> dict[str, Any]:
-    """Returns what `moert info --system --json` says."""
+    """Returns the output of `moert info --system --json`."""
     return _said("-m", "moert", "info", "--system", "--json")
 
 
 def host_of(found: dict[str, Any]) -> Host:
-    """Of these facts, those that a budget asks for."""
+    """Returns the facts that a budget needs."""
     process, widened = found["process"], found["native_kernels"]["missing"] is not None
     return Host(process["held_bytes"], process["thread_bytes"], widened)
 
 
 def this_host() -> Host:
-    """Returns the same of this machine, asked now, and nothing else: speeds take a second to measure."""
+    """Returns these facts of this machine, measured now, without its speeds, which take a second to measure."""
     return host_of(_said("-c", _OF_PROCESS))
 
 
@@ -45,7 +45,7 @@ def _said(*arguments: str) -> dict[str, Any]:
     return found
 
 
-# How fast this machine quantises and computes, by a small timed sample: about two seconds, the imports not counted.
+# Speeds of this machine, by a small timed sample: about two seconds without the imports.
 
 _TIMES = 2  # of which the faster one counts
 _GROUP = (1, 1024, 2048)  # [experts, out, in]
@@ -56,15 +56,15 @@ _BITS = 4
 
 @dataclass(frozen=True)
 class Timing:
-    """Weights a second by quantizer, at four bits; operations a second of a matrix in 32 bits, as models are
-    measured."""
+    """Speeds: weights a second for each quantizer, at four bits; operations a second of a matrix product in 32 bits,
+    the precision that models are measured in."""
 
     weights_per_s: dict[str, float]
     flops_per_s: float
 
 
 def timing(clock: Callable[[], float] = time.perf_counter) -> Timing:
-    """Measured now, with torch's own number of threads."""
+    """Returns the speeds of this machine, measured now with torch's own number of threads."""
     import torch
 
     from moeconv.quantizers import QUANTIZERS, Inputs

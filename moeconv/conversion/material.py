@@ -1,4 +1,4 @@
-"""What a conversion starts from: checkpoint and quantizer, text, tokenizer, metric."""
+"""The material of a conversion: checkpoint and quantizer, text, tokenizer, metric."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ from moert.pack.model_spec import ModelSpec
 from moert.pack.reader import Pack
 from moert.pack.tensors import TOKENIZER
 
-# How the weights of one checkpoint become codes: its quantizer, and the widths of what lies outside its experts.
+# The coding of a checkpoint's weights: its quantizer, and the widths of the matrices outside its experts.
 
 
 @dataclass(frozen=True)
@@ -42,11 +42,11 @@ class Coding:
     quantizer: Quantizer
     dense: DenseCoder
     neurons: Neurons | None = None
-    """How experts lie in blocks of neurons."""
+    """How experts lie in blocks of neurons; None where they do not."""
 
     @classmethod
     def open(cls, settings: Settings) -> Coding:
-        """Raises CheckpointError, UnsupportedModel or SettingsError."""
+        """Opens the checkpoint for coding. Raises CheckpointError, UnsupportedModel or SettingsError."""
         checkpoint = Checkpoint.open(settings.model)
         chat_of(checkpoint.path)  # so that a template that can't be used is not found after hours
         quantizer = QUANTIZERS[settings.coded_by](settings.group_size)
@@ -82,7 +82,7 @@ class Coding:
             )
 
     def moments_in(self, folder: Path) -> Path | None:
-        """File with what the quantizer knows of the experts' inputs; None where it needs nothing."""
+        """Returns the file with the moments of the experts' inputs; None where the quantizer needs none."""
         wants = self.quantizer.wants
         return None if wants == "nothing" else folder / f"moments-{wants}.safetensors"
 
@@ -91,18 +91,18 @@ class Coding:
         return ExpertCoder(self.checkpoint, self.quantizer, known, neurons=self.neurons)
 
 
-# What a conversion measures on: text in its parts, tokenizer and metric, checked before anything is measured.
+# The text of a conversion in its parts, with tokenizer and metric, checked before anything is measured.
 
 LEARNING_SHARE = 0.5
-"""Of the calibration text trains a hash function, or a predictor of neurons, where there is one."""
+"""Share of the calibration text that trains a hash function or a predictor of neurons, where there is one."""
 NOTHING = Volume(0, 0, 0, np.zeros(0, np.int64), 0.0)
 
 
 @dataclass(frozen=True)
 class Material:
-    """`ranking` and `acceptance` are the two parts of the calibration text; with --route hash or --neurons predicted
-    there is a third, `learning`, which these are trained on and nothing else sees. `judged` and `heldout` say how many
-    samples plans are judged on, and how many the result is measured on."""
+    """The text that a conversion measures on. `ranking` and `acceptance` are the two parts of the calibration text;
+    --route hash and --neurons predicted add a third, `learning`, which only their training sees. `judged` and `heldout`
+    are the volumes that plans are judged on and that the result is measured on."""
 
     settings: Settings
     splits: Splits
@@ -119,7 +119,7 @@ class Material:
 
     @classmethod
     def read(cls, settings: Settings, checkpoint: Checkpoint) -> Material:
-        """Raises CalibrationError or SettingsError."""
+        """Reads and checks the text of a conversion. Raises CalibrationError or SettingsError."""
         assert settings.calib is not None
         splits = load_splits(
             settings.calib, settings.heldout, seed=settings.seed, fields=settings.fields, tokenizer=checkpoint.path
@@ -148,12 +148,12 @@ class Material:
 
     @property
     def judged_share(self) -> float:
-        """Of the calibration text, what plans are judged on."""
+        """The share of the calibration text that plans are judged on."""
         return (1 - RANKING_SHARE) * (1 - LEARNING_SHARE if self.learning else 1)
 
     @property
     def metric_file(self) -> list[Path]:
-        """The module that a metric of the user's own lies in."""
+        """The module of a metric of the user's own; empty for others."""
         file, module, _ = self.metric_name.partition(".py")
         return [Path(file + module)] if module else []
 
@@ -163,20 +163,20 @@ class Material:
 
     @property
     def documents_sha256(self) -> str:
-        """Of what each sample is a part of, which decides how text is divided and cut into windows."""
+        """The sha256 of the samples' documents, which decide how text is divided and cut into windows."""
         names = [[sample.document for sample in part] for part in (self.splits.calibration, self.splits.heldout)]
         return hashlib.sha256(json.dumps(names).encode()).hexdigest()
 
     @property
     def judged_texts(self) -> tuple[str, ...]:
-        """Digests of what is judged on: the acceptance text, the held-out text, and both with what ranks, in any
-        order, which another seed may divide in another way."""
+        """Digests of the judged texts: the acceptance text, the held-out text, and all text together, sorted, since
+        another seed may divide it in another way."""
         splits = self.splits
         every = sorted((*splits.calibration, *splits.heldout), key=lambda sample: (*sample.key, sample.choices))
         return tuple(map(samples_digest, (self.acceptance, splits.heldout, every)))
 
     def extent(self, limit: int | None) -> Extent:
-        """At most `limit` samples of a text."""
+        """Returns the extent of at most `limit` samples of a text."""
         return _extent(self.settings, limit)
 
     def scorer(self, subject: Subject, samples: Sequence[Sample], limit: int | None) -> Scorer:
@@ -188,25 +188,27 @@ def _extent(settings: Settings, limit: int | None) -> Extent:
 
 
 def _absolute(metric: str) -> str:
-    """A metric that is the path of a module, wherever a sweep's worker may be started; others as they are."""
+    """Returns the name of a metric; the path of a module becomes absolute, since a sweep's worker may be started
+    anywhere."""
     return str(Path(metric).absolute()) if ".py" in metric else metric
 
 
-# Notes on options that ask for more than there is, or that have no effect: what is done instead; and on a tokenizer
-# that does not go with its model.
+# Notes on options that ask for more text than there is or have no effect, and on a tokenizer that does not go with its
+# model.
 
-_MOST_TOKENS = 0.9  # of a vocabulary, whose last rows are often there to fill it up
+_MOST_TOKENS = 0.9  # of a vocabulary: its last rows are often only padding
 
 
 def samples_note(option: str, asked: int | None, there: int, what: str) -> str | None:
-    """`there` is what is used; less than was asked for only where there is no more. None where nothing was cut."""
+    """Returns the note that a text has fewer samples (`there`) than the user asked for; None where it has enough.
+    `what` names the samples."""
     if asked is None or there >= asked:
         return None
     return f"note: {option} {asked:,}: there are only {there:,} {what}, all of them are used"
 
 
 def module_note(metric: str | None) -> str | None:
-    """What is to be known of a metric that is the path of a module, before it runs; None for others."""
+    """Returns the warning before a metric runs that is the path of a module; None for other metrics."""
     if metric is None or not is_module(metric):
         return None
     return (
@@ -216,7 +218,8 @@ def module_note(metric: str | None) -> str | None:
 
 
 def context_note(context: int | None, spec: ModelSpec) -> str | None:
-    """What `--context` does not do; None where it was not given, or windows are as long as was asked for."""
+    """Returns the note that `--context` has no effect or is cut; None without the option, or where windows are as long
+    as it says."""
     limit = spec.max_positions
     if context is None:
         return None
@@ -237,7 +240,7 @@ def end_note(checkpoint: Checkpoint) -> str | None:
         return None
     try:
         number = Tokenizer.read(checkpoint.path / TOKENIZER, checkpoint.spelled).get_vocab().get(name)
-    except SettingsError:  # whoever needs it says so
+    except SettingsError:  # raised again where the tokenizer is needed
         return None
     ends = checkpoint.spec.tokens.eos
     if number is None or number in ends:
@@ -250,8 +253,8 @@ def end_note(checkpoint: Checkpoint) -> str | None:
 
 
 def vocabulary_note(tokenizer: Tokenizer, spec: ModelSpec) -> str | None:
-    """What a tokenizer has that the model has not, or lacks; None where they go together. Text with a token of the
-    first kind is refused, a few tokens are always missing."""
+    """Returns the note that a tokenizer has tokens beyond the model's vocabulary, or lacks many of its tokens; None
+    where they go together. Text with a token beyond the vocabulary is refused; a few tokens are always missing."""
     numbers = tokenizer.get_vocab(with_added_tokens=True)
     beyond = sorted((number, name) for name, number in numbers.items() if number >= spec.vocab_size)
     if beyond:
@@ -269,7 +272,8 @@ def vocabulary_note(tokenizer: Tokenizer, spec: ModelSpec) -> str | None:
 
 
 def notes(settings: Settings, spec: ModelSpec, ranked: int, judged: int, heldout: int) -> Iterator[str]:
-    """One line for each option of a conversion that is cut; the numbers are those of the samples that are used."""
+    """Yields a note for each option of a conversion that is cut; `ranked`, `judged` and `heldout` are the numbers of
+    samples that are used."""
     found = (
         context_note(None if settings.context == DEFAULT_CONTEXT else settings.context, spec),
         samples_note("--samples", settings.samples, judged, "calibration samples to judge plans by"),
@@ -279,19 +283,19 @@ def notes(settings: Settings, spec: ModelSpec, ranked: int, judged: int, heldout
     return (note for note in found if note)
 
 
-# The text that a finished pack is worked on with: what was asked for, or what it was converted with.
+# The text for work on a finished pack: the user's, or the text that the pack was converted with.
 
 
 @dataclass(frozen=True)
 class PackText:
-    """`context`: tokens in a window of running text."""
+    """The text for work on a finished pack. `context`: tokens in a window of running text."""
 
     splits: Splits
     context: int
 
 
 def text_of(pack: Pack, calib: str | None, heldout: str | None, seed: int | None) -> PackText:
-    """Raises ConversionError."""
+    """Returns the text that the user names, or the one that the pack was converted with. Raises ConversionError."""
     if calib is None and (heldout is not None or seed is not None):
         raise SettingsError("--heldout and --seed go with --calib: without it the pack's own text is used")
     try:

@@ -57,12 +57,12 @@ from moeconv.sweep.sensitivity import BASE_BITS, RaceRules, Sweep, SweepJob, Swe
 from moert.pack.manifest import LossEstimate, in_words
 from moert.pack.model_spec import LayerKey, ModelSpec
 
-# What a conversion says on its way, and what its report keeps of that: notes, and what each step took.
+# Messages of a conversion, and the notes and times of steps that its report keeps.
 
 
 class Account:
-    """`say` takes messages for a person, `progress(label, total)` shows how far a sweep is. `notes` are on what the
-    promise does not cover."""
+    """The messages, notes and times of a conversion. `say` gets messages for a person, `progress(label, total)` shows
+    how far a sweep is. `notes` name the limits of the promise."""
 
     def __init__(self, say: Callable[[str], None], progress: Progress) -> None:
         self.say, self.progress = say, progress
@@ -71,11 +71,11 @@ class Account:
         self._started = time.perf_counter()
 
     def seconds(self) -> float:
-        """What this run has taken until now."""
+        """Returns the seconds that this run has taken until now."""
         return time.perf_counter() - self._started
 
     def note(self, line: str | None) -> None:
-        """Says it now, and in the report."""
+        """Says a note now, and keeps it for the report."""
         if line is not None:
             self.notes.append(line)
             self.say(f"note: {line}")
@@ -91,17 +91,18 @@ class Account:
         self.steps.append(Step(name, round(seconds, 2), round(reused, 2)))
 
 
-# What the stages measure with: the model, its text, its journal.
+# The bench of the stages: the model, its text, its journal.
 
 EXACT_PROBES = 4096
-"""More of them are not measured one by one, if nothing else is asked for."""
+"""With more probes than this, experts are not measured one by one unless the user asks for it."""
 ROWS_AN_INPUT = 10  # tokens that an expert should see for each of its inputs, on average, before they are weighed
 
 
 class Bench:
-    """The model and its coder are made when they are first needed: a run that only reads its journal needs little of
-    it. `moments` is the file that the coder reads then, None where the quantizer needs none. `instead`: what
-    takes the routers' place, or leaves out neurons, where plans are judged."""
+    """The model, text and journal that stages measure with. The model and its coder are made when they are first
+    needed: a run that only reads its journal needs little of them. `moments` is the file that the coder reads then,
+    None where the quantizer needs none. `instead`: the hash function in the routers' place, or the predictor that
+    leaves out neurons, where plans are judged."""
 
     def __init__(self, coding: Coding, material: Material, journal: Journal, moments: Path | None) -> None:
         self.coding, self.material, self.journal, self.moments = coding, material, journal, moments
@@ -109,12 +110,12 @@ class Bench:
         self.instead: Instead | None = None
 
     def within(self, memory: Memory, show: Progress) -> Bench:
-        """The same in this memory; `show` says how far a pass through a model's layers is."""
+        """Returns this bench with its memory set; `show` says how far a pass through a model's layers is."""
         self.memory, self.show = memory, show
         return self
 
     def by_gradients(self, widths: Sequence[int]) -> bool:
-        """Whether the sweep is by gradients: asked for, or the model is too large for another."""
+        """Returns whether the sweep is by gradients: asked for, or the model is too large for an exact sweep."""
         settings, spec = self.settings, self.spec
         if self.memory.layered or settings.signal == FISHER:
             return True
@@ -150,12 +151,13 @@ class Bench:
         if self.coder.kept is not None:
             seen = self.material.scorer(model, self.material.ranking, self.moment_samples)
             assert isinstance(seen, TextScorer)
-            likely = {bits for bits in self.settings.bits if bits <= BASE_BITS}  # of which the sweep wants most
+            likely = {bits for bits in self.settings.bits if bits <= BASE_BITS}  # the sweep wants most of these
             model.coded = LayerCoding(model, self.coder.kept, seen.texts, likely, self._shared(folder)).ensure
         return model
 
     def _shared(self, folder: Path) -> Shared | None:
-        """Who codes beside this process, which has put its passes into `folder`."""
+        """Returns the workers that code beside this process, which keeps its passes in `folder`; None without a
+        cluster."""
         address, kept = self.settings.cluster, self.coder.kept
         if address is None or kept is None:
             return None
@@ -168,7 +170,7 @@ class Bench:
 
     @cached_property
     def trial(self) -> Trial:
-        """What plans are tried on."""
+        """The model that plans are tried on."""
         if self.memory.layered:
             return cast("Trial", self.layered)  # all of it that Measure asks for
         return Trial(self.loaded, self.coder)
@@ -182,13 +184,13 @@ class Bench:
         )  # fmt: skip
 
     def measured_by(self, scorer: Scorer, what: str) -> Measure:
-        """The same over samples that there is a scorer of the layered model for."""
+        """Returns the measure over the samples of a scorer of the layered model; `what` names it in the journal."""
         layered = cast("Trial", self.layered)
         return Measure(lambda: layered, lambda: scorer, self.material.metric, self.journal, what)
 
     def firing_counts(self) -> Counts:
-        """How often neurons fire on the same text that moments are of, unquantised experts among what a pack stores of
-        everything else."""
+        """Returns how often neurons fire on the text that moments are collected on: of unquantised experts, with all
+        other weights as the pack stores them."""
         self.trial.original_experts()
         material, extent = self.material, self.material.extent(self.moment_samples)
         scorer = build_scorer(self.trial, material.tokenizer, material.ranking, material.metric, extent)
@@ -196,7 +198,7 @@ class Bench:
             return firing_counts(self.trial, scorer, self.show)
 
     def collect_moments(self, path: Path) -> None:
-        """Moments of the experts' inputs on the ranking text, into a file."""
+        """Writes the moments of the experts' inputs on the ranking text into a file."""
         scorer = self.material.scorer(self.loaded, self.material.ranking, self.moment_samples)
         self.loaded.set_dense(stored=True)
         with transformers_model(self.coding.checkpoint.path):
@@ -205,19 +207,19 @@ class Bench:
 
     @property
     def moment_samples(self) -> int:
-        """Samples of the ranking text that experts are looked at with."""
+        """The number of samples of the ranking text that moments and firing neurons are collected on."""
         spec, ranked = self.spec, self.material.ranked
         wanted = ROWS_AN_INPUT * widest(spec) * spec.moe.n / spec.moe.router.top_k
         scarcer = min(tokens for tokens in (ranked.encoder_tokens, ranked.decoder_tokens) if tokens)
         return math.ceil(wanted * ranked.samples / scarcer)
 
 
-# The unquantised model's answers, on both texts that losses are measured on, and who judges plans by them.
+# The unquantised model's answers on both texts that losses are measured on, and the judge of plans.
 
 
 @dataclass(frozen=True)
 class References:
-    """`judge` measures on the acceptance text; on `heldout` only what was chosen is measured."""
+    """The measures of losses: `judge` measures on the acceptance text, `heldout` only the chosen plan."""
 
     judge: Judge
     heldout: Measure
@@ -232,16 +234,17 @@ class References:
         return cls(Judge(acceptance, evidence, settings.planned_loss, settings.confidence, settings.seed), heldout)
 
     def judged_with(self, instead: Instead | None) -> None:
-        """From here on that is a part of what is judged."""
+        """Makes `instead` a part of every plan that is judged from now on."""
         self.judge.measure.instead = self.heldout.instead = instead
 
 
 def measured_references(bench: Bench, account: Account) -> References:
-    """Raises SettingsError where no loss can be measured against them, TargetMissed for a doubt with --strict."""
+    """Returns the references, measured. Raises SettingsError where no loss can be measured against them, TargetMissed
+    for a doubt with --strict."""
     found, material = References.of(bench), bench.material
 
     def doubt(line: str | None) -> None:
-        """Says why the promise is less than was asked for."""
+        """Notes why the promise is less than the user asked for. Raises TargetMissed with --strict."""
         if line is not None and bench.settings.strict:
             raise TargetMissed(f"--strict: {line}")
         account.note(line)
@@ -263,8 +266,8 @@ def measured_references(bench: Bench, account: Account) -> References:
 
 
 def value_text(measure: Measure, found: Evaluation) -> str:
-    """Returns the metric of an evaluation as text; behind a perplexity per word that per token, which depends less on
-    the language of a text."""
+    """Returns the metric of an evaluation as text; a perplexity per word is followed by the one per token, which
+    depends less on the language of a text."""
     metric = measure.metric
     said, samples = f"{in_words(metric.name)} {metric.value(found.columns()):.4f}", f"on {len(found.nats)} samples"
     if metric.unit != "words":
@@ -276,13 +279,14 @@ def evaluated(measure: Measure, plan: Plan) -> Evaluation:
     return measure(plan.assignment, f"plan of {plan.nbytes} bytes")
 
 
-# A few held-out samples, for a person to see what a loss looks like.
+# A few held-out samples that show a person the effect of a loss.
 
 SHOWN = 6
 
 
 def side_by_side(bench: Bench, widths: Assignment) -> tuple[Mapping[str, str], ...]:
-    """Input, target, what the unquantised model and what the pack make of it; empty where nothing is generated."""
+    """Returns held-out samples: input, target, the unquantised model's output and the pack's; empty where the metric
+    generates no text."""
     material, instead = bench.material, bench.instead
     if not material.metric.generates:
         return ()
@@ -308,20 +312,21 @@ def side_by_side(bench: Bench, widths: Assignment) -> tuple[Mapping[str, str], .
         )
 
 
-# What is measured before the sweep: the matrices outside the experts alone, and all experts at one width.
+# Measurements before the sweep: the matrices outside the experts alone, and all experts at one width.
 
 
 @dataclass(frozen=True)
 class Widths:
-    """`probed` are those that single experts may get, `tried` the evaluations of all experts at one width."""
+    """Widths of experts: `probed` are those that single experts may get, `tried` the evaluations of all experts at one
+    width."""
 
     probed: Sequence[int]
     tried: Mapping[int, Evaluation]
 
 
 def dense_alone(bench: Bench, judge: Judge, account: Account) -> LossEstimate | None:
-    """What quantising the matrices outside the experts loses by itself; None without --dense-bits. Raises TargetMissed
-    where that alone misses the target."""
+    """Returns the loss from quantising only the matrices outside the experts; None without --dense-bits. Raises
+    TargetMissed where that alone misses the target."""
     if bench.coding.dense_widths is None:
         return None
     settings, widths = bench.settings, width_text(bench.coding.dense_widths.bits)
@@ -342,8 +347,8 @@ def dense_alone(bench: Bench, judge: Judge, account: Account) -> LossEstimate | 
 
 
 def widths_worth_probing(bench: Bench, judge: Judge, account: Account) -> Widths:
-    """Those up to the first at which all experts together meet the target, and one more. An unreachable target, or too
-    little text for the promise, is said here, before the long sweep. Raises TargetMissed."""
+    """Returns the widths up to the first at which all experts together meet the target, and one more. Says, before the
+    long sweep, that there is too little text for the promise; raises TargetMissed for an unreachable target."""
     widths, tried = sorted(bench.settings.bits), dict[int, Evaluation]()
     if bench.settings.target.kind != "loss":
         return Widths(widths, tried)
@@ -374,18 +379,18 @@ def _say_if_too_little(judge: Judge, tried: Sequence[Evaluation], share: float, 
 
 
 def _advice(judge: Judge, missed: Evaluation, wider: str) -> str:
-    """Advice where this evaluation misses the target: more text if only its bound does, else `wider`."""
+    """Returns the advice for an evaluation that misses the target: more text if only its bound does, else `wider`."""
     only_bound = judge.loss(missed) <= judge.planned_loss
     return "give more text, or ask for less --confidence" if only_bound else wider
 
 
-# A sweep by gradients: every expert at every width from a few passes, scaled by layers that are measured whole.
+# The sweep by gradients: every expert at every width from a few passes, scaled by layers that are measured whole.
 
 
 @dataclass(frozen=True)
 class Ranked:
-    """What gradients say, what whole layers cost, and what comes of both: `nats` above the base of each pattern and
-    expert, in sum over `tokens`. `measure` tries plans on the same text."""
+    """The costs by gradients, the measured `scales` of whole layers, and the result of both: `nats` above the base for
+    each pattern and expert, summed over `tokens`. `measure` tries plans on the same text."""
 
     costs: Costs
     scales: Measured
@@ -396,7 +401,7 @@ class Ranked:
 
 
 def swept_by_gradients(bench: Bench, widths: Sequence[int], account: Account) -> tuple[SensitivityTable, SweepCost]:
-    """On the samples that rank. Raises ConversionError."""
+    """Returns the sensitivities and the cost of a sweep by gradients on the ranking text. Raises ConversionError."""
     settings, spec = bench.settings, bench.spec
     probes = probes_for(spec, widths, settings.per_projection)
     base: Bits = (BASE_BITS,) * len(spec.moe.ffn.projections)
@@ -423,7 +428,7 @@ def swept_by_gradients(bench: Bench, widths: Sequence[int], account: Account) ->
 
 
 def _by_layers(bench: Bench, patterns: Sequence[Bits], about: str, account: Account) -> Ranked:
-    """Of a model that continues text."""
+    """Returns the costs of a model that continues text."""
     settings, model, layers = bench.settings, bench.layered, len(bench.spec.decoder)
     scorer = bench.material.scorer(model, bench.material.ranking, settings.sweep_samples)
     assert isinstance(scorer, TextScorer), "it continues text"
@@ -440,7 +445,7 @@ def _by_layers(bench: Bench, patterns: Sequence[Bits], about: str, account: Acco
 
 
 def _of_pairs(bench: Bench, patterns: Sequence[Bits], about: str, account: Account) -> Ranked:
-    """Of a model that reads one text and writes another."""
+    """Returns the costs of a model that reads one text and writes another."""
     settings, ranking = bench.settings, bench.material.ranking
     every = _pairs(bench, ranking, settings.sweep_samples)
     tokens = _tokens(every)
@@ -457,13 +462,13 @@ def _of_pairs(bench: Bench, patterns: Sequence[Bits], about: str, account: Accou
 
 
 def _found(way: ExpertCosts, bench: Bench, about: str, account: Account, work: tuple[int, str]) -> Costs:
-    """`work`: how much it is, and of what."""
+    """Returns the costs by gradients. `work`: the number of steps and their name, for the progress bar."""
     with account.progress("gradients", *work) as bar:
         return way.run(bench.journal, about, bar)
 
 
 def _pairs(bench: Bench, samples: Sequence[Sample], limit: int | None) -> GeneratedScorer:
-    """At most so many of the samples, by the likelihood of their targets whatever the metric is."""
+    """Returns a scorer of at most `limit` samples, by the likelihood of their targets, whatever the metric is."""
     material = bench.material
     likelihood = METRICS["token_perplexity"]
     scorer = build_scorer(bench.trial, material.tokenizer, samples, likelihood, material.extent(limit))
@@ -472,35 +477,35 @@ def _pairs(bench: Bench, samples: Sequence[Sample], limit: int | None) -> Genera
 
 
 def _tokens(scorer: GeneratedScorer) -> int:
-    """Those that are scored; of choices the right one's."""
+    """Returns the number of scored tokens; of choices only the right one's."""
     return int(scorer.items.tokens[scorer.items.right].sum())
 
 
 def _scaled(costs: LayerCosts, exact: Sequence[float], share: float) -> list[list[float]]:
-    """Nats above the base of each pattern and expert; `exact` was measured on a `share` of the text."""
+    """Returns nats above the base [patterns, experts]; `exact` was measured on a `share` of the text."""
     rows = []
     for predicted, measured in zip(costs.costs, exact, strict=True):
         together, rise = sum(predicted) * share, measured - exact[0]
-        factor = rise / together if together * rise > 0 else 1.0  # noise in what hardly costs anything
+        factor = rise / together if together * rise > 0 else 1.0  # else the measured cost is noise
         rows.append([cost * factor for cost in predicted])
     return rows
 
 
-# The sweep of one conversion: made from its settings, run where they say, kept for later plans.
+# The sweep of a conversion, run where its settings say and kept for later plans.
 
 RACING_BLOCKS, RACING_SPAN = 8, 0.1
 
 
 @dataclass(frozen=True)
 class Swept:
-    """What plans are made from, and what it took."""
+    """The inputs of planning, and the cost of the sweep that measured them."""
 
     inputs: Inputs
     cost: SweepCost
 
 
 def job_of(coding: Coding, material: Material, moments: Path | None, memory: Memory) -> SweepJob:
-    """Raises SettingsError for a memory in which no sweep fits."""
+    """Returns the job of an exact sweep. Raises SettingsError for a memory in which no sweep fits."""
     settings = material.settings
     blocks = 1 if memory.layered else blocks_for(coding.spec, material.ranked, memory.sweep_bytes)
     if settings.racing is not None:
@@ -513,7 +518,8 @@ def job_of(coding: Coding, material: Material, moments: Path | None, memory: Mem
 
 
 def swept(bench: Bench, job: SweepJob, widths: Sequence[int], samples_id: str, account: Account) -> Swept:
-    """`samples_id` names the samples that plans are judged on. Raises ConversionError."""
+    """Returns the inputs of planning after a sweep; `samples_id` names the samples that plans are judged on. Raises
+    ConversionError."""
     material, quantizer = bench.material, bench.coding.quantizer
     sweep = _by_gradients if bench.by_gradients(widths) else _exactly
     table, cost = sweep(bench, job, widths, account)

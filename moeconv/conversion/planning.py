@@ -1,4 +1,4 @@
-"""What `moeconv plan` shows: plans for another target, from what a conversion has measured. Measures nothing."""
+"""Plans for another target, as `moeconv plan` shows them, from the measurements of a conversion. Measures nothing."""
 
 from __future__ import annotations
 
@@ -32,8 +32,8 @@ from moert.pack.model_spec import STACKS, ExpertKey, ModelSpec
 
 @dataclass(frozen=True)
 class Inputs:
-    """All that planning takes beside the journal. `samples` names those that plans are judged on, `dense` the widths
-    outside the experts, by role. `by_columns`: experts lie in blocks of neurons."""
+    """The inputs of planning beside the journal. `samples` names the samples that plans are judged on, `dense` the
+    widths outside the experts, by role. `by_columns`: experts lie in blocks of neurons."""
 
     model: str
     quantizer: str
@@ -45,7 +45,7 @@ class Inputs:
     by_columns: bool = False
 
     def storage(self, mxfp4: bool) -> Storage:
-        """How the experts are stored; how large their blocks are changes no size that planning counts."""
+        """Returns how the experts are stored; the size of their blocks changes no size that planning counts."""
         return Storage(self.group_size, mxfp4, Neurons(PIECE_BYTES, bundled=False) if self.by_columns else None)
 
     def to_json(self) -> dict[str, Any]:
@@ -66,7 +66,8 @@ class Inputs:
 
     @classmethod
     def from_json(cls, values: dict[str, Any]) -> Inputs:
-        """Raises KeyError, TypeError, ValueError or OverflowError for what `to_json` does not write."""
+        """Returns the inputs that `to_json` wrote. Raises KeyError, TypeError, ValueError or OverflowError for other
+        values."""
 
         def number(figure: float | None) -> float:
             return math.nan if figure is None else finite(figure, INPUTS)  # it could not be measured
@@ -93,7 +94,7 @@ class Inputs:
         return cls(group_size=group_size, table=table, dense=dense, by_columns=by_columns, **texts)
 
     def fits(self, spec: ModelSpec) -> bool:
-        """Whether the table is about the experts of this model."""
+        """Returns whether the table is about the experts of this model."""
         probes, n_projections = self.table.costs, len(spec.moe.ffn.projections)
         whole = all(len(probe.bits) == n_projections for probe in probes)
         return whole and {probe.key for probe in probes} in (set(), set(spec.expert_keys()))
@@ -101,7 +102,7 @@ class Inputs:
 
 @dataclass(frozen=True)
 class Planned:
-    """The curve of a work directory, and the point on it for a target, from what was measured before."""
+    """The curve of a work directory, and the point on it for a target, from earlier measurements."""
 
     model: str
     quantizer: str
@@ -115,8 +116,8 @@ class Planned:
 
 
 def plan(work: Path, target: Target, allocation: str, signal: str, bits: Sequence[int] | None) -> Planned:
-    """Raises SettingsError for a directory without a finished sweep, CheckpointError where its model is gone,
-    TargetMissed."""
+    """Returns the curve of a work directory and the point for a target. Raises SettingsError for a directory without a
+    finished sweep, CheckpointError where its model is gone, TargetMissed."""
     check_ranking(allocation, signal)
     check_target(target)
     inputs, journal, residences = _finished(work)
@@ -158,7 +159,7 @@ def _finished(work: Path) -> tuple[Inputs, Journal, tuple[Residence, ...]]:
 
 
 def measured_plans(question: Question, inputs: Inputs, journal: Journal, metric: Metric) -> list[MeasuredPlan]:
-    """The plans that the journal has measurements of, where they have widths that the problem has."""
+    """Returns the plans that the journal has measurements of, without those with a width that the problem lacks."""
     reference = unquantised(journal, inputs.samples)
     if reference is None:
         return []
@@ -174,7 +175,7 @@ def measured_plans(question: Question, inputs: Inputs, journal: Journal, metric:
 
 
 def _smallest(frontier: Frontier, measured: Sequence[MeasuredPlan], target: float) -> Plan:
-    """The smallest plan whose predicted loss meets the target. Raises TargetMissed."""
+    """Returns the smallest plan with a predicted loss that meets the target. Raises TargetMissed."""
     losses = LossMap([(one.cost, one.loss) for one in measured], float(frontier.costs[-1]))(frontier.costs)
     holds = np.flatnonzero(losses <= target)
     if not len(holds):

@@ -1,4 +1,4 @@
-"""Whether a model is converted in memory or layer by layer, and who gets how much of the memory then."""
+"""The choice between converting a model in memory and layer by layer, and the division of the memory."""
 
 from __future__ import annotations
 
@@ -24,15 +24,16 @@ from moert.machine import most_bytes
 from moert.pack.model_spec import ModelSpec
 
 PROCESS_BYTES = 1_100_000_000
-"""Python, torch and transformers with what they take while they run: 0.7 to 1.0 GB were seen."""
+"""Memory of Python, torch and transformers while they run: 0.7 to 1.0 GB were seen."""
 _FLOAT = 4
-_EXPERTS = 4  # alive at once, with what a quantizer makes of one
+_EXPERTS = 4  # in memory at once, a quantizer's copies of one among them
 
 
 @dataclass(frozen=True)
 class Memory:
-    """`sweep_bytes`: what an exact sweep may keep beside a model in memory. `limit_bytes`: what the whole process may
-    take where the model goes through memory layer by layer; None where it is in memory."""
+    """The division of the memory. `sweep_bytes`: the most that an exact sweep may keep beside a model in memory.
+    `limit_bytes`: the most that the whole process may take where the model goes through memory layer by layer; None
+    where the model is in memory."""
 
     sweep_bytes: int = DEFAULT_MEMORY
     limit_bytes: int | None = None
@@ -42,14 +43,15 @@ class Memory:
         return self.limit_bytes is not None
 
     def room(self, spec: ModelSpec, folder: Path) -> Room:
-        """For passes layer by layer. A model in memory has them too, for gradients."""
+        """Returns the room for passes layer by layer, which gradients of a model in memory need too."""
         if self.limit_bytes is None:
             return Room(folder, self.sweep_bytes // 2, self.sweep_bytes // 4)
         return room_in(self.limit_bytes, spec, folder)
 
 
 def memory_of(settings: Settings, checkpoint: Checkpoint, material: Material) -> Memory:
-    """Raises SettingsError where not even one layer at a time fits."""
+    """Returns the division of the memory for a conversion. Raises SettingsError where not even one layer at a time
+    fits."""
     spec, asked = checkpoint.spec, settings.memory_bytes
     whole = whole_bytes(spec, checkpoint.description.computed)
     limit = within(asked)
@@ -73,17 +75,18 @@ def memory_of(settings: Settings, checkpoint: Checkpoint, material: Material) ->
 
 
 def within(asked: int | None) -> int | None:
-    """What the process may take: what was asked for, or what is free; None where the system does not tell."""
+    """Returns the bytes that the process may take: those that the user gives, or the free ones; None where the system
+    does not report them."""
     return most_bytes() if asked is None else asked
 
 
 def whole_bytes(spec: ModelSpec, computed: Collection[str] = ()) -> int:
-    """What a process with the whole model in memory takes."""
+    """Returns the bytes of a process with the whole model in memory."""
     return PROCESS_BYTES + _FLOAT * parameters(spec, computed).total
 
 
 def check_least(limit_bytes: int, spec: ModelSpec) -> None:
-    """Raises SettingsError where that is too little to go layer by layer."""
+    """Raises SettingsError where `limit_bytes` are too few to go layer by layer."""
     least = _fixed_bytes(spec) + 2 * LEAST_TOKENS * token_bytes(spec)
     if limit_bytes < least:
         raise SettingsError(
@@ -93,14 +96,15 @@ def check_least(limit_bytes: int, spec: ModelSpec) -> None:
 
 
 def room_in(limit_bytes: int, spec: ModelSpec, folder: Path) -> Room:
-    """For a process of so many bytes."""
+    """Returns the room for passes layer by layer in a process of `limit_bytes`."""
     left = limit_bytes - _fixed_bytes(spec)
     return Room(folder, max(0, left // 2), max(0, left // 4))
 
 
 def check_room(place: Path, needed_bytes: int, option: str, left: Path) -> None:
-    """Raises ConversionError where the disk that `place` is on has less room than that; `option` chooses another. What
-    an interrupted run has left in the folder `left` is used again, or removed."""
+    """Raises ConversionError where the disk that `place` is on has less room than `needed_bytes`; `option` chooses
+    another place. Files that an interrupted run has left in the folder `left` count as room: they are used again, or
+    removed."""
     there = next(path for path in place.absolute().parents if path.exists())
     files = (path for path in left.rglob("*") if path.is_file())
     free = shutil.disk_usage(there).free + sum(path.stat().st_size for path in files)
@@ -112,7 +116,8 @@ def check_room(place: Path, needed_bytes: int, option: str, left: Path) -> None:
 
 
 def work_bytes(material: Material, coding: Coding) -> int:
-    """What passes layer by layer keep in the work directory at most: states between layers, gradients, and codes."""
+    """Returns the most bytes that passes layer by layer keep in the work directory: states between layers, gradients,
+    codes."""
     spec, settings = coding.spec, material.settings
     a_token = spec.d_model * _FLOAT
     widths = [bits for bits in settings.bits if bits < 16]
@@ -125,7 +130,8 @@ def work_bytes(material: Material, coding: Coding) -> int:
 
 
 def check_layered(settings: Settings, memory: Memory, checkpoint: Checkpoint) -> None:
-    """Raises SettingsError for gradients of a model that has none by layers, and for what takes a model in memory."""
+    """Raises SettingsError for gradients of a model that has none by layers, and for settings that need a model in
+    memory."""
     if settings.signal == FISHER and not have_gradients(checkpoint.family, checkpoint.spec):
         raise SettingsError(
             f"--signal {FISHER}: there is no way back through a {checkpoint.spec.family} model, which can't be run "
@@ -151,8 +157,8 @@ def check_layered(settings: Settings, memory: Memory, checkpoint: Checkpoint) ->
 
 
 def _fixed_bytes(spec: ModelSpec) -> int:
-    """What one layer at a time takes, whatever the text: the process, the larger of a layer without its experts and the
-    head, and a few experts."""
+    """Returns the bytes that one layer at a time takes, whatever the text: of the process, of the larger of a layer
+    without its experts and the head, and of a few experts."""
     roles: dict[str, int] = {}
     for name, tensor in spec.tensors.items():
         part = ".".join(name.split(".")[:2]) if name.startswith("decoder.") else name

@@ -1,4 +1,4 @@
-"""What a user asks of a conversion by options or by name, checked before anything long starts."""
+"""The settings of a conversion, from options or by name, checked before anything long starts."""
 
 from __future__ import annotations
 
@@ -24,27 +24,28 @@ from moert.pack.messages import NO_MEMORY, NotASize, fits, parse_size, unknown, 
 from moert.pack.model_spec import ModelSpec
 from moert.pack.parts import ROLES
 
-# How experts lie in a pack, by the names that --layout has for it.
+# How experts lie in a pack: the layouts of --layout.
 
 BY_NEURONS: Mapping[str, bool] = {"neuron": True, "columns": False}
 """Layout → whether columns lie beside the rows of their neurons."""
 PIECE_BYTES = 4096
-"""Of a block's columns at most: what drives read at once."""
+"""Most bytes of a block's columns: drives read pages of this size."""
 _TOGETHER = 2
-"""Neurons that a block is to have at 4 bits: with more of them, nearly all blocks have one that fires."""
+"""Neurons of a block at 4 bits: with more neurons, nearly every block has one that fires."""
 LAYOUTS = ("expert", "layer", *BY_NEURONS, "auto")
 PAYS_BYTES = 128 << 10
-"""Of an expert at 4 bits: below that it is read as soon as the few neurons of it that fire. So are, of any size, those
-that a router chooses: what is asked for often stays, which is more than what fires of it (recipes/LOG.md)."""
+"""Least bytes of an expert at 4 bits for which `auto` takes blocks of neurons: a smaller expert is read whole as soon
+as its few firing neurons. Experts that a router chooses stay whole at any size: those in frequent demand stay in the
+expert cache, and that saves more than reading only firing neurons (recipes/LOG.md)."""
 
 
 def files_of(layout: str) -> Files:
-    """What has a file of its own."""
+    """Returns the unit that has a file of its own in this layout: a layer or an expert."""
     return "layer" if layout == "layer" else "expert"
 
 
 def check_piece_bytes(layout: str, piece_bytes: int | None) -> None:
-    """Raises SettingsError."""
+    """Raises SettingsError for --piece-bytes without neurons in blocks, or of a size that no block can have."""
     if piece_bytes is None:
         return
     if layout not in (*BY_NEURONS, "auto"):
@@ -56,8 +57,8 @@ def check_piece_bytes(layout: str, piece_bytes: int | None) -> None:
 
 
 def neurons_of(layout: str, spec: ModelSpec, mxfp4: bool, piece_bytes: int | None = None) -> Neurons | None:
-    """How neurons lie in blocks, whose columns take at most `piece_bytes` (None: as many as is usual); None where they
-    do not. Raises SettingsError for a model that can't have them so."""
+    """Returns how neurons lie in blocks with columns of at most `piece_bytes` (None: the usual number); None for a
+    layout without blocks. Raises SettingsError for a model that can't have this layout."""
     act = spec.moe.ffn.act
     if layout == "auto":
         large = spec.weights_per_expert() // 2 >= PAYS_BYTES
@@ -76,7 +77,8 @@ def neurons_of(layout: str, spec: ModelSpec, mxfp4: bool, piece_bytes: int | Non
 
 
 def blocks_of(spec: ModelSpec, bundled: bool, piece_bytes: int | None = None) -> Neurons:
-    """Blocks as small as they are worth it, unless it is said: of a few neurons, and of no less than a drive reads."""
+    """Returns blocks with columns of at most `piece_bytes`; by default blocks of a few neurons, but no smaller than the
+    sector that a drive reads."""
     if piece_bytes is not None:
         return Neurons(piece_bytes, bundled, together=not bundled)
     few = _TOGETHER * spec.expert_width // 2
@@ -86,42 +88,42 @@ def blocks_of(spec: ModelSpec, bundled: bool, piece_bytes: int | None = None) ->
     return Neurons(nbytes, bundled, together=not bundled)
 
 
-# What a user asks of a conversion, checked before anything long starts.
+# The settings and their checks.
 
 DEFAULT_CONTEXT = 256
 DEFAULT_MEMORY = 2 << 30
 DEFAULT_TARGET = Target("loss", 0.05)
-"""It stands for a target that was not said; one that was is another object, and may be equal."""
+"""The target where the user gives none: compared by identity, since a given target may be equal to it."""
 DEFAULT_QUANTIZER, TEXTLESS_QUANTIZER = "gptq", "group"
 DEFAULT_ALLOCATION = "knapsack"
 _TARGET_OPTIONS = {"loss": "--loss", "size": "--size", "bits": "--bits-per-weight"}
 ROUTES = ("router", "hash")
 NEURONS = ("exact", "predicted")
 DEFAULT_LAYOUT, PREDICTED_LAYOUT = "expert", "neuron"
-LEAST_MEMORY = 10**6  # bytes: what is less is no memory that anybody has
+LEAST_MEMORY = 10**6  # bytes; a smaller number is a share of the experts
 _OF_TEXT = (
     "margin", "confidence", "heldout", "fields", "metric", "signal", "per_projection", "samples", "sweep_samples",
     "heldout_samples", "max_new_tokens", "memory_bytes", "racing", "cluster", "strict", "resident", "route", "neurons",
 )  # fmt: skip
-"""What has no effect without calibration text. The seed and the context are kept in the pack all the same."""
+"""Settings that have no effect without calibration text. The seed and the context are kept in the pack all the same."""
 
 
 @dataclass(frozen=True)
 class Settings:
-    """`margin` is the share of a loss target that the calibration text must leave free; `confidence` is the
-    probability with which the held-out loss stays under the target (None: only the measured loss must).
-    `sweep_samples` bounds what ranks the experts, `samples` what judges plans, `heldout_samples` what the result is
-    measured on (None: all there is): samples of input and target, or windows of `context` tokens of running text.
-    `memory_bytes` bounds the whole process (None: all that is free, and DEFAULT_MEMORY for the sweep beside a model
-    that fits). `dense_bits` is the width of all matrices outside
-    the experts, or of those of some roles; the others are stored as they are. `racing` is the error probability of
-    a sweep that stops early. `strict` refuses text that does not carry the confidence, before the sweep. `resident`:
-    what routing is fitted to, shares of the experts in memory, or from LEAST_MEMORY on bytes that moert gets; the
-    widths are fitted to the first. `quantizer`: None for what is usual, DEFAULT_QUANTIZER, or TEXTLESS_QUANTIZER
-    where there is no calibration text. `layout`: how experts lie in the pack, one of LAYOUTS, and where that is
-    by neurons `piece_bytes`: of a block's columns at most (None: what is usual, for both). `route`: what sends tokens
-    to experts, one of ROUTES. `neurons`: which of an expert's are computed, one of NEURONS. `overwrite`: whatever
-    pack stands at `out` may be replaced."""
+    """The settings of one conversion. `margin` is the share of a loss target that the calibration text must leave free;
+    `confidence` is the probability with which the held-out loss stays under the target (None: only the measured loss
+    must). `sweep_samples` bounds the text that ranks the experts, `samples` the text that judges plans,
+    `heldout_samples` the text that the result is measured on (None: all of it): samples of input and target, or windows
+    of `context` tokens of running text. `memory_bytes` bounds the whole process (None: all free memory, and
+    DEFAULT_MEMORY for the sweep beside a model that fits). `dense_bits` is the width of all matrices outside the
+    experts, or of those with the named roles; the others are stored as they are. `racing` is the error probability of a
+    sweep that stops early. `strict` refuses, before the sweep, text that does not carry the confidence. `resident`: the
+    memory that routing is fitted to, as shares of the experts or, from LEAST_MEMORY on, as bytes for moert; the widths
+    are fitted to the first entry. `quantizer`: None for DEFAULT_QUANTIZER, or without calibration text
+    TEXTLESS_QUANTIZER. `layout`: how experts lie in the pack, one of LAYOUTS; `piece_bytes`: in a layout by neurons,
+    the most bytes of a block's columns (None, for both: the usual choice). `route`: one of ROUTES, the router or a
+    hash function. `neurons`: the neurons of an expert that are computed, one of NEURONS. `overwrite`: any pack that
+    stands at `out` may be replaced."""
 
     model: str
     out: Path
@@ -271,7 +273,7 @@ class Settings:
 
     @property
     def laid_out(self) -> str:
-        """How experts lie in the pack."""
+        """The layout of experts in the pack."""
         if self.predicts and self.layout in (None, "auto"):
             return PREDICTED_LAYOUT
         return DEFAULT_LAYOUT if self.layout is None else self.layout
@@ -284,18 +286,18 @@ class Settings:
 
     @property
     def planned_loss(self) -> float:
-        """What the loss on the calibration text may be at most. Only for a loss target."""
+        """The largest loss on the calibration text that a plan may have. Only for a loss target."""
         return self.target.value * (1 - self.margin)
 
 
 def check_choice(option: str, value: str, known: Iterable[str]) -> None:
-    """Raises SettingsError."""
+    """Raises SettingsError for a value of an option that is not among the known ones."""
     if value not in known:
         raise SettingsError(f"{option} {value}: expected one of {', '.join(known)}")
 
 
 def check_dense_bits(wanted: int | Mapping[str, int] | None) -> None:
-    """Raises SettingsError."""
+    """Raises SettingsError for a width or a role that does not exist."""
     if wanted is None:
         return
     given, widths = f"--dense-bits {dense_bits_text(wanted)}", ", ".join(map(str, WIDTHS))
@@ -311,13 +313,13 @@ def check_dense_bits(wanted: int | Mapping[str, int] | None) -> None:
 
 
 def check_ranking(allocation: str, signal: str) -> None:
-    """Raises SettingsError."""
+    """Raises SettingsError for an allocation or a signal that does not exist."""
     check_choice("--allocation", allocation, ALLOCATORS)
     check_choice("--signal", signal, (*SIGNALS, FISHER))
 
 
 def check_target(target: Target) -> None:
-    """Raises SettingsError."""
+    """Raises SettingsError for a target that is out of range."""
     option = _TARGET_OPTIONS[target.kind]
     if target.kind == "loss" and not 0 <= target.value < 1:
         raise SettingsError(f"{option} {target.value:g}: expected a share from 0 to less than 1")
@@ -339,7 +341,7 @@ def check_counts(context: int | None = None, seed: int | None = None, **counts: 
 
 
 def parse_target(loss: str | None, size: str | None, bits_per_weight: float | None) -> Target:
-    """The target that these options of the command line give. Raises SettingsError."""
+    """Returns the target that these options of the command line give. Raises SettingsError."""
     return one_target(
         None if loss is None else parse_share(loss),
         None if size is None else parse_bytes(size, "--size"),
@@ -348,7 +350,7 @@ def parse_target(loss: str | None, size: str | None, bits_per_weight: float | No
 
 
 def one_target(loss: float | None, size: float | None, bits_per_weight: float | None) -> Target:
-    """One of the three; without any, a loss of 5%. Raises SettingsError."""
+    """Returns the target that is given; without any, a loss of 5%. Raises SettingsError for more than one."""
     found = {"loss": loss, "size": size, "bits": bits_per_weight}
     given = [Target(kind, float(value)) for kind, value in found.items() if value is not None]
     if len(given) > 1:
@@ -358,7 +360,7 @@ def one_target(loss: float | None, size: float | None, bits_per_weight: float | 
 
 
 def parse_share(text: str, option: str = "--loss") -> float:
-    """'5%' or '0.05' → 0.05. Raises SettingsError."""
+    """Returns a share: '5%' or '0.05' → 0.05. Raises SettingsError."""
     match = re.fullmatch(r"\s*(\d+(?:\.\d*)?|\.\d+)\s*(%?)\s*", text)
     if match is None:
         raise SettingsError(f"{option} {text!r}: expected a share such as 5% or 0.05")
@@ -370,7 +372,7 @@ def parse_share(text: str, option: str = "--loss") -> float:
 
 
 def parse_resident(text: str | None) -> tuple[float, ...]:
-    """'25%,2GB' → (0.25, 2e9). Raises SettingsError."""
+    """Returns shares and bytes: '25%,2GB' → (0.25, 2e9). Raises SettingsError."""
     return () if text is None else tuple(map(_resident, text.split(",")))
 
 
@@ -380,17 +382,17 @@ def _resident(text: str) -> float:
 
 
 def resident_text(resident: Iterable[float]) -> str:
-    """As it is written on the command line."""
+    """Returns shares and bytes as text of the command line."""
     return ",".join(f"{100 * one:g}%" if one < LEAST_MEMORY else f"{one / 1e6:g}MB" for one in resident)
 
 
 def parse_confidence(text: str, option: str = "--confidence") -> float | None:
-    """A share, or None for 'none'. Raises SettingsError."""
+    """Returns a share, or None for 'none'. Raises SettingsError."""
     return None if text.strip().lower() == "none" else parse_share(text, option)
 
 
 def parse_bytes(text: str, option: str) -> int:
-    """A size as moert takes it too: '120MB', '2G' or '1.5GiB' → bytes. Raises SettingsError."""
+    """Returns bytes from a size as moert takes it too: '120MB', '2G' or '1.5GiB'. Raises SettingsError."""
     try:
         return parse_size(text, NO_MEMORY) if "memory" in option else parse_size(text)
     except NotASize as error:
@@ -398,7 +400,7 @@ def parse_bytes(text: str, option: str) -> int:
 
 
 def parse_bits(text: str) -> tuple[int, ...]:
-    """'2,3,4' → (2, 3, 4), sorted, each once. Raises SettingsError."""
+    """Returns widths: '2,3,4' → (2, 3, 4), sorted, each once. Raises SettingsError."""
     try:
         widths = {int(part) for part in text.split(",")}
     except ValueError:
@@ -409,7 +411,8 @@ def parse_bits(text: str) -> tuple[int, ...]:
 
 
 def parse_dense_bits(text: str, option: str = "--dense-bits") -> int | dict[str, int]:
-    """'8' → 8, for all; 'attention=4,head=8' → a width for each role. Raises SettingsError."""
+    """Returns one width for all roles ('8' → 8), or a width for each role ('attention=4,head=8'). Raises
+    SettingsError."""
     given, expected = f"{option} {text!r}", "expected a width such as 8, or attention=4,head=8"
     if re.fullmatch(r"\s*\d{1,9}\s*", text):
         return int(text)
@@ -428,7 +431,7 @@ def parse_dense_bits(text: str, option: str = "--dense-bits") -> int | dict[str,
 
 
 def parse_fields(text: str | None) -> dict[str, str] | None:
-    """'input=question,target=answer' → what our fields are called in a file. Raises SettingsError."""
+    """Returns the names that a file has for our fields, from 'input=question,target=answer'. Raises SettingsError."""
     if text is None:
         return None
     pairs = [part.partition("=") for part in text.split(",")]
@@ -437,12 +440,12 @@ def parse_fields(text: str | None) -> dict[str, str] | None:
     return {name.strip(): value.strip() for name, _, value in pairs}
 
 
-# What a conversion is asked by name, in a recipe or in Python: text as on the command line, or numbers.
+# Settings by name, in a recipe or in Python: text as on the command line, or numbers.
 
 
 class Options(TypedDict, total=False):
-    """What a conversion is asked by name, but for the model and where the pack goes: the options of `moeconv quantize`,
-    as text as they are written there or as numbers."""
+    """Settings by name, without the model and the pack's place: the options of `moeconv quantize`, as text of the
+    command line or as numbers."""
 
     loss: str | float
     size: str | float
@@ -479,12 +482,12 @@ class Options(TypedDict, total=False):
 
 
 ENTRIES = sorted({"model", *Options.__annotations__})
-"""All that there is to say in a recipe, but for `overwrite`."""
+"""The names of the settings: a recipe may give all but `overwrite`."""
 Parse = Callable[[str, str], float | Mapping[str, int] | None]
 
 
 def _plain_number(text: str, name: str) -> float:
-    """Raises SettingsError."""
+    """Returns a number from text. Raises SettingsError."""
     try:
         return float(text)
     except ValueError:
@@ -492,12 +495,12 @@ def _plain_number(text: str, name: str) -> float:
 
 
 def _bits(value: Any) -> tuple[int, ...]:
-    """Raises SettingsError."""
+    """Returns widths from one width, several, or text. Raises SettingsError."""
     return parse_bits(",".join(map(str, value if isinstance(value, (list, tuple)) else (value,))))
 
 
 def _resident_shares(value: Any) -> tuple[float, ...]:
-    """Raises SettingsError."""
+    """Returns shares and bytes from one number, several, or text. Raises SettingsError."""
     parts = value if isinstance(value, (list, tuple)) else (value,)
     return tuple(one for part in parts for one in (parse_resident(part) if isinstance(part, str) else (part,)))
 
@@ -511,17 +514,18 @@ _FORMS: Mapping[str, Callable[[Any], Any]] = {
     "bits": _bits, "resident": _resident_shares,
     "fields": lambda value: parse_fields(value) if isinstance(value, str) else value,
 }  # fmt: skip
-"""Entries that are one or several of something, or text as on the command line."""
+"""Entries that hold one value or several, or text as on the command line."""
 
 
 def settings_of(entries: Mapping[str, Any], out: Path, work: Path) -> Settings:
-    """Raises SettingsError, which still names options: see `as_entries`."""
+    """Returns the settings that these entries give. Raises SettingsError, which still names options: see
+    `as_entries`."""
     settings: Settings = table(_parsed(dict(entries)) | {"out": out, "work": work}, Settings, "")
     return settings
 
 
 def _parsed(values: dict[str, Any]) -> dict[str, Any]:
-    """Entries that are written as on the command line become what Settings hold. Raises SettingsError."""
+    """Returns the values that Settings hold, from entries written as on the command line. Raises SettingsError."""
     if "target" in values:
         raise SettingsError("target: a recipe says it as loss, size or bits_per_weight")
     for name, parse in _PARSERS.items():
@@ -537,7 +541,7 @@ def _parsed(values: dict[str, Any]) -> dict[str, Any]:
 
 
 def _number(name: str, value: Any, parse: Parse) -> float | Mapping[str, int] | None:
-    """Text is parsed, a number is what it says. Raises SettingsError; true is not a number."""
+    """Returns a value from text, or the number itself. Raises SettingsError; true is not a number."""
     if isinstance(value, str):
         return parse(value, name)
     if name == "dense_bits" and isinstance(value, Mapping):
@@ -548,13 +552,13 @@ def _number(name: str, value: Any, parse: Parse) -> float | Mapping[str, int] | 
 
 
 def as_entries(message: str) -> str:
-    """Options by the names that they have in a recipe: --group-size is group_size there."""
+    """Returns the message with options named as in a recipe: --group-size is group_size there."""
     return re.sub(r"--([a-z][a-z-]*)", lambda option: option[1].replace("-", "_"), message)
 
 
 def table(values: Any, kind: Any, where: str) -> Any:
-    """A TOML table as a dataclass; whole numbers may be text. Unknown, missing and wrongly typed entries raise
-    SettingsError, `where` first."""
+    """Returns a TOML table as a dataclass; whole numbers may be text. Raises SettingsError, with a message that begins
+    with `where`, for unknown, missing and wrongly typed entries."""
     if not isinstance(values, dict):
         raise SettingsError(f"{where}should be a table, found {values!r}")
     known = {field.name: field for field in fields(kind)}

@@ -1,4 +1,4 @@
-"""What is trained before a conversion is measured, and then is a part of every plan: routing, predictors, an order."""
+"""Stages with results that are part of every measured plan: hash function, predictor and order of neurons."""
 
 from __future__ import annotations
 
@@ -59,20 +59,20 @@ from moert.pack.manifest import LossEstimate
 from moert.pack.model_spec import ExpertKey, LayerKey, ModelSpec
 from moert.pack.neurons import PREDICTOR, Kept, NeuronOrder, NeuronPredictor, PredictedLoss
 
-# What a hash function is trained on and how: routing of text as examples on disk, a width, and what both take.
+# The lesson of a hash function: routing of text as examples on disk, its width, and the bytes of both.
 
 HELD_TOKENS = 32768
-"""Of held-out text, which each epoch is judged on, where nothing else is asked for."""
+"""Tokens of held-out text that each epoch is judged on, unless the user gives a number of samples."""
 MOST_SHARE = 0.02
-"""Of a pack, which a function takes where that leaves it LEAST_WIDTH."""
+"""Largest share of a pack that a hash function takes, unless it needs more for LEAST_WIDTH."""
 USUAL_WIDTH, LEAST_WIDTH = 256, 128
 _STEP = 32
 _GUESSED_BITS = 4  # for the size of a pack before there is one
-_COPIES = 4  # of all numbers, in a checkpoint: those, two of the optimizer's, and what was best
+_COPIES = 4  # of all numbers, in a checkpoint: the current ones, two of the optimizer's, and the best ones
 
 
 def usual_width(spec: ModelSpec, pack_bytes: int) -> int:
-    """Of the functions of a model in a pack of so many bytes without it."""
+    """Returns the usual width of a hash function, for a pack that takes `pack_bytes` without it."""
     widest = max(2, min(USUAL_WIDTH, spec.d_model) // 2 * 2)
     fitting = (
         width
@@ -87,24 +87,25 @@ def _numbers(spec: ModelSpec, width: int) -> int:
 
 
 def held_samples(there: Volume) -> int:
-    """How many held-out samples have about HELD_TOKENS."""
+    """Returns the number of held-out samples that have about HELD_TOKENS."""
     return samples_of(there, HELD_TOKENS)
 
 
 def samples_of(there: Volume, tokens: int) -> int:
-    """How many samples of a text have about so many tokens."""
+    """Returns the number of samples of a text that have about `tokens` tokens."""
     whole = max(there.encoder_tokens, there.decoder_tokens)
     return max(1, min(there.samples, tokens * there.samples // whole))
 
 
 def lesson_bytes(spec: ModelSpec, texts: Sequence[Volume], course: Course) -> int:
-    """What examples and checkpoints take on the disk, at most."""
+    """Returns the most bytes that examples and checkpoints take on the disk."""
     tokens = sum(text.encoder_tokens + text.decoder_tokens for text in texts)
     return tokens * token_bytes(spec) + _COPIES * 4 * _numbers(spec, course.width)
 
 
 def check_memory(spec: ModelSpec, what: str, models: int) -> None:
-    """Raises SettingsError where so many models of this shape do not fit what is free; `what` is trained on one."""
+    """Raises SettingsError where the free memory does not hold this number of `models` of this shape; `what` names the
+    network that is trained on one of them."""
     limit, whole = within(None), models * whole_bytes(spec)
     if limit is not None and whole > limit:
         raise SettingsError(
@@ -117,8 +118,9 @@ def lesson_of(
     subject: Subject, description: Description, scorers: tuple[Routing, Routing], course: Course, folder: Path,
     about: Mapping[str, Any], show: Progress,
 ) -> Lesson:  # fmt: skip
-    """Examples of the routing of `subject` on the text of both scorers, to train on and held out, in a folder; `about`
-    is all that decides what they are. Those that are there are taken. Raises ConversionError."""
+    """Returns a lesson with examples, in a folder, of the routing of `subject` on the text of both scorers, to train on
+    and held out; `about` holds all values that decide the examples. Examples that the folder has are used again.
+    Raises ConversionError."""
     told = digest_of(about)
 
     def examples(name: str, scorer: Routing) -> Examples:
@@ -131,36 +133,37 @@ def lesson_of(
 
 
 def course_of(settings: Settings, spec: ModelSpec) -> Course:
-    """Of a conversion whose pack is routed by a function."""
+    """Returns the course that a conversion trains its hash function with."""
     return Course(usual_width(spec, uniform_bytes(spec, _GUESSED_BITS)), seed=settings.seed)
 
 
 def course_values(settings: Settings, spec: ModelSpec) -> dict[str, Any]:
-    """All that decides how it is trained, as JSON values."""
+    """Returns the course of the hash function as JSON values."""
     return asdict(course_of(settings, spec))
 
 
 def decided_by(about: Mapping[str, Any], course: Course) -> str:
-    """Digest of all that decides a function; see lesson_of."""
+    """Returns the digest of all values that decide a hash function; see lesson_of."""
     return digest_of({"examples": digest_of(about), **asdict(course)})
 
 
 def digest_of(about: Mapping[str, Any]) -> str:
-    """sha256 of JSON values."""
+    """Returns the sha256 of JSON values."""
     return hashlib.sha256(json.dumps(about, sort_keys=True).encode()).hexdigest()
 
 
-# What predictors of neurons are trained on and how: firings of text on disk, a rank, and what both take.
+# The lesson of a predictor of neurons: firings of text on disk, its rank, and the bytes of both.
 
 HELD_NEURON_TOKENS = 16384
-"""Of held-out text, which each epoch is judged on, where nothing else is asked for."""
+"""Tokens of held-out text that each epoch is judged on, unless the user gives a number of samples."""
 _ROWS, _MOST_TOKENS = 32768, 131072
-"""Tokens that each expert is to see, of as many tokens of the text at most."""
+"""Tokens that each expert is to see, and the most tokens of text that are taken for this."""
 _USUAL_SHARE, _LEAST_RANK, _MOST_RANK = 16, 8, 256
 
 
 def check_neurons(spec: ModelSpec, what: str) -> None:
-    """Raises SettingsError for experts of which no neuron gives exactly zero; `what` is about them."""
+    """Raises SettingsError, with a message that begins with `what`, for experts with an activation that does not make
+    neurons exactly zero."""
     act = spec.moe.ffn.act
     if not act.exact_zeros:
         raise SettingsError(
@@ -170,23 +173,24 @@ def check_neurons(spec: ModelSpec, what: str) -> None:
 
 
 def usual_rank(spec: ModelSpec) -> int:
-    """A sixteenth of what enters experts."""
+    """Returns the usual rank: a sixteenth of the features that enter an expert, but at least 8 and at most 256 of
+    them."""
     width = spec.expert_width
     return min(width, max(_LEAST_RANK, min(_MOST_RANK, width // _USUAL_SHARE)))
 
 
 def tokens_wanted(spec: ModelSpec) -> int:
-    """Of text to learn, where nothing else is asked for."""
+    """Returns the number of tokens to learn from, unless the user gives a number of samples."""
     return min(_MOST_TOKENS, _ROWS * spec.moe.n // spec.moe.router.top_k)
 
 
 def samples_wanted(spec: ModelSpec, learning: Volume, heldout: Volume) -> tuple[int, int]:
-    """How many samples of both texts are taken where nothing else is asked for."""
+    """Returns the numbers of samples of both texts, unless the user gives one."""
     return samples_of(learning, tokens_wanted(spec)), samples_of(heldout, HELD_NEURON_TOKENS)
 
 
 def neuron_lesson_bytes(spec: ModelSpec, texts: Sequence[Volume], limits: Sequence[int], course: NeuronCourse) -> int:
-    """What firings of so many samples of texts, and checkpoints, take on the disk, at most."""
+    """Returns the most bytes on the disk of checkpoints and of the firings of `texts`, cut to `limits` samples."""
     tokens = sum(
         (text.encoder_tokens + text.decoder_tokens) * limit // text.samples + 1
         for text, limit in zip(texts, limits, strict=True)
@@ -200,9 +204,10 @@ def neuron_lesson_of(
     subject: Subject, scorers: tuple[Reads, Reads], block: Callable[[ExpertKey], int], course: NeuronCourse,
     folder: Path, about: Mapping[str, Any], show: Progress, order: NeuronOrder | None = None,
 ) -> NeuronLesson:  # fmt: skip
-    """What the experts of `subject` are asked and what fires, on the text of both scorers, to train on and held out, in
-    a folder; `about` is all that decides what these are. Those that are there are taken. `block`: the neurons of an
-    expert's block, `order`: that in which they will lie there (None: their own). Raises ConversionError."""
+    """Returns a lesson with the inputs of the experts of `subject` and the neurons that fire, in a folder, on the text
+    of both scorers, to train on and held out; `about` holds all values that decide them. Firings that the folder has
+    are used again. `block`: the number of neurons of an expert's block, `order`: the order of neurons in the pack
+    (None: the checkpoint's). Raises ConversionError."""
     spec, told = subject.spec, digest_of(about)
 
     def examples(name: str, scorer: Reads) -> Firings:
@@ -223,33 +228,34 @@ def _experts(spec: ModelSpec, place: LayerKey) -> list[ExpertKey]:
 
 
 def guessed_block(spec: ModelSpec, group_size: int, neurons: Neurons) -> int:
-    """Neurons of a block where widths are not known yet."""
+    """Returns the number of neurons of a block before widths are known."""
     return per_block(spec, (_GUESSED_BITS,) * len(spec.moe.ffn.projections), group_size, "F16", neurons)
 
 
 def neuron_course_of(settings: Settings, spec: ModelSpec) -> NeuronCourse:
-    """Of a conversion whose pack is to compute what a predictor names."""
+    """Returns the course that a conversion trains its predictor of neurons with."""
     return NeuronCourse(usual_rank(spec), seed=settings.seed)
 
 
 def neuron_course_values(settings: Settings, spec: ModelSpec) -> dict[str, Any]:
-    """All that decides how it is trained, as JSON values."""
+    """Returns the course of the predictor as JSON values."""
     return asdict(neuron_course_of(settings, spec))
 
 
 def neurons_decided_by(about: Mapping[str, Any], course: NeuronCourse) -> str:
-    """Digest of all that decides a predictor; see neuron_lesson_of."""
+    """Returns the digest of all values that decide a predictor; see neuron_lesson_of."""
     return digest_of({"examples": digest_of(about), **asdict(course)})
 
 
 # The order in which the neurons of each expert lie in a pack by neurons: those that fire most often on the
-# calibration text come first, so that few blocks hold most of what fires.
+# calibration text come first, so that few blocks hold most of the neurons that fire.
 
 _FEW = 0.1
 
 
 def neuron_order(bench: Bench, work: WorkDir, account: Account) -> NeuronOrder | None:
-    """None where experts do not lie by neurons. It is kept in the work directory. Raises ConversionError."""
+    """Returns the order of neurons, which the work directory keeps; None where experts do not lie by neurons. Raises
+    ConversionError."""
     if bench.coding.neurons is None:
         return None
     about = {"subject": work.path.name, "samples": bench.moment_samples}
@@ -270,8 +276,8 @@ def neuron_order(bench: Bench, work: WorkDir, account: Account) -> NeuronOrder |
     return found
 
 
-# What is trained before a conversion is measured, once for a work directory, and then is a part of every plan: it
-# takes the place of routers, or says which neurons are computed.
+# Training before the measurements, once for a work directory; its result is part of every plan: a hash function in the
+# routers' place, or a predictor that names the neurons to compute.
 
 T = TypeVar("T")
 Report = RouteReport | NeuronsReport
@@ -279,9 +285,9 @@ Report = RouteReport | NeuronsReport
 
 @dataclass(frozen=True)
 class Taught:
-    """`what` it is and `does`, for a person, and the `option` that asks for it. `file`: its name in the pack, and
-    `body`: what that holds, given what the pack loses with it on held-out text. `report`: of what it loses alone, and
-    what the pack loses without it."""
+    """A trained hash function or predictor. `what` names it and `does` its effect, for a person; `option` asks for it.
+    `file`: its name in the pack; `body` makes the file's bytes from the pack's loss with it on held-out text. `report`
+    makes its report from its loss alone and the pack's loss without it."""
 
     what: str
     does: str
@@ -294,8 +300,9 @@ class Taught:
 
 @dataclass(frozen=True)
 class School:
-    """Where something is taught, on the unquantised model: in the folder `name` of the work directory, which takes
-    `needed_bytes` at most while it lasts. What was learnt stays there, by `digest`, all that decides it."""
+    """The training of a hash function or a predictor on the unquantised model, in the folder `name` of the work
+    directory, which takes `needed_bytes` at most while it lasts. Its result stays in the work directory, named by the
+    `digest` of all values that decide it."""
 
     bench: Bench
     work: WorkDir
@@ -309,8 +316,8 @@ class School:
     def learnt(
         self, read: Callable[[bytes], T], write: Callable[[T], bytes], train: Callable[[Path, tuple[Any, Any]], T]
     ) -> T:
-        """What was learnt before, or by `train`, in a folder and with scorers of the text to learn and of that to judge
-        by. Raises ConversionError."""
+        """Returns the result of an earlier training, or of `train`, which gets a folder and the scorers of the text to
+        learn and the text to judge by. Raises ConversionError."""
         path, folder = self.work.path / f"{self.name}-{self.digest[:12]}.safetensors", self.work.path / self.name
         if self.bench.journal.sealed(path):
             shutil.rmtree(folder, ignore_errors=True)  # of a run that was killed right after it had learnt
@@ -334,7 +341,8 @@ class School:
 
 
 def loses_alone(taught: Taught, bench: Bench, references: References, account: Account) -> LossEstimate:
-    """What it loses by itself, with unquantised experts. Raises TargetMissed where that alone misses the target."""
+    """Returns the loss of a hash function or a predictor alone, with unquantised experts. Raises TargetMissed where
+    that alone misses the target."""
     judge, settings = references.judge, bench.settings
     with account.step(taught.what, bench.journal):
         evaluation = judge.measure(uniform(bench.spec, ORIGINAL), f"{taught.does} alone")
@@ -351,23 +359,23 @@ def loses_alone(taught: Taught, bench: Bench, references: References, account: A
 
 
 def reported(taught: Taught, bench: Bench, references: References, plan: Plan, alone: LossEstimate) -> Report:
-    """With what the plan loses without it."""
+    """Returns the report of a hash function or a predictor, with the plan's loss without it."""
     heldout, used = references.heldout, references.judge.used
     own = heldout.by_itself(plan.assignment, f"the plan without {taught.option}")
     return taught.report(alone, estimate(heldout, own, used.heldout, bench.settings.seed))
 
 
-# A conversion whose pack is routed by a hash function, trained on the unquantised model's own routing.
+# Packs that are routed by a hash function, trained on the unquantised model's own routing.
 
 
 def check_route(settings: Settings, spec: ModelSpec) -> None:
-    """Raises SettingsError for routers that a function can't stand for."""
+    """Raises SettingsError for routers that a hash function can't replace."""
     if settings.by_hash and (why := refusal(spec.moe)) is not None:
         raise SettingsError(f"--route hash {why}: leave it out")
 
 
 def taught_routing(bench: Bench, work: WorkDir, account: Account) -> Taught:
-    """What takes the routers' place. Raises ConversionError."""
+    """Returns a trained hash function, which takes the routers' place. Raises ConversionError."""
     spec, material = bench.spec, bench.material
     course = course_of(bench.settings, spec)
     about = {"subject": work.path.name, "text": "learning and ranking"}
@@ -397,13 +405,13 @@ def taught_routing(bench: Bench, work: WorkDir, account: Account) -> Taught:
     return Taught("hash function", does, "--route", HashRouting(function), HASH, body, report)
 
 
-# A conversion of whose pack only those neurons are computed that a predictor names, trained on what fires in the
+# Packs of which only the neurons are computed that a predictor names, trained on the neurons that fire in the
 # unquantised model.
 
 
 def taught_neurons(bench: Bench, work: WorkDir, account: Account, order: NeuronOrder | None) -> Taught:
-    """What says which neurons are computed, and with them those of their blocks, in which they will lie in this order.
-    It is trained in the checkpoint's own. Raises ConversionError."""
+    """Returns a trained predictor of the neurons to compute; all neurons of their blocks are computed with them. It is
+    trained in the checkpoint's order of neurons; blocks are of the pack's `order`. Raises ConversionError."""
     spec, material, coding = bench.spec, bench.material, bench.coding
     assert coding.neurons is not None, "settings have seen to that"
     course, neurons = neuron_course_of(bench.settings, spec), coding.neurons
@@ -440,7 +448,7 @@ def taught_neurons(bench: Bench, work: WorkDir, account: Account, order: NeuronO
 
 
 def placed(predictor: NeuronPredictor, order: NeuronOrder | None) -> NeuronPredictor:
-    """The same of neurons in this order; None: as they are."""
+    """Returns the predictor for neurons in this order; None: in the order that they have."""
     if order is None:
         return predictor
     layers = {}

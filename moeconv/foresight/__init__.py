@@ -1,1 +1,1 @@
-"""Knowing the experts beforehand: the hash function of a pack (moert.pack.hash), trained on what routers choose."""
+"""Training of a pack's hash function (moert.pack.hash) on the choices of routers, and of its predictors of neurons."""

@@ -1,4 +1,4 @@
-"""What networks are trained on, on disk: what routers chose, what enters experts, which neurons fire."""
+"""Examples on disk that networks are trained on: choices of routers, inputs of experts, firing neurons."""
 
 from __future__ import annotations
 
@@ -32,14 +32,14 @@ from moert.pack.files import write_atomically
 from moert.pack.hash import F16
 from moert.pack.model_spec import LayerKey, ModelSpec, StackName
 
-# Numbers as files of what is learnt hold them: in float16, or not at all.
+# Numbers of trained networks, as their files hold them: in float16, or not at all.
 
 _MOST_LOST = 2.0**-9  # of a matrix' length; rounding loses at most 2^-11 of each number
 
 
 def half(numbers: Tensor) -> F16:
-    """Returns the numbers in float16. Raises ConversionError where float16 does not hold them; of a bias, which may be
-    next to nothing beside what it is added to, only where one is too large."""
+    """Returns the numbers in float16. Raises ConversionError where float16 does not hold them; for a bias, which may be
+    tiny beside the sum that it is added to, only where a number is too large."""
     exact = numbers.detach().numpy().astype(np.float64)
     with np.errstate(over="ignore", invalid="ignore"):
         made: F16 = exact.astype(np.float16)
@@ -53,7 +53,7 @@ def half(numbers: Tensor) -> F16:
     return made
 
 
-# What a training that was interrupted finds again: a folder of examples, and checkpoints.
+# State of an interrupted training: a folder of examples, and checkpoints.
 
 _DONE = "examples.json"
 _MOST_BYTES = 1 << 26
@@ -61,8 +61,9 @@ _SEAL_BYTES = 32  # of a checkpoint, before all else: the sha256 of the rest
 
 
 def filled(folder: Path, about: str, fill: Callable[[], dict[str, Any]]) -> dict[str, Any]:
-    """What `fill` said of the examples that it put into the empty folder. They are taken if they are `about` the same,
-    and all of it is as it was; otherwise they are made anew. Raises ConversionError for what the disk refuses."""
+    """Returns the description that `fill` gave of the examples that it put into the empty folder. Examples with the
+    same `about` and an intact seal are used again; otherwise they are made anew. Raises ConversionError if the disk
+    refuses."""
     try:
         found = _said(folder)
         if found is None or found.get("about") != about or found.pop("seal", None) != _seal(folder, found):
@@ -80,7 +81,8 @@ def filled(folder: Path, about: str, fill: Callable[[], dict[str, Any]]) -> dict
 
 @contextmanager
 def believed(folder: Path) -> Iterator[None]:
-    """Around what opens the examples of a folder, which others may have written. Raises ConversionError."""
+    """Turns errors of the block, which opens the examples of a folder, into ConversionError: the files may not be
+    ours."""
     try:
         yield
     except (KeyError, IndexError, TypeError, ValueError, AttributeError, OverflowError, OSError) as error:
@@ -99,14 +101,14 @@ def _said(folder: Path) -> dict[str, Any] | None:
 
 
 def _seal(folder: Path, said: Mapping[str, Any]) -> str:
-    """Returns the hash of what was said and of each file of examples."""
+    """Returns the hash of the description and of each file of examples."""
     files = {path.name: digest_of(path) for path in folder.iterdir() if path.name != _DONE}
     return identity(json.dumps(said, sort_keys=True), sorted(files.items()))
 
 
 def load_checkpoint(path: Path, about: str) -> dict[str, Any] | None:
-    """What `save_checkpoint` wrote; None where there is none, or one about another training. Raises ConversionError for
-    one that can't be read."""
+    """Returns the state that `save_checkpoint` wrote; None without a checkpoint, or for one of another training. Raises
+    ConversionError for a checkpoint that can't be read."""
     try:
         body = path.read_bytes()
         if hashlib.sha256(body[_SEAL_BYTES:]).digest() != body[:_SEAL_BYTES]:
@@ -121,7 +123,7 @@ def load_checkpoint(path: Path, about: str) -> dict[str, Any] | None:
 
 
 def save_checkpoint(path: Path, about: str, state: dict[str, Any]) -> None:
-    """Raises ConversionError for what the disk refuses."""
+    """Writes a checkpoint with a seal. Raises ConversionError if the disk refuses."""
     stream = io.BytesIO()
     torch.save({"about": about, **state}, stream)
     body = stream.getvalue()
@@ -131,20 +133,20 @@ def save_checkpoint(path: Path, about: str, state: dict[str, Any]) -> None:
         raise ConversionError(f"can't write {path}: {error.strerror}; free some space and run again") from None
 
 
-# What networks are trained on: the tokens of some text, and what every router said of each, on disk.
-# Of a token and a layer these are the largest numbers that its router chooses by, which is what the truncated
-# distillation of SiDA (section 3) wants, and its choice.
+# Examples of routing on disk: the tokens of some text, with the numbers and the choice of every router.
+# For a token and a layer these are the largest numbers that its router chooses by, which the truncated distillation of
+# SiDA (section 3) needs, and the chosen experts.
 
 MOST_NUMBERS = 30
 _FORMATS = {"tokens": np.int32, "numbers": np.float16, "experts": np.uint16, "chosen": np.int16}
-_LEAST = 1e-6  # of a score that a logarithm is taken of
+_LEAST = 1e-6  # smaller scores are raised to this before their logarithm is taken
 
 I64 = npt.NDArray[np.int64]
 
 
 class Part(NamedTuple):
-    """Of some tokens, one after the other: tokens [n]; numbers and experts [n, layers, most], the largest first; chosen
-    [n, layers, top_k], -1 where a token was dropped."""
+    """Routing of some tokens, one after the other: tokens [n]; numbers and experts [n, layers, most], the largest
+    first; chosen [n, layers, top_k], -1 where a token was dropped."""
 
     tokens: npt.NDArray[np.int32]
     numbers: npt.NDArray[np.float16]
@@ -157,7 +159,7 @@ class Part(NamedTuple):
 
 @dataclass(frozen=True)
 class StackExamples:
-    """Of one stack, sample by sample: `lengths` [samples], in tokens of `whole`."""
+    """Examples of one stack, sample by sample: `lengths` and `starts` [samples], in tokens of `whole`."""
 
     lengths: I64
     starts: I64
@@ -169,7 +171,7 @@ class StackExamples:
 
 @dataclass(frozen=True)
 class Examples:
-    """By stack with experts; a sample has the same place in each."""
+    """Examples of each stack with experts; a sample has the same place in each."""
 
     stacks: Mapping[StackName, StackExamples]
 
@@ -191,17 +193,17 @@ class Routing(Protocol):
 
 
 def stacks_of(spec: ModelSpec) -> list[StackName]:
-    """Those with experts."""
+    """Returns the stacks with experts."""
     return [name for name in spec.stacks if spec.moe_layers(name)]
 
 
 def numbers_kept(spec: ModelSpec) -> int:
-    """How many numbers of each router are kept of a token."""
+    """Returns the number of numbers of each router that are kept for a token."""
     return min(MOST_NUMBERS, spec.moe.n)
 
 
 def token_bytes(spec: ModelSpec) -> int:
-    """What examples take on the disk for each token of the longer of the stacks."""
+    """Returns the bytes that examples take on the disk for each token of the longer of the stacks."""
     layers = max(len(spec.moe_layers(name)) for name in stacks_of(spec))
     return 4 + layers * (4 * numbers_kept(spec) + 2 * spec.moe.router.top_k)
 
@@ -209,15 +211,15 @@ def token_bytes(spec: ModelSpec) -> int:
 def collected(
     folder: Path, about: str, subject: Subject, description: Description, scorer: Routing, bar: Bar
 ) -> Examples:
-    """What the model says of a scorer's text. What the folder has is taken if it is `about` the same; it is made anew
-    otherwise. Raises ConversionError for what the disk refuses."""
+    """Returns the model's routing of a scorer's text. Examples that the folder has are used again if they have the same
+    `about`; otherwise they are made anew. Raises ConversionError if the disk refuses."""
     found = filled(folder, about, lambda: _collect(folder, subject, description, scorer, bar))
     with believed(folder):
         return _opened(folder, found["lengths"], subject.spec)
 
 
 def _shapes(spec: ModelSpec, stack: StackName) -> dict[str, tuple[int, ...]]:
-    """Of a token."""
+    """Returns the shape of each array for one token."""
     layers, most = len(spec.moe_layers(stack)), numbers_kept(spec)
     top_k = spec.moe.router.top_k
     return {"tokens": (), "numbers": (layers, most), "experts": (layers, most), "chosen": (layers, top_k)}
@@ -237,7 +239,7 @@ def _opened(folder: Path, lengths_of: Mapping[StackName, list[int]], spec: Model
 
 
 def _collect(folder: Path, subject: Subject, description: Description, scorer: Routing, bar: Bar) -> dict[str, Any]:
-    """Fills the folder. Returns the tokens of each sample, by stack."""
+    """Fills the folder; returns the number of tokens of each sample, by stack."""
     spec, lengths = subject.spec, {stack: list[int]() for stack in stacks_of(subject.spec)}
     routers = Routers(subject.model, description, spec.moe_layers())
     with ExitStack() as open_files:
@@ -259,7 +261,7 @@ def _collect(folder: Path, subject: Subject, description: Description, scorer: R
 
 @contextmanager
 def reading(subject: Subject) -> Iterator[dict[StackName, Tensor]]:
-    """Inside the block: what tokens each stack has read last. [rows, tokens]"""
+    """Yields the tokens that each stack has read last [rows, tokens], up to date inside the block."""
     read: dict[StackName, Tensor] = {}
 
     def hear(stack: StackName, module: Any, _: Any, named: dict[str, Any]) -> None:
@@ -273,7 +275,7 @@ def reading(subject: Subject) -> Iterator[dict[StackName, Tensor]]:
 
 
 def _part(routers: Routers, ids: Tensor, routed: Routed, stack: StackName) -> Part:
-    """Of what was read last; rows are filled up on the right."""
+    """Returns the routing of the tokens that were read last; rows of `ids` are filled up on the right."""
     real = (torch.arange(ids.shape[1]) < torch.tensor(routed.lengths[stack])[:, None]).flatten()
     places = [at for at in routers.layers if at.stack == stack]
     said = torch.stack([foretold(routers.heard[at][real], routers.layers[at]) for at in places], dim=1)
@@ -288,8 +290,8 @@ def _part(routers: Routers, ids: Tensor, routed: Routed, stack: StackName) -> Pa
 
 
 def foretold(x: Tensor, layer: RouterWeights) -> Tensor:
-    """What the network is to say of a layer whose router reads x [tokens, d_model]: weight · x, or where experts are
-    chosen by more than this, a number in the order of what they are chosen by. [tokens, experts]"""
+    """Returns the numbers that the network is to learn of a layer [tokens, experts]: the router's weight · x for its
+    input x [tokens, d_model], or where experts are chosen by more than this, numbers in the order of the choice."""
     numbers = numbers_of(x, layer)
     part = layer.part
     if part.score == "softmax" or (layer.choice_bias is None and part.groups is None):
@@ -298,14 +300,14 @@ def foretold(x: Tensor, layer: RouterWeights) -> Tensor:
     return deciding.clamp(min=_LEAST).log()
 
 
-# What predictors of neurons are trained on: what enters experts, and which of their neurons fire, on disk.
+# Examples for predictors of neurons on disk: the inputs of experts, and their firing neurons.
 
 LARGEST = 255
 _FIRED = {"x": np.float16, "chosen": np.int16, "weights": np.uint8}
 
 
 class Rows(NamedTuple):
-    """Of an expert: what entered it, x F32 [rows, features], and how much each neuron weighed, U8 [rows, d_ff]."""
+    """Rows of an expert: its inputs x F32 [rows, features], and the weight of each neuron U8 [rows, d_ff]."""
 
     x: Tensor
     weights: Tensor
@@ -313,9 +315,9 @@ class Rows(NamedTuple):
 
 @dataclass(frozen=True)
 class LayerFirings:
-    """Of some tokens: x F16 [tokens, features], `chosen` I16 [tokens, top_k] (-1: none), and of these experts how much
-    each neuron weighs, U8 [tokens, top_k, d_ff]: the length of what it adds to the layer's output, LARGEST for the
-    longest of a token and an expert, rounded up; 0 where it does not fire."""
+    """Firings of a layer for some tokens: x F16 [tokens, features], `chosen` I16 [tokens, top_k] (-1: none), and the
+    weight of each neuron of these experts U8 [tokens, top_k, d_ff]: the length of the vector that it adds to the
+    layer's output, LARGEST for the longest of a token and an expert, rounded up; 0 where it does not fire."""
 
     x: npt.NDArray[np.float16]
     chosen: npt.NDArray[np.int16]
@@ -325,14 +327,14 @@ class LayerFirings:
         return len(self.x)
 
     def some(self, tokens: npt.NDArray[np.int64]) -> Iterator[tuple[int, Rows]]:
-        """Of these tokens, in this order, expert by expert."""
+        """Yields each expert that these tokens go to, with its rows in the order of the tokens."""
         chosen = np.asarray(self.chosen[tokens])
         for expert in np.unique(chosen[chosen >= 0]).tolist():
             rows, slots = np.nonzero(chosen == expert)
             yield expert, self._rows(tokens[rows], slots)
 
     def of(self, expert: int, most: int) -> Rows:
-        """Of one expert, at most so many rows, spread over all there are."""
+        """Returns at most `most` rows of one expert, spread over all of its rows."""
         rows, slots = np.nonzero(self.chosen == expert)
         if len(rows) > most:
             places = np.arange(most) * len(rows) // most
@@ -348,14 +350,15 @@ Firings = Mapping[LayerKey, LayerFirings]
 
 
 def firing_bytes(spec: ModelSpec) -> int:
-    """What firings take on the disk for each token of all stacks together, at most."""
+    """Returns the most bytes that firings take on the disk for each token of all stacks together."""
     layers = max(len(spec.moe_layers(name)) for name in spec.stacks)
     return layers * (2 * spec.expert_width + spec.moe.router.top_k * (2 + spec.moe.ffn.d_ff))
 
 
 def firings(folder: Path, about: str, subject: Subject, scorer: Reads, bar: Bar) -> Firings:
-    """What a model in memory does with a scorer's text, and writes where it writes. What the folder has is taken if it
-    is `about` the same. Raises ConversionError for what the disk refuses."""
+    """Returns the firings of a model in memory on a scorer's text, with the text that it writes where it writes.
+    Firings that the folder has are used again if they have the same `about`. Raises ConversionError if the disk
+    refuses."""
     found = filled(folder, about, lambda: _collect_firings(folder, subject, scorer, bar))
     with believed(folder):
         return {place: _mapped(folder, place, *found["shapes"][str(place)]) for place in subject.spec.moe_layers()}
@@ -370,7 +373,7 @@ def _mapped(folder: Path, place: LayerKey, tokens: int, *shape: int) -> LayerFir
 
 
 def _collect_firings(folder: Path, subject: Subject, scorer: Reads, bar: Bar) -> dict[str, Any]:
-    """Fills the folder. Returns of each layer its tokens, features, top_k and d_ff."""
+    """Fills the folder; returns the number of tokens, features, top_k and d_ff of each layer."""
     spec, shapes = subject.spec, dict[str, list[int]]()
     with ExitStack() as stack:
         files = {
@@ -397,7 +400,7 @@ def _collect_firings(folder: Path, subject: Subject, scorer: Reads, bar: Bar) ->
 
 
 def _weights(subject: Subject, place: LayerKey, x: Tensor, chosen: Tensor) -> Tensor:
-    """See LayerFirings."""
+    """Returns the weights of neurons [tokens, top_k, d_ff]; see LayerFirings."""
     calls, found = subject.calls, torch.zeros((*chosen.shape, subject.spec.moe.ffn.d_ff), dtype=torch.uint8)
     for expert in sorted(set(chosen[chosen >= 0].tolist())):
         key, (rows, slots) = place.expert(expert), torch.nonzero(chosen == expert, as_tuple=True)
@@ -407,11 +410,11 @@ def _weights(subject: Subject, place: LayerKey, x: Tensor, chosen: Tensor) -> Te
     return found
 
 
-# Examples in batches: samples of like length together, in an order that a seed decides.
+# Examples in batches: samples of similar length together, in an order that a seed decides.
 
 
 class Size(NamedTuple):
-    """Of a batch at most: samples, and tokens with what fills them up."""
+    """The largest size of a batch: samples, and tokens with their padding."""
 
     rows: int = 32
     tokens: int = 2048
@@ -422,8 +425,8 @@ USUAL = Size()
 
 @dataclass(frozen=True)
 class StackBatch:
-    """ids and real [rows, tokens], filled up on the right; of the tokens that are there, row by row, numbers and
-    experts [n, layers, most] and chosen [n, layers, top_k]."""
+    """A batch of one stack: ids and real [rows, tokens], filled up on the right; numbers and experts [n, layers, most]
+    and chosen [n, layers, top_k] of the real tokens, row by row."""
 
     ids: Tensor
     real: Tensor
@@ -436,13 +439,13 @@ Batch = Mapping[StackName, StackBatch]
 
 
 def batches(examples: Examples, seed: int | None = None, size: Size = USUAL) -> Iterator[Batch]:
-    """Every sample once; without a seed in order of length."""
+    """Yields batches with every sample once; without a seed in order of length."""
     for rows in plan(examples, seed, size):
         yield {stack: _batch(part, rows) for stack, part in examples.stacks.items()}
 
 
 def plan(examples: Examples, seed: int | None, size: Size = USUAL) -> list[list[int]]:
-    """Places of the samples of each batch."""
+    """Returns the places of the samples of each batch."""
     longest = np.max([stack.lengths for stack in examples.stacks.values()], axis=0)
     if seed is None:
         return list(_cut(np.argsort(longest, kind="stable").tolist(), longest.tolist(), size))

@@ -23,7 +23,7 @@ from moert.pack.hash import ATTENTION, DIRECTIONS, F16, F32, LSTM_LAYERS, HashFu
 from moert.pack.model_spec import STACKS, LayerKey, ModelSpec, StackName
 from moert.pack.parts import Experts
 
-# SparseMax: the nearest point of the simplex, most of whose numbers are 0 (Martins and Astudillo 2016).
+# SparseMax: the nearest point of the simplex, with most numbers 0 (Martins and Astudillo 2016).
 
 
 class _Sparsemax(torch.autograd.Function):
@@ -48,17 +48,18 @@ class _Sparsemax(torch.autograd.Function):
 
 
 def sparsemax(scores: Tensor) -> Tensor:
-    """scores [..., n], -infinity for what may have no share but not for all → shares [..., n] that sum to 1."""
+    """Returns shares [..., n] that sum to 1; scores [..., n], -infinity (though not for all) where the share must be
+    0."""
     return cast("Tensor", _Sparsemax.apply(scores))  # type: ignore[no-untyped-call]
 
 
-# The network of a hash function in torch, stack by stack, as SPEC.md has it: to be trained, and to route by.
+# The network of a hash function in torch, stack by stack, as SPEC.md describes it: for training and for routing.
 
-_SUFFIXES = dict(zip(DIRECTIONS, ("_l0", "_l0_reverse"), strict=True))  # torch's names of them
+_SUFFIXES = dict(zip(DIRECTIONS, ("_l0", "_l0_reverse"), strict=True))  # torch's names of directions
 
 
 class Encoded(NamedTuple):
-    """What the encoder's network gave, y [rows, tokens, w], and where there is a token [rows, tokens]."""
+    """The output y of the encoder's network [rows, tokens, w], and which places hold a token [rows, tokens]."""
 
     y: Tensor
     real: Tensor
@@ -66,7 +67,7 @@ class Encoded(NamedTuple):
 
 @dataclass
 class Past:
-    """What a decoder's network knows of the tokens so far: of each LSTM layer output and cells [1, rows, w], and keys
+    """The state of a decoder's network after the tokens so far: output and cells of each LSTM layer [1, rows, w], keys
     and values [rows, tokens, w]."""
 
     states: list[tuple[Tensor, Tensor]]
@@ -74,14 +75,14 @@ class Past:
     values: Tensor
 
     def keep(self, rows: Tensor) -> Past:
-        """Only those of these [rows]."""
+        """Returns the state of only these rows [rows]."""
         states = [(output[:, rows], cells[:, rows]) for output, cells in self.states]
         return Past(states, self.keys[rows], self.values[rows])
 
 
 class Shape(NamedTuple):
-    """Of a stack's network: `layers` with experts of `experts` each; `both_ways` that of an encoder, `encoded` that of
-    a decoder behind one."""
+    """The shape of a stack's network: `layers` with `experts` experts each; `both_ways`: of an encoder, `encoded`: of a
+    decoder behind an encoder with experts."""
 
     d_model: int
     width: int
@@ -97,7 +98,7 @@ class Shape(NamedTuple):
 
     @property
     def numbers(self) -> int:
-        """How many the network has."""
+        """The number of numbers in the network."""
         w, cells = self.width, self.width // (2 if self.both_ways else 1)
         lstm = LSTM_LAYERS * (w // cells) * 4 * cells * (w + cells + 1)
         attention = len(ATTENTION) * w * w * (2 if self.encoded else 1)
@@ -105,15 +106,15 @@ class Shape(NamedTuple):
 
 
 class Attention(nn.Module):
-    """By SparseMax, of one head as wide as what it looks at."""
+    """Attention by SparseMax, with one head as wide as its input."""
 
     def __init__(self, width: int) -> None:
         super().__init__()
         self.query, self.key, self.value = (nn.Linear(width, width, bias=False) for _ in ATTENTION)
 
     def of(self, x: Tensor, keys: Tensor, values: Tensor, seen: Tensor) -> Tensor:
-        """x [rows, tokens, w], keys and values [rows, others, w]; seen [rows, tokens or 1, others] → [rows, tokens,
-        w]"""
+        """Returns the attention's output [rows, tokens, w]; x [rows, tokens, w], keys and values [rows, others, w],
+        seen [rows, tokens or 1, others]."""
         scores = self.query(x) @ keys.transpose(1, 2) / x.shape[-1] ** 0.5
         return sparsemax(scores.masked_fill(~seen, -torch.inf)) @ values
 
@@ -139,9 +140,9 @@ class StackNetwork(nn.Module):
     def forward(
         self, rows: Tensor, real: Tensor, encoded: Encoded | None = None, past: Past | None = None
     ) -> tuple[Tensor, Tensor, Past]:
-        """rows [rows, tokens, d_model] of the embedding, real [rows, tokens] where there is a token, those at the right
-        of a row missing. → what the heads say [rows, tokens, layers, experts], y [rows, tokens, w], and what a decoder
-        goes on from."""
+        """Returns the numbers of the heads [rows, tokens, layers, experts], y [rows, tokens, w], and the state that a
+        decoder goes on from. rows [rows, tokens, d_model] of the embedding, real [rows, tokens]: which places hold a
+        token; padding is at the right of a row."""
         x, states = self.compress(rows), []
         for place, lstm in enumerate(self.lstm):
             x, state = self._through(lstm, x, real, None if past is None else past.states[place])
@@ -166,7 +167,8 @@ class StackNetwork(nn.Module):
     def _through(
         self, lstm: nn.Module, x: Tensor, real: Tensor, state: tuple[Tensor, Tensor] | None
     ) -> tuple[Tensor, tuple[Tensor, Tensor]]:
-        """What is missing at the right is read after all tokens there are, or not at all."""
+        """Returns the LSTM's output and state. Padding at the right is read after all tokens of its row, or not at
+        all."""
         if not self.shape.both_ways or real.all():
             found: tuple[Tensor, tuple[Tensor, Tensor]] = lstm(x, state)
             return found
@@ -176,8 +178,8 @@ class StackNetwork(nn.Module):
 
 
 class Networks(nn.Module):
-    """Those of all stacks of a model that have experts. `scale` multiplies what they read of the embedding, so that it
-    is of usual size; in a HashFunction it is part of `compress`."""
+    """The networks of all stacks with experts. `scale` multiplies the rows of the embedding that they read, so that
+    their numbers have the usual size; in a HashFunction it is part of `compress`."""
 
     def __init__(self, shapes: Mapping[StackName, Shape], scale: float = 1.0) -> None:
         super().__init__()
@@ -196,18 +198,18 @@ class Networks(nn.Module):
     def read(
         self, name: StackName, rows: Tensor, real: Tensor, encoded: Encoded | None = None, past: Past | None = None
     ) -> tuple[Tensor, Tensor, Past]:
-        """See StackNetwork.forward."""
+        """Runs the network of a stack; see StackNetwork.forward."""
         found: tuple[Tensor, Tensor, Past] = self.stack(name)(rows * self.scale, real, encoded, past)
         return found
 
     def function(self, hits: Mapping[StackName, F32]) -> HashFunction:
-        """As it is stored, in 16 bits."""
+        """Returns the networks as a hash function, stored in 16 bits."""
         experts = next(self.stack(name).shape.experts for name in self.names)
         return HashFunction(experts, {name: _stored(self.stack(name), self.scale, hits[name]) for name in self.names})
 
     @classmethod
     def of(cls, function: HashFunction) -> Networks:
-        """Of what is stored."""
+        """Returns the networks of a stored hash function, not to be trained."""
         shapes = {name: _shape(name, stack) for name, stack in function.stacks.items()}
         found = cls(shapes)
         with torch.no_grad():
@@ -264,15 +266,14 @@ def _fill(network: StackNetwork, stack: StackHash) -> None:
     put(network.heads.bias, stack.head_bias)
 
 
-# Routing by a hash function in the place of a model's routers: each token goes to the experts that it names first.
-# What the function says of a stack's tokens is made before the stack's first layer runs, as the runtime does it.
-# Its numbers take the place of those that the router would have made; all that follows is the router's own
-# arithmetic.
+# Routing by a hash function in the place of a model's routers: each token goes to the experts that the function names
+# first. Its numbers for a stack's tokens are made before the stack's first layer runs, as in the runtime. They take the
+# place of the router's numbers; all that follows is the router's own arithmetic.
 
 
 @dataclass(frozen=True)
 class HashRouting:
-    """An Instead of moeconv.measure.trial."""
+    """An Instead of moeconv.measure.trial that routes by a hash function."""
 
     function: HashFunction
 
@@ -290,7 +291,7 @@ class HashRouting:
 
 
 def refusal(experts: Experts) -> str | None:
-    """Why a function can't take the place of these experts' router; None where it can."""
+    """Returns why a hash function can't take the place of these experts' router; None where it can."""
     router = experts.router
     if not experts.chooses:
         return "would have no choice, as every token passes all experts of a layer"
@@ -302,7 +303,8 @@ def refusal(experts: Experts) -> str | None:
 
 
 class Following:
-    """Of a loaded model, with its embedding and its routers' own factors as they are when it is made."""
+    """The routing of a loaded model by a hash function, with the embedding and the routers' own factors that the model
+    has when this is made."""
 
     def __init__(self, subject: Subject, description: Description, function: HashFunction) -> None:
         self._subject, self._networks = subject, Networks.of(function)
@@ -317,7 +319,7 @@ class Following:
 
     @contextmanager
     def routing(self) -> Iterator[None]:
-        """Inside the block tokens go where the function says."""
+        """Routes tokens by the hash function inside the block."""
         with ExitStack() as stack:
             for name in self._networks.names:
                 tower = self._subject.family.tower(self._subject.model, name)
@@ -327,7 +329,7 @@ class Following:
 
     @torch.inference_mode()
     def _foretell(self, name: StackName, module: Any, _: Any, named: dict[str, Any]) -> None:
-        """Before the tokens of a stack go through its layers."""
+        """Makes the function's numbers for the tokens of a stack before they go through its layers."""
         ids, calls = named["input_ids"], self._subject.calls
         real = torch.ones_like(ids, dtype=torch.bool) if calls.active is None else calls.active
         if name == "encoder":
@@ -369,8 +371,8 @@ class Following:
 
 
 def _within(capacity: int, chosen: Tensor, real: Tensor) -> Tensor:
-    """chosen [tokens, 1] of sequences real [sequences, places] → the same, -1 where an expert has had its `capacity` of
-    tokens of the sequence."""
+    """Returns chosen [tokens, 1] with -1 where an expert has had its `capacity` of tokens of the sequence; real
+    [sequences, places]: which places hold a token."""
     mine = chosen.reshape(real.shape).masked_fill(~real, -1)
     asked = mine[..., None] == torch.arange(int(chosen.max()) + 1)
     before = asked.cumsum(1).gather(-1, mine.clamp(min=0)[..., None])[..., 0]

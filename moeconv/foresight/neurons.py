@@ -1,4 +1,4 @@
-"""Predictors of neurons: their network, their training, and a model that computes only what they name."""
+"""Predictors of neurons: their network, their training, and a model that computes only named neurons."""
 
 from __future__ import annotations
 
@@ -30,37 +30,37 @@ from moert.pack.neurons import F16, Kept, LayerPredictor, NeuronOrder, NeuronPre
 
 _CHUNK = 4096  # tokens
 _RIDGE = 1e-4
-"""Of the mean variance of the inputs, added to all: some may never vary."""
+"""Share of the mean variance of the inputs that is added to all variances: some inputs may never vary."""
 _SURE = 0.05
-"""Of a neuron's own spread: what scores of low rank leave out of it is taken to be no less."""
+"""Least share of a neuron's own spread that scores of low rank are taken to leave out."""
 _LOGIT = 1.7
 """sigmoid(1.7 z) is about the normal distribution's share below z."""
 
 
 class LayerNetwork(nn.Module):
-    """Of one layer: score of neuron i of expert e = heads[e, i] · (compress · x) + bias[e, i]; compress [r, features],
-    heads [experts, d_ff, r], bias [experts, d_ff]."""
+    """The network of one layer: score of neuron i of expert e = heads[e, i] · (compress · x) + bias[e, i]; compress [r,
+    features], heads [experts, d_ff, r], bias [experts, d_ff]."""
 
     def __init__(self, compress: Tensor, heads: Tensor, bias: Tensor) -> None:
         super().__init__()
         self.compress, self.heads, self.bias = map(nn.Parameter, (compress, heads, bias))
 
     def compressed(self, x: Tensor) -> Tensor:
-        """x [rows, features] → [rows, r]"""
+        """Returns compress · x [rows, r] for x [rows, features]."""
         return x @ self.compress.T
 
     def scores(self, expert: int, compressed: Tensor) -> Tensor:
-        """compressed [rows, r] → [rows, d_ff]"""
+        """Returns the scores of an expert's neurons [rows, d_ff] for compressed [rows, r]."""
         return compressed @ self.heads[expert].T + self.bias[expert]
 
     @classmethod
     def of(cls, layer: LayerPredictor) -> LayerNetwork:
-        """Of what is stored."""
+        """Returns the network of a stored predictor, not to be trained."""
         found = cls(_single(layer.compress), _single(layer.heads), torch.tensor(layer.bias))
         return found.requires_grad_(False)
 
     def stored(self) -> tuple[F16, F16, npt.NDArray[np.float32]]:
-        """compress, heads and bias as a LayerPredictor has them."""
+        """Returns compress, heads and bias as a LayerPredictor has them."""
         return half(self.compress), half(self.heads), self.bias.detach().numpy().copy()
 
 
@@ -69,11 +69,12 @@ def _single(values: F16) -> Tensor:
 
 
 def begun(rank: int, first: list[tuple[Weights, Biases]], firings: LayerFirings) -> LayerNetwork:
-    """A network before it is trained: of all of rank `rank`, the one that says best, on the whole of a layer's experts,
-    what their first matrices give, whose sign says what fires. `first`: the matrices and biases of each expert.
+    """Returns a network before training: the one of rank `rank` that best approximates the products of the first
+    matrices of all experts of a layer, since their signs say which neurons fire. `first`: the matrices and biases of
+    each expert.
 
-    With x of mean m and covariance L·Lᵀ that is by the singular vectors of the stacked W·L; scores are in units of what
-    is left out, so that they are logits.
+    With x of mean m and covariance L·Lᵀ it follows from the singular vectors of the stacked W·L; scores are in units of
+    the spread that rank r leaves out, so that they are logits.
     """
     mean, covariance = _moments(firings)
     lower = torch.linalg.cholesky(covariance)
@@ -94,7 +95,7 @@ def begun(rank: int, first: list[tuple[Weights, Biases]], firings: LayerFirings)
 
 
 def _moments(firings: LayerFirings) -> tuple[Tensor, Tensor]:
-    """Mean and covariance of what enters a layer's experts."""
+    """Returns the mean and the covariance of the inputs of a layer's experts."""
     features = firings.x.shape[1]
     total, products = torch.zeros(features, dtype=torch.double), torch.zeros((features, features), dtype=torch.double)
     for start in range(0, len(firings), _CHUNK):
@@ -108,20 +109,20 @@ def _moments(firings: LayerFirings) -> tuple[Tensor, Tensor]:
 
 
 def in_blocks(named: Tensor, per_block: int) -> Tensor:
-    """named [rows, d_ff] → which blocks of so many neurons hold one that is named. [rows, blocks]"""
+    """Returns which blocks of `per_block` neurons hold a named one [rows, blocks]; named [rows, d_ff]."""
     padded = nn.functional.pad(named, (0, -named.shape[1] % per_block))
     return padded.view(len(named), -1, per_block).any(-1)
 
 
-# A model of which only those neurons are computed that a predictor names, and what lies in one block with them.
+# A model of which only the neurons that a predictor names are computed, and all others of their blocks.
 
 _WIDEST = max(WIDTHS)
-_ANY_PAGE = 4096  # bytes: of which the neurons of a block do not depend
+_ANY_PAGE = 4096  # bytes: the number of neurons of a block does not depend on it
 
 
 class NamedNeurons:
-    """A Naming of moeconv.source.experts. `per_block`: how many neurons of an expert lie in a block, `order`: in which
-    order they lie there (None: their own)."""
+    """A Naming of moeconv.source.experts, by a predictor. `per_block`: the number of neurons in an expert's blocks,
+    `order`: the order of neurons in blocks (None: their own)."""
 
     def __init__(
         self, predictor: NeuronPredictor, per_block: Callable[[ExpertKey], int], order: NeuronOrder | None = None
@@ -135,7 +136,7 @@ class NamedNeurons:
 
     @torch.inference_mode()
     def computed(self, key: ExpertKey, x: Tensor) -> Tensor:
-        """See Naming."""
+        """Returns which neurons of an expert are computed for x [rows, features]; see Naming."""
         network, size = self._networks[key.at], self._per_block(key)
         scores = network.scores(key.expert, network.compressed(x))
         named = scores >= float(self._thresholds[key.at][key.expert])
@@ -148,20 +149,20 @@ class NamedNeurons:
 
 
 def _in_blocks_of(named: Tensor, size: int) -> Tensor:
-    """named [rows, d_ff] → what lies in a block of so many with one that is named. [rows, d_ff]"""
+    """Returns which neurons lie in a block of `size` with a named one [rows, d_ff]; named [rows, d_ff]."""
     return in_blocks(named, size).repeat_interleave(size, dim=1)[:, : named.shape[1]]
 
 
 def per_block(spec: ModelSpec, bits: tuple[int, ...], group_size: int, form16: Form16, neurons: Neurons) -> int:
-    """How many neurons of an expert of these widths lie in a block; see moert.pack.layout.neuron_layout."""
+    """Returns the number of neurons in a block of an expert of these widths; see moert.pack.layout.neuron_layout."""
     widths = dict(zip(spec.moe.ffn.projections, bits, strict=True))
     return neuron_layout(spec, widths, group_size, form16, _ANY_PAGE, neurons).per_block
 
 
 @dataclass(frozen=True)
 class PredictedNeurons:
-    """An Instead of moeconv.measure.trial: blocks are those of the widths that are on trial. `order`: in which
-    neurons will lie there (None: their own), which the predictor does not have yet."""
+    """An Instead of moeconv.measure.trial that computes only named neurons, with blocks of the widths on trial.
+    `order`: the order of neurons in the pack (None: their own), which the predictor does not have yet."""
 
     predictor: NeuronPredictor
     neurons: Neurons
@@ -189,21 +190,21 @@ class PredictedNeurons:
         return {}
 
 
-# Trains a predictor of neurons, layer by layer: balanced cross-entropy with what fires, then thresholds.
+# Training of a predictor of neurons, layer by layer: balanced cross-entropy with the firing neurons, then thresholds.
 
 NEURON_EPOCHS = 10
 MISSED = 0.02
 BATCH = 512  # tokens
 MOST_ROWS = 8192
-"""Of an expert, which its threshold is set on."""
+"""Most rows of an expert that its threshold is set on."""
 _PATIENCE = 2
-"""Epochs without a better one, after which a layer's training ends."""
+"""Epochs without a better one after which a layer's training ends."""
 
 
 @dataclass(frozen=True)
 class NeuronCourse:
-    """How a predictor is trained: `rate` that Adam begins with, and falls from by a cosine; `missed`: the share of
-    firing neurons' weight that thresholds leave unnamed at most."""
+    """The course of a predictor's training. `rate`: Adam's highest learning rate, which falls by a cosine; `missed`:
+    the largest share of firing neurons' weight that thresholds leave unnamed."""
 
     rank: int
     epochs: int = NEURON_EPOCHS
@@ -214,9 +215,9 @@ class NeuronCourse:
 
 @dataclass(frozen=True)
 class NeuronLesson:
-    """What it is trained for. `first`: weights and biases of all experts of a layer; `per_block`: of each expert of a
-    layer the neurons of a block. `about` is a digest of all that decides the result; `folder`: where what was learnt
-    of each layer is kept after each epoch."""
+    """The material of a predictor's training. `first`: weights and biases of all experts of a layer; `per_block`: the
+    number of neurons in a block of each expert of a layer. `about` is a digest of all that decides the result;
+    `folder`: keeps a checkpoint of each layer after each epoch."""
 
     train: Firings
     heldout: Firings
@@ -225,11 +226,11 @@ class NeuronLesson:
     about: str
     folder: Path
     order: NeuronOrder | None = None
-    """In which neurons lie in blocks; None: their own."""
+    """Order of neurons in blocks; None: their own."""
 
     @property
     def tokens(self) -> int:
-        """That were read to learn, of all stacks."""
+        """The number of tokens to learn from, of all stacks."""
         return _tokens(self.train)
 
     @property
@@ -245,8 +246,9 @@ def _tokens(firings: Firings) -> int:
 def trained_neurons(
     lesson: NeuronLesson, course: NeuronCourse, say: Callable[[str], None], show: Progress
 ) -> NeuronPredictor:
-    """Of each layer the network after the epoch that did best on held-out text, with its thresholds and what it names
-    there. One that was interrupted goes on after its last whole epoch, and ends the same. Raises ConversionError."""
+    """Returns, for each layer, the network after the epoch that was best on held-out text, with its thresholds and the
+    shares that it names there. A training that was interrupted goes on after its last whole epoch, and ends the same.
+    Raises ConversionError."""
     layers, batches = {}, sum(-(-len(firings) // BATCH) for firings in lesson.train.values())
     with show("predictor of neurons", course.epochs * batches, "batch") as bar:
         for place, firings in lesson.train.items():
@@ -262,7 +264,7 @@ def trained_neurons(
 
 
 def kept_text(kept: Kept) -> str:
-    """For a person."""
+    """Returns the named shares as text for a person."""
     return f"names {kept.firing:.1%} of what fires, {kept.neurons:.1%} of neurons, {kept.blocks:.1%} of blocks"
 
 
@@ -314,7 +316,8 @@ class _LayerTraining:
         save_checkpoint(self.path, self.about, kept)
 
     def finished(self) -> LayerPredictor:
-        """As it is stored: thresholds on the text that it was trained on, and what is named of the held-out text."""
+        """Returns the best network as it is stored, with thresholds from the text that it was trained on, and the
+        shares that it names on held-out text."""
         compress, heads, bias = _network(self.best).stored()
         unset = LayerPredictor(compress, heads, bias, np.zeros(len(heads), np.float32), Kept(0, 0, 0))
         network = LayerNetwork.of(unset)
@@ -332,13 +335,14 @@ def _network(state: Mapping[str, Tensor]) -> LayerNetwork:
 
 
 def _chunks(firings: LayerFirings) -> Iterator[npt.NDArray[np.int64]]:
-    """All tokens, in parts."""
+    """Yields the places of all tokens, in parts."""
     for start in range(0, len(firings), BATCH):
         yield np.arange(start, min(len(firings), start + BATCH))
 
 
 def _gains(firings: LayerFirings, experts: int) -> F32:
-    """What makes an expert's firing neurons, by their weights, worth as much as those that do not fire. [experts]"""
+    """Returns the factors that make an expert's firing neurons, by their weights, count as much as its silent ones
+    [experts]."""
     silent, weights = np.zeros(experts), np.zeros(experts)
     for tokens in _chunks(firings):
         for expert, rows in firings.some(tokens):
@@ -350,7 +354,7 @@ def _gains(firings: LayerFirings, experts: int) -> F32:
 def _loss(
     network: LayerNetwork, firings: LayerFirings, tokens: npt.NDArray[np.int64], gains: F32
 ) -> tuple[Tensor, int]:
-    """Balanced cross-entropy, summed over the neurons of the experts that these tokens have; and how many these are."""
+    """Returns the balanced cross-entropy, summed over the neurons of the experts of these tokens; and their number."""
     total, neurons = torch.zeros(()), 0
     for expert, rows in firings.some(tokens):
         scores = network.scores(expert, network.compressed(rows.x))
@@ -363,15 +367,15 @@ def _loss(
 
 @torch.inference_mode()
 def balanced(network: LayerNetwork, firings: LayerFirings, gains: F32) -> float:
-    """The mean of the balanced cross-entropy over all tokens."""
+    """Returns the mean of the balanced cross-entropy over the neurons of all tokens."""
     found = [_loss(network, firings, tokens, gains) for tokens in _chunks(firings)]
     return sum(float(total) for total, _ in found) / max(1, sum(neurons for _, neurons in found))
 
 
 @torch.inference_mode()
 def thresholds(network: LayerNetwork, firings: LayerFirings, missed: float) -> F32:
-    """Of each expert the largest threshold that leaves at most the share `missed` of its firing neurons' weight
-    unnamed; one below all scores where nothing is known of it. [experts]"""
+    """Returns, for each expert, the largest threshold that leaves at most the share `missed` of its firing neurons'
+    weight unnamed; one below all scores where none of its neurons fired [experts]."""
     found = np.full(len(network.heads), np.finfo(np.float32).min, np.float32)
     for expert in range(len(found)):
         rows = firings.of(expert, MOST_ROWS)
@@ -383,9 +387,10 @@ def thresholds(network: LayerNetwork, firings: LayerFirings, missed: float) -> F
 
 
 def threshold_of(scores: F32, weights: npt.NDArray[np.uint8], missed: float) -> float:
-    """The largest of these scores [n] such that those below it have at most the share `missed` of the weights [n]."""
+    """Returns the largest score of these [n] such that the scores below it have at most the share `missed` of the
+    weights [n]."""
     order = np.argsort(scores, kind="stable")
-    below = np.cumsum(weights[order], dtype=np.int64) - weights[order]  # of a score, all before it
+    below = np.cumsum(weights[order], dtype=np.int64) - weights[order]  # for each score, of all scores before it
     first = int(np.searchsorted(below, missed * int(weights.sum(dtype=np.int64)), side="right")) - 1
     return float(scores[order][first])
 
@@ -394,7 +399,8 @@ def threshold_of(scores: F32, weights: npt.NDArray[np.uint8], missed: float) -> 
 def kept_of(
     network: LayerNetwork, threshold: F32, firings: LayerFirings, per_block: list[int], order: U32 | None = None
 ) -> Kept:
-    """What is named of a text; `per_block` of each expert, `order` [experts, d_ff] of its neurons in blocks."""
+    """Returns the shares that are named on a text; `per_block`: for each expert, `order`: of neurons in blocks
+    [experts, d_ff]."""
     fired = named_fired = named = neurons = blocks = named_blocks = 0
     for tokens in _chunks(firings):
         for expert, rows in firings.some(tokens):

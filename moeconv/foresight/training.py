@@ -1,4 +1,4 @@
-"""Trains a hash function on what routers said: truncated knowledge distillation (SiDA, section 3)."""
+"""Training of a hash function on the numbers of routers: truncated knowledge distillation (SiDA, section 3)."""
 
 from __future__ import annotations
 
@@ -28,19 +28,19 @@ from moert.pack.hash import F32, HashFunction
 from moert.pack.model_spec import ModelSpec, StackName
 
 CHOICE_WEIGHT = 0.005
-"""Of the cross-entropy with the choice, beside the divergence."""
+"""Weight of the cross-entropy with the router's choice, beside the divergence."""
 EPOCHS = 16
 _WARM = 0.05  # of all steps, until the rate has grown
 _DECAY = 0.01
 _LONGEST_GRADIENT = 1.0
 _PATIENCE = 4
-"""Epochs without a better one, after which training ends."""
+"""Epochs without a better one after which training ends."""
 
 
 @dataclass(frozen=True)
 class Course:
-    """How a function is trained: `width` features; `rate` that AdamW begins with, and falls from by a cosine; `batch`:
-    what it sees at once."""
+    """The course of a hash function's training. `width`: its features; `rate`: AdamW's highest learning rate, which
+    falls by a cosine; `batch`: the size of a batch."""
 
     width: int
     epochs: int = EPOCHS
@@ -51,8 +51,9 @@ class Course:
 
 @dataclass(frozen=True)
 class Lesson:
-    """What it is trained for: `embedding` [vocab_size, d_model], `train` and `heldout`. `about` is a digest of all that
-    decides the result; `checkpoint`: where what was learnt is kept after each epoch."""
+    """The material of a hash function's training: `embedding` [vocab_size, d_model], examples to `train` on and
+    `heldout`. `about` is a digest of all that decides the result; `checkpoint`: the file that keeps the state after
+    each epoch."""
 
     spec: ModelSpec
     embedding: Tensor
@@ -63,8 +64,8 @@ class Lesson:
 
 
 def trained(lesson: Lesson, course: Course, say: Callable[[str], None], show: Progress) -> HashFunction:
-    """The function after the epoch that did best on held-out text, with its hits there. One that was interrupted goes
-    on after its last whole epoch, and ends with the same function. Raises ConversionError."""
+    """Returns the hash function after the epoch that was best on held-out text, with its hits there. A training that
+    was interrupted goes on after its last whole epoch, and ends with the same function. Raises ConversionError."""
     training = _Training(lesson, course)
     training.resume()
     a_epoch = len(plan(lesson.train, 0, course.batch))
@@ -104,7 +105,7 @@ class _Training:
         self.done += 1
 
     def finish(self) -> dict[StackName, F32]:
-        """Ends an epoch: hits on held-out text, and a checkpoint."""
+        """Ends an epoch with a checkpoint; returns the hits on held-out text."""
         self.epoch += 1
         hits = hits_of(self._stored(None), self.lesson.embedding, self.lesson.heldout)
         mean = float(np.concatenate(list(hits.values())).mean())
@@ -114,7 +115,8 @@ class _Training:
         return hits
 
     def resume(self) -> None:
-        """Raises ConversionError for a checkpoint that can't be read."""
+        """Takes the state of a checkpoint, if one exists. Raises ConversionError for a checkpoint that can't be
+        read."""
         if (found := load_checkpoint(self.lesson.checkpoint, self.lesson.about)) is None:
             return
         self.networks.load_state_dict(found["networks"])
@@ -142,12 +144,12 @@ class _Training:
 
 
 def pace(done: float) -> float:
-    """Share of the rate after that share of all steps."""
+    """Returns the share of the highest rate after the share `done` of all steps."""
     return min(1.0, (done + 1e-3) / _WARM) * (1 + math.cos(math.pi * done)) / 2
 
 
 def foretell(networks: Networks, embedding: Tensor, batch: Batch) -> dict[StackName, Tensor]:
-    """What the networks say of the tokens that are there, row by row. [n, layers, experts]"""
+    """Returns the numbers of the networks for the real tokens of each stack, row by row [n, layers, experts]."""
     found: dict[StackName, Tensor] = {}
     encoded: Encoded | None = None
     for name in networks.names:
@@ -160,8 +162,8 @@ def foretell(networks: Networks, embedding: Tensor, batch: Batch) -> dict[StackN
 
 
 def distillation(said: Tensor, batch: StackBatch) -> Tensor:
-    """The divergence of what is said from the router's distribution over the experts of its largest numbers, and a
-    little of the cross-entropy with its choice over all experts, on the mean of tokens and layers."""
+    """Returns the divergence of the network's numbers from the router's distribution over the experts of its largest
+    numbers, with a little of the cross-entropy with its choice over all experts; means over tokens and layers."""
     wanted = batch.numbers.log_softmax(-1)
     given = said.gather(-1, batch.experts).log_softmax(-1)
     divergence = (wanted.exp() * (wanted - given)).sum(-1).mean()
@@ -172,7 +174,7 @@ def distillation(said: Tensor, batch: StackBatch) -> Tensor:
 
 @torch.inference_mode()
 def hits_of(function: HashFunction, embedding: Tensor, heldout: Examples) -> dict[StackName, F32]:
-    """See StackHash.hits: of the function as it is stored."""
+    """Returns the hits of the function as it is stored; see StackHash.hits."""
     networks = Networks.of(function)
     totals: dict[StackName, list[Tensor]] = {}
     for batch in batches(heldout):
@@ -182,8 +184,8 @@ def hits_of(function: HashFunction, embedding: Tensor, heldout: Examples) -> dic
 
 
 def _counted(said: Tensor, chosen: Tensor) -> Tensor:
-    """said [n, layers, experts], chosen [n, layers, top_k] → [layers, 3]: choices among the first top_k, among the
-    first 3 · top_k, and all."""
+    """Returns the numbers of choices among the first top_k, among the first 3 · top_k, and of all [layers, 3]; said [n,
+    layers, experts], chosen [n, layers, top_k]."""
     top_k, experts = chosen.shape[-1], said.shape[-1]
     order = said.topk(min(3 * top_k, experts), dim=-1).indices
     found, there = order[..., None] == chosen[..., None, :], chosen >= 0

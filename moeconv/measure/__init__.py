@@ -1,1 +1,1 @@
-"""What widths cost on text: models in memory, scores of their answers, and the journal that keeps every measurement."""
+"""Losses of widths on text: models on trial, scores of their answers, and the journal that keeps every measurement."""

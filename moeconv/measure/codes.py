@@ -1,4 +1,4 @@
-"""Codes of all experts at a width, made layer by layer and kept."""
+"""Codes of all experts at a width, for a model that does not fit memory: made layer by layer and kept."""
 
 from __future__ import annotations
 
@@ -25,25 +25,25 @@ from moeconv.source.experts import Call, Weights, expert_inner
 from moert.pack.layout import Neurons
 from moert.pack.model_spec import ExpertKey, LayerKey, ModelSpec
 
-# Codes of one layer's experts from what the text asks of them, in this process or in others that see its disk.
+# Codes of one layer's experts from their inputs on the text, in this process or in others that see its disk.
 
 Inner = Callable[[ExpertKey, Tensor, Weights], Tensor]
-"""What enters an expert's down matrix: its key, x [rows, d_model], its weights → [rows, d_ff]."""
+"""An expert's key, x [rows, d_model] and its weights → the inputs of its down matrix [rows, d_ff]."""
 
 
 class Seen:
-    """What one layer's experts were asked, and the moments of it: see moeconv.quantizers.moments.Moments."""
+    """The call of one layer's experts, and the moments of their inputs: see moeconv.quantizers.moments.Moments."""
 
     def __init__(self, spec: ModelSpec, call: Call, wants: Wants, inner: Inner) -> None:
         self.call, self.wants, self.inner = call, wants, inner
         sample = LayerSample(widest(spec), spec.expert_width)
         sample.add(call)
-        self.sample = sample.tokens(spec.moe.ffn.d_ff)  # of which each expert makes what enters its down matrix
+        self.sample = sample.tokens(spec.moe.ffn.d_ff)  # from which each expert computes inputs of its down matrix
         entering = sample.tokens(spec.expert_width)
         self.entering = summed(entering, wants), len(entering)
 
     def by(self, key: ExpertKey, weights: Weights) -> tuple[int, dict[Side, Inputs]]:
-        """Tokens that an expert saw, and the moments of what its matrices saw."""
+        """Returns the number of tokens that an expert saw, and the moments of its matrices' inputs."""
         x = self.call.x[(self.call.chosen == key.expert).any(1)]
         inner, sampled = (self.inner(key, each, weights) for each in (x, self.sample))
         inside = summed(sampled, self.wants), len(sampled)
@@ -58,21 +58,21 @@ class Seen:
 def code_expert(
     coder: ExpertCoder, kept: KeptCodes, key: ExpertKey, widths: Sequence[int], own: Weights, seen: Seen | None
 ) -> None:
-    """Makes and keeps an expert's codes at some widths. `own`: its weights; `seen`: None where the quantizer needs
-    nothing. Raises ConversionError."""
+    """Makes and keeps an expert's codes at some widths. `own`: its weights; `seen`: None if the quantiser needs no
+    inputs. Raises ConversionError."""
     weights = {name: one.numpy() for name, one in zip(coder.checkpoint.spec.moe.ffn.projections, own, strict=True)}
     rows, inputs = (0, None) if seen is None else seen.by(key, own)
     for bits in widths:
         kept.put(key, bits, rows, coder.coded(key, bits, weights, inputs))
 
 
-# Shared out -----------------------------------------------------------------------------------------------------------
+# Codes by several workers.
 
 
 @dataclass(frozen=True)
 class CodingJob:
-    """What a worker is made from. Codes go into the folder `codes`; `about` names all that they are decided by, and
-    `neurons` is as of ExpertCoder."""
+    """The settings of a worker. Codes go into the folder `codes`; `about` names everything that they depend on, and
+    `neurons` is the one of ExpertCoder."""
 
     model: Path
     quantizer: str
@@ -84,8 +84,8 @@ class CodingJob:
 
 @dataclass(frozen=True)
 class CodingTask:
-    """Experts of one layer, each with the widths that are still to do. `asked`: the folder with what the layer's
-    experts were asked (`keep`); None where the quantizer needs nothing."""
+    """Experts of one layer, each with the widths that are still to do. `asked`: the folder with the call of the layer's
+    experts (see `keep`); None if the quantiser needs no inputs."""
 
     layer: LayerKey
     experts: tuple[tuple[ExpertKey, tuple[int, ...]], ...]
@@ -93,12 +93,13 @@ class CodingTask:
 
     @property
     def affinity(self) -> str:
-        """What a worker prepares for it: the moments of its layer."""
+        """The name of the preparation that tasks share: the moments of their layer."""
         return f"layer {self.layer}"
 
 
 class CodingWorker:
-    """Opens the checkpoint for itself; of what was asked it has one layer at a time, mapped."""
+    """A worker that codes experts. It opens the checkpoint for itself, and holds the call of one layer at a time,
+    mapped."""
 
     def __init__(self, job: CodingJob) -> None:
         self.checkpoint = Checkpoint.open(job.model)
@@ -108,7 +109,7 @@ class CodingWorker:
         self._seen: tuple[Path, Seen] | None = None
 
     def measure(self, task: CodingTask) -> int:
-        """How many experts were coded. Raises ConversionError."""
+        """Codes a task's experts and returns their number. Raises ConversionError."""
         seen = None if task.asked is None else self._seen_in(task.asked)
         projections = self.checkpoint.spec.moe.ffn.projections
         for key, widths in task.experts:
@@ -132,12 +133,12 @@ class CodingWorker:
 
 
 def states_in(folder: Path) -> Path:
-    """The file of a call's x [tokens, d_model], float32."""
+    """Returns the path of a call's x [tokens, d_model], float32, in a folder."""
     return folder / "x.states"
 
 
 def keep(call: Call, folder: Path) -> None:
-    """Writes the rest of a call whose x lies in `states_in` the folder. Raises ConversionError."""
+    """Writes the rest of a call whose x lies in the file `states_in(folder)`. Raises ConversionError."""
     try:
         with states_in(folder).open("rb+") as file:
             os.fsync(file.fileno())  # others may be on other machines
@@ -148,7 +149,7 @@ def keep(call: Call, folder: Path) -> None:
 
 
 def kept_call(folder: Path, width: int) -> Call:
-    """What `keep` has written; x is read from the file as it is used. Raises ConversionError."""
+    """Returns the call that `keep` has written; x is read from its file as it is used. Raises ConversionError."""
     try:
         chosen, weights = (torch.from_numpy(np.load(folder / f"{name}.npy")) for name in ("chosen", "weights"))
         x = np.memmap(states_in(folder), np.float32, "c", shape=(len(chosen), width))  # "c": never written back
@@ -157,28 +158,29 @@ def kept_call(folder: Path, width: int) -> Call:
     return Call(torch.from_numpy(x), chosen, weights)
 
 
-# Codes of all experts at a width, made layer by layer from what the text asks of each, and kept.
+# Codes of all experts at a width, made layer by layer from the experts' inputs on the text, and kept.
 
 EXPERTS_A_TASK = 2
 
 Missing = Mapping[ExpertKey, Sequence[int]]
-"""Experts of one layer, and the widths at which they have no codes yet."""
+"""Expert of one layer → the widths at which it has no codes yet."""
 Run = Callable[[CodingJob, Sequence[CodingTask]], Iterator[tuple[CodingTask, int]]]
 
 
 @dataclass(frozen=True)
 class Shared:
-    """Workers that code: `workers` opens what runs tasks (see moeconv.sweep.cluster.runner_for) for the length of a
-    with block."""
+    """Workers that code: `workers` starts them for the length of a with block and gives the function that runs tasks
+    (see moeconv.sweep.cluster.runner_for)."""
 
     job: CodingJob
     workers: Callable[[], AbstractContextManager[Run]]
 
 
 class LayerCoding:
-    """`texts` are what the quantizer looks at. `likely` are widths that will be asked for one after the other: where
-    one of them is, all are made, as looking at the text again would take longer. A run that was killed goes on with
-    the experts that are still to do. `shared`: None for coding in this process."""
+    """The coding of all experts, layer by layer. The quantiser sees the experts' inputs on `texts`. `likely` are widths
+    that will be needed one after the other: as soon as one is needed, all are made, as another pass of the text would
+    take longer. A killed run goes on with the experts that are still to do. `shared`: None for coding in this
+    process."""
 
     def __init__(
         self, model: LayeredModel, kept: KeptCodes, texts: Texts, likely: Set[int] = frozenset(),
@@ -188,7 +190,7 @@ class LayerCoding:
         self._complete: set[int] = set()
 
     def ensure(self, widths: set[int]) -> None:
-        """Every expert at each of these widths, of which the model is then asked. Raises ConversionError."""
+        """Makes the missing codes of every expert at each of these widths. Raises ConversionError."""
         if not widths <= self._complete:
             widths = widths | self.likely if widths & self.likely else widths
             left = self._left(sorted(widths - self._complete))
@@ -222,7 +224,7 @@ class LayerCoding:
         return self.model.coder.quantizer.wants != "nothing"
 
     def _here(self, left: Mapping[LayerKey, Missing], states: Passage) -> Iterator[int]:
-        """Gives how many experts were coded since it last did."""
+        """Codes experts in this process; yields 1 after each."""
         model = self.model
         for at, experts in left.items():
             seen = None
@@ -237,7 +239,7 @@ class LayerCoding:
             model.shelf.clear()
 
     def _by_workers(self, shared: Shared, left: Mapping[LayerKey, Missing], states: Passage) -> Iterator[int]:
-        """The same; passes stay in this process."""
+        """Codes experts by workers, yields the number of experts of each finished task; passes stay in this process."""
         asked = self.model.room.folder.absolute() / "asked"
         try:
             with shared.workers() as run:
@@ -255,7 +257,7 @@ class LayerCoding:
             shutil.rmtree(asked, ignore_errors=True)
 
     def _asked(self, folder: Path, states: Passage, at: LayerKey) -> Path:
-        """What a layer's experts are asked, on the disk."""
+        """Writes the call of a layer's experts into a folder, and returns the folder."""
         folder.mkdir(parents=True, exist_ok=True)
         keep(self.model.call_of(states, at, self.texts.ids, self.texts.real, states_in(folder)), folder)
         return folder

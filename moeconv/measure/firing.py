@@ -1,4 +1,4 @@
-"""How often neurons of experts fire, and which fire for a token."""
+"""Statistics of firing neurons: how often each neuron of an expert fires on text, and which ones fire for a token."""
 
 from __future__ import annotations
 
@@ -20,20 +20,20 @@ from moert.pack.model_spec import LayerKey
 from moert.pack.neurons import NeuronOrder
 from moert.pack.parts import Act
 
-# How often each neuron of a model's experts fires on text, and the order of neurons that follows from it.
-# A neuron fires where what enters the down matrix is not zero; moeconv.measure.firing says more of it.
+# Counts of each neuron's firings on text, and the order of neurons that follows from them.
+# A neuron fires where its input to the down matrix is not zero.
 
 ROWS = 2048
-"""Of an expert whose neurons are looked at together."""
+"""Rows of an expert whose neurons are counted together."""
 WHAT = "which neurons fire"
 
 I64 = npt.NDArray[np.int64]
 Counts = Mapping[LayerKey, I64]
-"""Of each layer with experts, in the order of execution: how often each neuron fired [experts, d_ff]."""
+"""Layer with experts → how often each neuron fired [experts, d_ff], in the order of execution."""
 
 
 class Reads(Protocol):
-    """A scorer of moeconv.measure.scorers."""
+    """The part of a scorer of moeconv.measure.scorers that counting needs."""
 
     @property
     def n_samples(self) -> int: ...
@@ -42,13 +42,13 @@ class Reads(Protocol):
 
 
 def heard(subject: Subject, scorer: Reads, hear: Callable[[LayerKey, Call], None], bar: Bar) -> None:
-    """Tells what each layer's experts are asked while a model in memory reads a scorer's text, and writes where it
-    writes. The bar counts samples."""
+    """Calls `hear` with the calls of each layer's experts while a model in memory reads a scorer's text, and writes its
+    outputs if it has an encoder. The bar counts samples."""
     assert subject.layers is None, "a model that is run layer by layer answers its calls elsewhere"
     asked: dict[LayerKey, Call] = {}
 
     def keep(place: LayerKey, call: Call) -> None:
-        asked[place] = call  # of text that is written token by token the whole is asked about last
+        asked[place] = call  # of text that is written token by token, the last call has the whole
 
     told = hear if subject.spec.encoder is None else keep  # without an encoder nothing is written
     with torch.inference_mode(), subject.calls.answering(told):
@@ -60,8 +60,8 @@ def heard(subject: Subject, scorer: Reads, hear: Callable[[LayerKey, Call], None
 
 
 def firing_counts(subject: Subject, scorer: Reads, show: Progress) -> Counts:
-    """Over all tokens of a scorer's text; of a model in memory, or layer by layer. Raises ConversionError for what the
-    disk refuses."""
+    """Returns how often each neuron fires, over all tokens of a scorer's text; of a model in memory, or layer by layer.
+    Raises ConversionError if the disk refuses."""
     spec = subject.spec
     counts: dict[LayerKey, I64] = {
         place: np.zeros((spec.moe.n, spec.moe.ffn.d_ff), np.int64) for place in spec.moe_layers()
@@ -85,13 +85,13 @@ def firing_counts(subject: Subject, scorer: Reads, show: Progress) -> Counts:
 
 
 def by_frequency(counts: Counts) -> NeuronOrder:
-    """Those that fire most come first; those that fire equally often stay as they are."""
+    """Returns the order of neurons by falling number of firings; neurons with equal numbers stay in their order."""
     orders = {at: np.argsort(-fired, axis=1, kind="stable") for at, fired in counts.items()}
     return NeuronOrder({at: order.astype(np.uint32) for at, order in orders.items()})
 
 
 def covered(counts: Counts, most: float) -> float:
-    """Share of all firings that are of the `most` frequent (0..1) neurons of their experts. 0..1"""
+    """Returns the share of all firings that belong to the `most` frequent (0..1) neurons of their experts. 0..1"""
     ordered = [np.sort(fired, axis=1)[:, ::-1] for fired in counts.values()]
     first = sum(int(fired[:, : round(most * fired.shape[1])].sum()) for fired in ordered)
     return first / max(1, sum(int(fired.sum()) for fired in ordered))
@@ -108,8 +108,8 @@ def _add(counts: I64, subject: Subject, place: LayerKey, call: Call) -> None:
             counts[key.expert] += (expert_inner(call.x[rows], weights, biases, ffn) != 0).sum(dim=0).numpy()
 
 
-# Which neurons of a model's experts fire: how many for a token, how many of them lately as well, how unevenly.
-# A neuron fires where what enters the down matrix is not zero, which only some activations give exactly. Neurons of
+# Firing neurons of a model's experts: how many for a token, how many of them lately as well, how unevenly.
+# A neuron fires where its input to the down matrix is not zero; only some activations give exact zeros. Neurons of
 # different experts are different neurons.
 
 LATELY = (1, 2, 5, 10, 20)  # tokens back
@@ -121,10 +121,10 @@ F64 = npt.NDArray[np.float64]
 
 @dataclass(frozen=True)
 class Activity:
-    """Of one layer's experts, counted over `tokens`: `asked` [experts] rows of each expert, `fired` [experts, d_ff] how
-    often each neuron fired, `lately` [LATELY] how many of all firings were of a neuron that had fired within so many
-    tokens before, `touched` [BLOCKS] how many blocks of so many neurons had one that fired, of `blocks` [BLOCKS]. What
-    was lately goes on from sample to sample, as in a cache."""
+    """Firings of one layer's experts, counted over `tokens`: `asked` [experts] are the rows of each expert, `fired`
+    [experts, d_ff] the firings of each neuron, `lately` [LATELY] the firings whose neuron had also fired within that
+    many tokens before, `touched` [BLOCKS] the blocks of that many neurons in which one fired, of `blocks` [BLOCKS].
+    Tokens before go on from sample to sample, as in a cache."""
 
     tokens: int
     asked: I64
@@ -135,40 +135,41 @@ class Activity:
 
     @property
     def share(self) -> float:
-        """Of an expert's neurons, how many fire for a token, on average. 0..1; nan where nothing was asked."""
+        """The share of an expert's neurons that fire for a token, on average. 0..1; nan if no token went to an
+        expert."""
         rows = int(self.asked.sum()) * self.fired.shape[1]
         return int(self.fired.sum()) / rows if rows else float("nan")
 
     @property
     def by_expert(self) -> F64:
-        """The same of each expert [experts]; nan for those that were not asked."""
+        """`share` for each expert [experts]; nan for experts that no token went to."""
         rows = np.where(self.asked > 0, self.asked * self.fired.shape[1], np.nan)
         return np.asarray(self.fired.sum(axis=1) / rows, dtype=np.float64)
 
     @property
     def again(self) -> F64:
-        """Share of firings whose neuron had fired within LATELY tokens before. [LATELY], 0..1"""
+        """The share of firings whose neuron had also fired within LATELY tokens before. [LATELY], 0..1"""
         return np.asarray(self.lately / max(1, int(self.fired.sum())), dtype=np.float64)
 
     @property
     def block_share(self) -> F64:
-        """Share of blocks of BLOCKS neurons that a token needs something of. [BLOCKS], 0..1"""
+        """The share of blocks of BLOCKS neurons in which a neuron fires for a token. [BLOCKS], 0..1"""
         return np.asarray(self.touched / np.maximum(1, self.blocks), dtype=np.float64)
 
     def covered(self, most: float) -> float:
-        """Share of all firings that are of the `most` frequent (0..1) of the layer's neurons. 0..1"""
+        """Returns the share of all firings that belong to the `most` frequent (0..1) of the layer's neurons. 0..1"""
         counts = np.sort(self.fired, axis=None)[::-1]
         return float(counts[: round(most * len(counts))].sum() / max(1, int(counts.sum())))
 
 
 def has_zeros(act: Act) -> bool:
-    """Whether this activation gives exactly zero for more than single numbers."""
+    """Returns whether this activation gives exactly zero for more than single numbers."""
     return act.name in ("relu", "relu2")
 
 
 def activity_of(subject: Subject, scorer: Reads, bar: Bar) -> dict[LayerKey, Activity] | None:
-    """What fires in each layer with experts while a model in memory reads a scorer's text, and writes where it writes.
-    None for experts whose activation has no exact zeros. The bar counts samples."""
+    """Returns the firings in each layer with experts while a model in memory reads a scorer's text, and writes its
+    outputs if it has an encoder; None for experts whose activation has no exact zeros. The bar counts samples."""
     if not has_zeros(subject.spec.moe.ffn.act):
         return None
     counts = {place: _Counts(subject.calls, place) for place in subject.spec.moe_layers()}
@@ -177,7 +178,7 @@ def activity_of(subject: Subject, scorer: Reads, bar: Bar) -> dict[LayerKey, Act
 
 
 class _Counts:
-    """Of one layer, call by call."""
+    """Counters of one layer's firings, call by call."""
 
     def __init__(self, calls: ExpertCalls, place: LayerKey) -> None:
         shape = calls.spec.moe.n, calls.spec.moe.ffn.d_ff
@@ -188,7 +189,7 @@ class _Counts:
         self.touched, self.blocks = np.zeros((2, len(BLOCKS)), np.int64)
 
     def see(self, call: Call) -> None:
-        """Of tokens that have experts, sample after sample."""
+        """Counts the firings of one call: tokens with experts, sample after sample."""
         chosen = call.chosen
         there = (chosen >= 0).any(dim=1)
         times = self.tokens + there.cumsum(0) - 1
@@ -199,7 +200,7 @@ class _Counts:
         self.tokens += int(there.sum())
 
     def _fire(self, expert: int, on: Tensor, times: Tensor) -> None:
-        """on [rows, d_ff], times [rows] ascending."""
+        """Counts the firings of an expert's rows: `on` [rows, d_ff], `times` [rows] ascending."""
         self.asked[expert] += len(on)
         self.fired[expert] += on.sum(0).numpy()
         seen = torch.cat([self.last[expert][None], torch.where(on, times[:, None], _NEVER)]).cummax(0).values

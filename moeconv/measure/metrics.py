@@ -14,19 +14,19 @@ import numpy.typing as npt
 
 from moeconv.errors import SettingsError
 
-# What a metric is: columns of scores for each sample, and one value out of their sums.
+# A metric: columns of scores for each sample, and one value out of their sums.
 
 F64 = npt.NDArray[np.float64]
 
 
 @dataclass(frozen=True)
 class Metric:
-    """How samples are judged, and how one value comes out of what was judged.
+    """A metric: how samples are judged, and how one value follows from their scores.
 
-    `reads` says by what a sample is judged, and so what `judge` takes:
+    `reads` names the object that is judged, and so the arguments of `judge`:
     - "output": the generated text; `judge(prediction, target)` gives its columns
     - "choice": the likeliest of the sample's choices; `judge(chosen, label)` gives its columns
-    - "nats": the likelihood of its text; no judge: the columns are nats and how many `unit` they are spread over
+    - "nats": the likelihood of its text; no judge: the columns are the nats and the number of `unit` in the text
     A value depends on the sums of the columns alone, so that a bootstrap may work on sums: `of_sums` takes
     [..., columns] and gives [...].
     """
@@ -45,11 +45,11 @@ class Metric:
         return self.reads == "output"
 
     def value_of_sums(self, sums: F64) -> F64:
-        """Sums of the columns over samples [..., columns] → values [...]."""
+        """Returns the values [...] of sums of the columns over samples [..., columns]."""
         return self.of_sums(np.asarray(sums, dtype=np.float64))
 
     def value(self, scores: F64) -> float:
-        """Scores [n, columns] → the value over all samples."""
+        """Returns the value over all samples, of scores [n, columns]."""
         return float(self.value_of_sums(np.asarray(scores).sum(axis=0)))
 
     @overload
@@ -57,8 +57,8 @@ class Metric:
     @overload
     def loss(self, reference: F64, value: F64) -> F64: ...
     def loss(self, reference: Any, value: Any) -> Any:
-        """Relative drop of the metric, or relative rise where lower is better. Negative where the value got better,
-        NaN against a reference of 0. Arrays of one shape give an array."""
+        """Returns the relative drop of the metric, or the relative rise if lower is better. Negative where the value
+        got better, NaN against a reference of 0. Arrays of one shape give an array."""
         before = np.asarray(reference, dtype=np.float64)
         worse = before - value if self.higher_is_better else value - before
         lost = np.full(np.broadcast(before, worse).shape, np.nan)
@@ -67,7 +67,7 @@ class Metric:
 
 
 def mean(sums: F64) -> F64:
-    """Sums of (score, weight) [..., 2] → mean scores [...]."""
+    """Returns mean scores [...] of sums of (score, weight) [..., 2]."""
     means: F64 = sums[..., 0] / sums[..., 1]
     return means
 
@@ -76,7 +76,8 @@ def mean(sums: F64) -> F64:
 
 
 def rouge(kind: str, prediction: str, target: str) -> tuple[float, float]:
-    """F-measure of "rouge1", "rouge2" or "rougeL" (Lin 2004), by the package rouge-score, without stemming."""
+    """Returns (F-measure, 1) of "rouge1", "rouge2" or "rougeL" (Lin 2004), by the package rouge-score, without
+    stemming."""
     return float(_rouge_scorer(kind).score(target, prediction)[kind].fmeasure), 1.0
 
 
@@ -88,7 +89,8 @@ def _rouge_scorer(kind: str) -> Any:
 
 
 def exact_match(prediction: str, target: str) -> tuple[float, float]:
-    """1 when the texts have the same words in the same order, whatever the white space between them."""
+    """Returns (1, 1) if the texts have the same words in the same order, whatever the white space between them, else
+    (0, 1)."""
     return float(prediction.split() == target.split()), 1.0
 
 
@@ -100,19 +102,19 @@ GENERATED = (
 )
 
 
-# Metrics of likelihood: of a given text (perplexity), or of the labels that a sample may have (accuracy, F1).
+# Metrics of likelihood: of a given text (perplexity), or of a sample's possible labels (accuracy, F1).
 
 LARGEST_EXPONENT = 600.0  # a perplexity beyond this is as bad as any, and still a finite number
 
 
 def perplexity(sums: F64) -> F64:
-    """Sums of (nats, units) [..., 2] → exp(nats a unit) [...]."""
+    """Returns exp(nats a unit) [...] of sums of (nats, units) [..., 2]."""
     values: F64 = np.exp(np.minimum(mean(sums), LARGEST_EXPONENT))
     return values
 
 
 def likeliest(nats: Sequence[float]) -> int:
-    """The place of the choice that the model takes: the one with the fewest nats in all, the first of equals.
+    """Returns the place of the choice that the model takes: the one with the fewest nats in all, the first of equals.
 
     Nats are summed over a choice's tokens and not divided by their number. This is the usual accuracy of GLUE and
     SuperGLUE tasks, whose labels are a few fixed words (rank classification: Brown et al. 2020, Sanh et al. 2022).
@@ -121,20 +123,22 @@ def likeliest(nats: Sequence[float]) -> int:
 
 
 def correct(chosen: int, label: int) -> tuple[float, float]:
-    """(1 when the choice is right, 1)."""
+    """Returns (1 if the choice is right else 0, 1)."""
     return float(chosen == label), 1.0
 
 
 def positives(chosen: int, label: int) -> tuple[float, float, float]:
-    """(true positive, chosen as positive, positive by its label), each 0 or 1. Choice 1 is the positive one, as in
-    MRPC ("equivalent") and MultiRC ("true"). Raises SettingsError for a third choice, where F1 has no one meaning."""
+    """Returns (true positive, chosen as positive, positive by its label), each 0 or 1. Choice 1 is the positive one, as
+    in MRPC ("equivalent") and MultiRC ("true"). Raises SettingsError for a third choice, where F1 has no one
+    meaning."""
     if max(chosen, label) > 1:
         raise SettingsError("--metric f1 is for two choices, the second being the positive one: use accuracy here")
     return float(chosen and label), float(chosen), float(label)
 
 
 def f1(sums: F64) -> F64:
-    """Sums of `positives` [..., 3] → 2 TP / (chosen + labelled) [...]; 0 where neither chose nor labelled any."""
+    """Returns 2 TP / (chosen + labelled) [...] of sums of `positives` [..., 3]; 0 if no sample is positive by choice or
+    label."""
     both = sums[..., 1] + sums[..., 2]
     values: F64 = 2 * sums[..., 0] / np.where(both > 0, both, 1.0)
     return values
@@ -149,19 +153,20 @@ LIKELIHOOD = (
 
 
 # A metric of the `evaluate` library, from a file of the user's own: nothing is fetched.
-# Such a file is a program. It runs in this process with all that its user may do: only a user may name it, never a
-# pack, and what runs it says so (`moeconv.conversion.material.module_note`).
+# The file is a program. It runs in this process with all rights of its user: only a user may name it, never a pack, and
+# a command that runs it says so (`moeconv.conversion.material.module_note`).
 
 
 @dataclass(frozen=True)
 class LocalJudge:
-    """Calls the module for one sample, and takes the number under `key`, or the only one that there is."""
+    """The judge of a user's module: it calls the module for one sample, and takes the number under `key`, or the only
+    number."""
 
     path: Path
     key: str
 
     def __call__(self, prediction: str, target: str) -> tuple[float, float]:
-        """(score, 1). Raises SettingsError."""
+        """Returns (score, 1). Raises SettingsError if the module fails or gives no finite number."""
         module = _module(self.path)
         try:
             found = module.compute(predictions=[prediction], references=[target])
@@ -188,12 +193,12 @@ class LocalJudge:
 
 
 def is_module(named: str) -> bool:
-    """Whether it is the path of one."""
+    """Returns whether a metric's name is the path of a module."""
     return named.endswith(".py") or ".py:" in named
 
 
 def unjudged(named: str) -> Metric:
-    """`local_metric` without the module: what its values mean, and no judge."""
+    """Returns the metric of `local_metric` without its judge: the module is not loaded."""
     file, _, key = named.partition(".py:")
     name = Path(file if file.endswith(".py") else file + ".py").name
     called = f"{name}:{key}" if key else name
@@ -201,10 +206,11 @@ def unjudged(named: str) -> Metric:
 
 
 def local_metric(named: str) -> Metric:
-    """`path.py`, `path.py:key`, or `path.py:-key` for a value that is better when lower; its mean over samples. It is
-    called by the file, without its folder.
+    """Returns the metric of a user's module: `path.py`, `path.py:key`, or `path.py:-key` for a value that is better
+    when lower; its value is the mean over samples, its name the file's without the folder.
 
-    The module judges one text at once here, so that a missing key or a broken module is known before any work.
+    The module judges one text at once here, so that a missing key or a broken module is known before any work. Raises
+    SettingsError.
     """
     file, _, key = named.partition(".py:")
     path = Path(file if file.endswith(".py") else file + ".py")
@@ -233,7 +239,8 @@ METRICS: dict[str, Metric] = {metric.name: metric for metric in (*GENERATED, *LI
 
 
 def find_metric(named: str) -> Metric:
-    """A name in METRICS, or the path of a local `evaluate` module (see `local_metric`). Raises SettingsError."""
+    """Returns the metric of a name in METRICS, or of the path of a local `evaluate` module (see `local_metric`). Raises
+    SettingsError."""
     if named in METRICS:
         return METRICS[named]
     if is_module(named):
@@ -244,12 +251,13 @@ def find_metric(named: str) -> Metric:
 
 
 def recorded_metric(named: str) -> Metric:
-    """The same for what was judged before: no module is run, and none need be there. Raises SettingsError."""
+    """Returns the metric of earlier scores: as `find_metric`, but a user's module is not run, and need not be there.
+    Raises SettingsError."""
     return unjudged(named) if is_module(named) else find_metric(named)
 
 
 def default_metric(seq2seq: bool, choices: bool = False) -> str:
-    """The name of the metric for samples of this kind (see `Splits`)."""
+    """Returns the name of the usual metric for samples of this kind (see `Splits`)."""
     if choices:
         return "accuracy"
     return "rouge2" if seq2seq else "perplexity"

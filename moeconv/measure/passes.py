@@ -1,4 +1,4 @@
-"""Text through a model that does not fit memory: all of it through a layer, then the next."""
+"""Passes of text through a model that does not fit memory: all text goes through one layer, then through the next."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ from moert.kernels.library import crc32
 from moert.pack.codec import F32
 from moert.pack.model_spec import ExpertKey, LayerKey, ModelSpec
 
-# Text on its way through the layers: what enters each is kept on disk, so that a killed run goes on at its layer.
+# Text on its way through the layers: the input of each layer is kept on disk, so that a killed run goes on there.
 
 _FLOAT = 4
 _SUM = np.dtype("<u4")
@@ -40,7 +40,7 @@ _SUM = np.dtype("<u4")
 
 class Leaving:
     """Room for states [rows, tokens, d_model] on the disk, and a checksum of each row, made as the row is written. Rows
-    that nobody writes are zeros."""
+    that are not written are zeros."""
 
     def __init__(self, states: Tensor, begin: int) -> None:
         """`begin`: the checksum before the first byte of a row."""
@@ -57,12 +57,12 @@ class Leaving:
 
 
 class Passage:
-    """States [rows, tokens, d_model] in float32, a file for each layer that they enter, with a checksum of each row
-    behind them; they are mapped, so that they take memory only as far as there is some. `keeps`: all of them stay, else
-    the latest alone.
+    """The states [rows, tokens, d_model] of a text between layers, in float32: a file for each layer that they enter,
+    with a checksum of each row at its end. Files are mapped, so that they take memory only if some is free. `keeps`:
+    all files stay, else the latest alone.
 
-    Every method raises ConversionError, in one line, for what the disk refuses, and for a file that was changed since
-    it was made.
+    Every method raises ConversionError, in one line, if the disk refuses, and for a file that was changed since it was
+    made.
     """
 
     def __init__(self, folder: Path, shape: tuple[int, int, int], keeps: bool = False) -> None:
@@ -73,8 +73,8 @@ class Passage:
 
     @property
     def reached(self) -> int:
-        """Returns the last layer whose input is there, with all before it where these stay; 0 where there is none yet,
-        and tokens enter."""
+        """Returns the last layer whose input is on disk (with `keeps`, together with all inputs before it); 0 if there
+        is none yet, and tokens enter."""
         there = {int(path.stem) for path in self.folder.glob("*.states") if path.stat().st_size == self.nbytes}
         if not self.keeps:
             return max(there, default=0)
@@ -82,7 +82,7 @@ class Passage:
 
     @property
     def nbytes(self) -> int:
-        """Returns the size of a file: the states between two layers, and their checksums."""
+        """Returns the bytes of a file: the states between two layers, and their checksums."""
         return states_bytes(*self.shape) + self.shape[0] * _SUM.itemsize
 
     def entering(self, layer: int) -> Tensor:
@@ -95,8 +95,8 @@ class Passage:
 
     @contextmanager
     def leaving(self, layer: int) -> Iterator[Leaving]:
-        """Gives room for the states that leave the layer before `layer`; they are there for good when the block has
-        ended well."""
+        """Gives room for the states that leave the layer before `layer`; they are kept if the block ends without an
+        error."""
         fresh = self._file(layer).with_suffix(".fresh")
         with self._using():
             with fresh.open("wb") as file:
@@ -130,8 +130,7 @@ class Passage:
         return crc32(f"{self.folder.name}/{layer}".encode())
 
     def aside(self, rows: int, width: int, file: Path | None = None) -> Tensor:
-        """Room on the disk for states [rows, width] that nobody needs when this tensor is gone, or that stay in a
-        `file`."""
+        """Returns room on the disk for states [rows, width]: it vanishes with this tensor, or stays in a `file`."""
         stays, file = file is not None, file or self.folder / "aside"
         with self._using():
             with file.open("wb") as made:
@@ -158,18 +157,19 @@ class Passage:
 
 
 def states_bytes(rows: int, tokens: int, d_model: int) -> int:
-    """On the disk, between two layers."""
+    """Returns the bytes of states on the disk, between two layers."""
     return rows * tokens * d_model * _FLOAT
 
 
-# Experts as they are asked for, read by a thread one ahead; of the layer at work as many stay as there is room for.
+# Experts in the order of their use, read one ahead by a thread; as many of the present layer stay as fit the room.
 
 Load = Callable[[ExpertKey], Mapping[str, F32]]
 """Key → an expert's matrices or biases, by projection."""
 
 
 class Shelf:
-    """A Supply of moeconv.source.experts. `load` and `biases` run in another thread."""
+    """A Supply of moeconv.source.experts that reads experts ahead and keeps up to `room_bytes` of them. `load` runs in
+    another thread too."""
 
     def __init__(self, spec: ModelSpec, load: Load, biases: Load, room_bytes: int) -> None:
         self.spec, self._load, self._load_biases, self.room_bytes = spec, load, biases, room_bytes
@@ -199,7 +199,7 @@ class Shelf:
         self._read_next()
 
     def clear(self) -> None:
-        """Another layer, or other weights: nothing of what is here will be asked for."""
+        """Drops all experts: another layer follows, or other weights."""
         self._kept.clear()
         self._held_bytes = 0
         self._coming.clear()
@@ -223,41 +223,42 @@ class Shelf:
         return tuple(torch.from_numpy(found[name]) for name in self.spec.moe.ffn.projections)
 
 
-# Text through a model that does not fit memory: all of it goes through one layer before the next is read.
+# Passes: all text goes through one layer before the next layer is read.
 
 _STATES = 16  # of d_model numbers each, alive for a token at once while a batch goes through a layer, beside experts
 PASSAGES = ("kept", "original", "plans")
-"""Folders of passages: those that stay, those of the model as it was, and of one on trial."""
+"""Folders of passages: those that stay, those of the unquantised model, and those of a model on trial."""
 LEAST_TOKENS = 2048  # in a batch
 
 
 @dataclass(frozen=True)
 class Room:
-    """Where passes keep what goes from layer to layer, and the memory that they share: `batch_bytes` for the text of a
-    batch, `expert_bytes` for experts that several batches ask for."""
+    """The folder where passes keep states between layers, and the memory that they share: `batch_bytes` for the text of
+    a batch, `expert_bytes` for experts that several batches use."""
 
     folder: Path
     batch_bytes: int
     expert_bytes: int
 
     def batch_tokens(self, spec: ModelSpec, beside: int = 0) -> int:
-        """`beside`: bytes that a token takes beside what it takes in a layer; few or none are too many then."""
+        """Returns the tokens of a batch. `beside`: bytes that a token takes beside those in a layer; the result may
+        then be small, or 0."""
         if beside:
             return self.batch_bytes // (token_bytes(spec) + beside)
         return max(LEAST_TOKENS, self.batch_bytes // token_bytes(spec))
 
 
 def token_bytes(spec: ModelSpec) -> int:
-    """What a token takes while its batch goes through a layer: each of its experts has a state of it, and all tokens
-    may go to the same."""
+    """Returns the bytes that a token takes while its batch goes through a layer: each of its experts has a state of it,
+    and all tokens may go to the same expert."""
     inside = spec.moe.ffn.d_ff * len(spec.moe.ffn.projections)
     return 4 * (spec.d_model * (_STATES + 2 * spec.moe.router.top_k) + inside)
 
 
 @dataclass(frozen=True)
 class Origin:
-    """What a model is read from, piece by piece: its config in the folder `place`, the weights of the backbone by their
-    canonical names, and of experts."""
+    """The source of a model that is read piece by piece: its config in the folder `place`, and readers of the
+    backbone's weights, by their canonical names, and of experts."""
 
     place: Path
     family: Family
@@ -268,7 +269,7 @@ class Origin:
 
 
 class Passes:
-    """A Subject of moeconv.measure.scorers."""
+    """A Subject of moeconv.measure.scorers that runs layer by layer."""
 
     def __init__(self, origin: Origin, room: Room, show: Progress) -> None:
         self.place, self.family, self.spec = origin.place, origin.family, origin.description.spec
@@ -282,12 +283,12 @@ class Passes:
 
     @property
     def weights_digest(self) -> str:
-        """Names the weights that it has now, among those that it may have."""
+        """A name for the model's present weights, among all that it may have."""
         return ""
 
     @property
     def are_original(self) -> bool:
-        """Whether these are the unquantised ones of a checkpoint."""
+        """True if the present weights are the unquantised ones of a checkpoint."""
         return False
 
     @property
@@ -306,21 +307,22 @@ class Passes:
 
     @torch.inference_mode()
     def finals(self, ids: Tensor, real: Tensor, scored: Tensor, what: str) -> Tensor:
-        """Final states, normed, of the scored places. ids, real, scored [rows, tokens] → [places, d_model]"""
+        """Returns the final states, normed, of the scored places [places, d_model]. ids, real, scored [rows, tokens]"""
         passage = self.passage(ids)
         self._forget_others(passage)
         self.through(passage, ids, real, what)
         return passage.entering(len(self.skeleton.layers))[scored]
 
     def passage(self, ids: Tensor, keeps: bool = False) -> Passage:
-        """The one of these tokens through the model as it is now; `keeps`: what enters each layer stays."""
+        """Returns the passage of these tokens through the model with its present weights; `keeps`: the input of each
+        layer stays."""
         about = json.dumps([list(ids.shape), self.weights_digest])
         digest = hashlib.sha256(ids.numpy().tobytes() + about.encode()).hexdigest()[:16]
         kind = PASSAGES[0 if keeps else 1 if self.are_original else 2]
         return Passage(self.room.folder / kind / digest, (*ids.shape, self.spec.d_model), keeps)
 
     def through(self, passage: Passage, ids: Tensor, real: Tensor, what: str) -> None:
-        """Everything that is left of a passage; what enters behind the last layer is normed."""
+        """Runs the layers that are left of a passage; its states behind the last layer are normed."""
         n_layers = len(self.skeleton.layers)
         with self.show(what, n_layers, "layer") as bar:
             bar.update(passage.reached)
@@ -332,7 +334,7 @@ class Passes:
                 bar.update(1)
 
     def calls_of(self, ids: Tensor, real: Tensor, what: str) -> Iterator[tuple[LayerKey, Call]]:
-        """What each layer's experts are asked by all rows together, layer by layer."""
+        """Yields the call of each layer's experts, for all rows together, layer by layer."""
         passage = self.passage(ids, keeps=True)
         with torch.inference_mode():
             self.through(passage, ids, real, what)
@@ -341,8 +343,8 @@ class Passes:
 
     @torch.inference_mode()
     def call_of(self, passage: Passage, at: LayerKey, ids: Tensor, real: Tensor, file: Path | None = None) -> Call:
-        """The same of one layer, whose input the passage has kept. Its experts are not run; what they are asked about
-        lies on the disk, in `file` if one is given."""
+        """Returns the call of one layer's experts, whose input the passage has kept. Its experts are not run; the
+        call's x lies on the disk, in `file` if one is given."""
         x = passage.aside(ids.numel(), self.spec.expert_width, file)
         chosen, weights = list[Tensor](), list[Tensor]()
 
@@ -360,7 +362,7 @@ class Passes:
 
     @contextmanager
     def ready(self, at: int) -> Iterator[None]:
-        """Inside the block one layer can run."""
+        """Fills in the weights of one layer, without experts, for the length of a with block."""
         self.shelf.clear()
         with self.skeleton.layer(at), self.skeleton.embedding() if at == 0 else nullcontext():
             yield
@@ -369,8 +371,8 @@ class Passes:
     def step(
         self, passage: Passage, at: int, ids: Tensor, real: Tensor, batch: Tensor, entering: Tensor | None = None
     ) -> tuple[Tensor, Tensor]:
-        """Some rows through one layer: what leaves it, and that normed as the model's last states are. Both [rows,
-        tokens, d_model]. `entering`: what enters it, in place of what the passage has for these rows."""
+        """Returns a layer's output for some rows, and this output normed as the model's last states are, both [rows,
+        tokens, d_model]. `entering`: the layer's input, in place of the passage's states of these rows."""
         if at and entering is None:
             entering = passage.entering(at)[batch]
         inputs = {"inputs_embeds": entering} if at else {"input_ids": ids[batch]}
@@ -380,23 +382,24 @@ class Passes:
         return left[0], final
 
     def batches(self, ids: Tensor, beside: int = 0) -> Iterator[Tensor]:
-        """Places of the rows of each batch; see Room.batch_tokens."""
+        """Yields the places of the rows of each batch; see Room.batch_tokens."""
         rows = max(1, self.room.batch_tokens(self.spec, beside) // ids.shape[1])
         return iter(torch.split(torch.arange(len(ids)), rows))
 
     def _forget_others(self, passage: Passage) -> None:
-        """Plans that were judged are in the journal: only the latest passage of one stays, in case this run ends."""
+        """Removes the passages of all plans but the present one, which stays in case this run ends: scores of judged
+        plans are in the journal."""
         for folder in (self.room.folder / PASSAGES[2]).glob("*"):
             if folder != passage.folder:
                 Passage(folder, passage.shape).remove()
 
 
-# A model that does not fit memory, on trial: the original layer by layer, with what a pack would give back.
+# A model that does not fit memory, on trial: the original layer by layer, with the weights that a pack gives back.
 
 
 class LayeredModel(Passes):
-    """What Measure asks of a Trial, too. `coded` is told which widths are about to be asked of the coder, before they
-    are."""
+    """A model on trial that runs layer by layer; it has the methods of a Trial that Measure calls. It calls `coded`
+    with the widths of an assignment before it uses the coder at these widths."""
 
     def __init__(self, coder: ExpertCoder, dense: DenseCoder, room: Room, show: Progress) -> None:
         self.checkpoint, self.dense, self.coder = coder.checkpoint, dense, coder
@@ -429,16 +432,16 @@ class LayeredModel(Passes):
         raise SettingsError("--resident needs a model that fits the memory: leave it out, or give more --memory")
 
     def assign(self, widths: Assignment) -> None:
-        """Every expert gets its widths, everything else what a pack stores of it."""
+        """Gives every expert its widths, and all other matrices the weights that a pack gives back."""
         self.coded({bits for key in widths for bits in widths[key] if bits < 16})
         self._set(widths, dense_is_stored=True)
 
     def restore(self) -> None:
-        """The unquantised model."""
+        """Brings back the unquantised model."""
         self._set(uniform(self.spec, ORIGINAL), dense_is_stored=False)
 
     def original_experts(self) -> None:
-        """Unquantised experts among what a pack stores of everything else."""
+        """Gives every expert its original weights, and all other matrices the weights that a pack gives back."""
         self._set(uniform(self.spec, ORIGINAL), dense_is_stored=True)
 
     def _set(self, widths: Assignment, *, dense_is_stored: bool) -> None:

@@ -1,4 +1,4 @@
-"""How good is the model on trial, sample by sample? By the text it generates, or by the likelihood of given text."""
+"""Scores of the model on trial, sample by sample: by the text that it generates, or by the likelihood of given text."""
 
 from __future__ import annotations
 
@@ -28,9 +28,9 @@ from moert.pack.text import Growth, TokenizerUnfit, check_tokenizer
 
 @dataclass(frozen=True)
 class Scores:
-    """`scores` [n, columns] is what the metric takes. `nats` [n] is the negative log-likelihood of each sample's text
-    and `kls` [n] the divergence from the unquantised model's distributions, both summed over its `tokens` [n].
-    `outputs` are the generated texts, where the metric generates."""
+    """Scores of n samples: `scores` [n, columns] are the metric's columns. `nats` [n] is the negative log-likelihood of
+    each sample's text and `kls` [n] the divergence from the unquantised model's distributions, both summed over its
+    `tokens` [n]. `outputs` are the generated texts, if the metric generates."""
 
     scores: F64
     nats: F64
@@ -40,18 +40,18 @@ class Scores:
 
     @property
     def nll(self) -> float:
-        """Nats a token."""
+        """The mean negative log-likelihood, in nats a token."""
         return float(self.nats.sum() / self.tokens.sum())
 
     @property
     def kl(self) -> float:
-        """Nats a token."""
+        """The mean divergence, in nats a token."""
         return float(self.kls.sum() / self.tokens.sum())
 
 
 @dataclass(frozen=True)
 class Routed:
-    """What every layer's router chose for some samples, one after the other.
+    """The experts that every layer's router chose for some samples, one after the other.
 
     `experts`: [tokens, top_k] by (stack, layer), -1 where a token was dropped. `samples` are their places in the list
     of samples (or windows), `lengths` how many tokens each has, by stack.
@@ -63,24 +63,24 @@ class Routed:
 
 
 class Layers(Protocol):
-    """A decoder that is run layer by layer, each on all of the text: ids [rows, tokens], real [rows, tokens] where
-    there is a token. `what` is the work, for a person."""
+    """A decoder that is run layer by layer, each on all of the text: ids [rows, tokens]; real [rows, tokens] is true
+    for tokens, false for padding. `what` names the work, for a person."""
 
     def finals(self, ids: Tensor, real: Tensor, scored: Tensor, what: str) -> Tensor:
-        """Final states of the places where `scored` [rows, tokens] holds. [places, d_model]"""
+        """Returns the final states of the places where `scored` [rows, tokens] holds. [places, d_model]"""
         ...
 
     def calls_of(self, ids: Tensor, real: Tensor, what: str) -> Iterator[tuple[LayerKey, Call]]:
-        """What each layer's experts are asked, by all rows together."""
+        """Yields the call of each layer's experts, for all rows together."""
         ...
 
     def head(self) -> AbstractContextManager[Any]:
-        """Inside the block there is a moeconv.measure.scorers.Head of it."""
+        """Gives the decoder's moeconv.measure.scorers.Head for the length of a with block."""
         ...
 
 
 class Subject(Protocol):
-    """The model that is scored: one on trial, or one out of a pack."""
+    """A model to score: one on trial, or one out of a pack."""
 
     @property
     def model(self) -> Any: ...
@@ -96,39 +96,40 @@ class Subject(Protocol):
 
     @property
     def layers(self) -> Layers | None:
-        """How text goes through a model that is not in memory; None where it is."""
+        """The runner of a model that goes through memory layer by layer; None for a model in memory."""
         ...
 
     @property
     def stored_head(self) -> Tensor | None:
-        """The head [vocab_size, d_model] that other states of the model than the reference have; None: the same."""
+        """The head [vocab_size, d_model] of the quantised model; None if it is the reference's head."""
         ...
 
 
 class Scorer(Protocol):
-    """Scores the model on trial over a fixed list of samples."""
+    """A scorer of the model on trial over a fixed list of samples."""
 
     @property
     def n_samples(self) -> int: ...
 
     def score(self, *, as_reference: bool = False) -> Scores:
-        """`as_reference` makes this state of the model, the unquantised one, what later divergences are against."""
+        """Returns the scores of all samples. `as_reference`: the model is the unquantised one now, and later
+        divergences are measured from it."""
         ...
 
 
-# From final hidden states to what is scored: nats of the right token, divergence from the unquantised model.
-# The divergence of the distribution q (of hidden state h) from the reference p is Σ p ln p − Σ p ln q. With the
-# head's rows w_v, ln q_v = h·w_v − lse(h), so Σ p ln q = h·m − lse(h) where m = Σ p_v w_v is the mean row under p:
-# it is kept for each position in place of a whole distribution, and the divergence costs no more than the nats. The
-# rows are those of q, also where its head is another than that of p.
+# From final hidden states to scores: nats of the right token, divergence from the unquantised model.
+# The divergence of the distribution q (of hidden state h) from the reference p is Σ p ln p − Σ p ln q. With the head's
+# rows w_v, ln q_v = h·w_v − lse(h), so Σ p ln q = h·m − lse(h) where m = Σ p_v w_v is the mean row under p: it is kept
+# for each position in place of a whole distribution, and the divergence costs no more than the nats. The rows are those
+# of q, also where its head is another than that of p.
 
 LOGIT_BYTES = 64 << 20
 
 
 @dataclass(frozen=True)
 class ReferenceRows:
-    """What is kept of the unquantised model for each scored position: the mean row of the head [rows, d_model], and
-    Σ p ln p, less the mean bias [rows]; where logits are bounded, the final state and Σ p ln p."""
+    """The figures of the unquantised model that are kept for each scored position: the mean row of the head [rows,
+    d_model], and Σ p ln p, less the mean bias [rows]; if logits are bounded, the final state and Σ p ln p."""
 
     mean_row: Tensor
     negentropy: Tensor
@@ -138,7 +139,8 @@ class ReferenceRows:
 
 
 class Head:
-    """Reads the model's own output weights; `hidden` [rows, d_model] are final states, normed."""
+    """The model's own output weights, and the scores that follow from final states, normed, `hidden` [rows,
+    d_model]."""
 
     def __init__(self, model: Any, spec: ModelSpec) -> None:
         self.weight: Tensor = model.get_output_embeddings().weight
@@ -148,7 +150,8 @@ class Head:
         self.chunk = max(16, LOGIT_BYTES // (4 * len(self.weight)))
 
     def reference(self, hidden: Tensor, judged_head: Tensor | None = None) -> ReferenceRows:
-        """`judged_head` [vocab_size, d_model] is that of what will be judged, None where it is the model's own."""
+        """Returns the figures to keep of the unquantised model. `judged_head` [vocab_size, d_model]: the head of the
+        models that will be judged; None if it is this model's own."""
         judged = self.weight if judged_head is None else judged_head
         rows, negentropy = [], []
         if self.softcap is not None:
@@ -162,18 +165,18 @@ class Head:
         return ReferenceRows(torch.cat(rows), torch.cat(negentropy))
 
     def judge(self, hidden: Tensor, targets: Tensor, reference: ReferenceRows | None) -> tuple[Tensor, Tensor]:
-        """Nats of the targets [rows] and divergence from the reference [rows] (zeros without one)."""
+        """Returns the nats of the targets [rows] and the divergence from the reference [rows] (zeros without one)."""
         lse = torch.cat([_lse(self._logits(part)) for part in torch.split(hidden, self.chunk)])
         return self._judged(hidden, targets, reference, lse)
 
     def best(self, hidden: Tensor) -> Tensor:
-        """The likeliest next token. [rows]"""
+        """Returns the likeliest next token. [rows]"""
         return torch.cat([self._logits(part).argmax(dim=1) for part in torch.split(hidden, self.chunk)])
 
     def judge_with_best(
         self, hidden: Tensor, targets: Tensor, reference: ReferenceRows | None
     ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """The same, with the likeliest token [rows] and how far the second is behind it in logits [rows]."""
+        """Returns the results of `judge`, the likeliest token [rows], and its lead over the second in logits [rows]."""
         lse, best, lead = [], [], []
         for part in torch.split(hidden, self.chunk):
             logits = self._logits(part)
@@ -195,7 +198,8 @@ class Head:
         return nats, lse + reference.negentropy - (hidden * self.scale * reference.mean_row).sum(dim=1)
 
     def _mean_logits(self, hidden: Tensor, original: Tensor) -> Tensor:
-        """Σ p_v logit_v, with p of the states `original` of the unquantised model. Both [rows, d_model]"""
+        """Returns Σ p_v logit_v [rows] of the states `hidden`, with p of the unquantised model's states `original`,
+        both [rows, d_model]."""
         means = []
         for mine, before in zip(torch.split(hidden, self.chunk), torch.split(original, self.chunk), strict=True):
             p = torch.softmax(self._logits(before, self._original), dim=1)
@@ -206,7 +210,7 @@ class Head:
         return logits if self.softcap is None else self.softcap * torch.tanh(logits / self.softcap)
 
     def log_probabilities(self, hidden: Tensor) -> Tensor:
-        """[rows, vocab_size], of few rows."""
+        """Returns the logarithms of all tokens' probabilities [rows, vocab_size], for few rows."""
         return torch.log_softmax(self._logits(hidden), dim=1)
 
     def _logits(self, hidden: Tensor, weight: Tensor | None = None) -> Tensor:
@@ -215,7 +219,8 @@ class Head:
 
 
 def _lse(logits: Tensor) -> Tensor:
-    """ln Σ exp of logits [rows, vocab], which are overwritten: as torch.logsumexp, without a second such array."""
+    """Returns ln Σ exp [rows] of logits [rows, vocab], which are overwritten: torch.logsumexp would take a second array
+    of this size."""
     largest = logits.amax(dim=1, keepdim=True)
     return logits.sub_(largest).exp_().sum(dim=1).log() + largest[:, 0]
 
@@ -223,7 +228,7 @@ def _lse(logits: Tensor) -> Tensor:
 # One stack of a loaded model, run from any of its layers on: resuming at a layer boundary is exact.
 
 After = Callable[[int, Tensor], Tensor | None]
-"""after(layer, hidden [rows, tokens, d_model]): sees what leaves a layer, and may replace it."""
+"""after(layer, hidden [rows, tokens, d_model]): called with the output of a layer, which it may replace."""
 
 
 class StackRunner:
@@ -236,8 +241,8 @@ class StackRunner:
     def run(
         self, inputs: dict[str, Any], start: int = 0, after: After | None = None, stop: int | None = None
     ) -> Tensor:
-        """Final hidden states [rows, tokens, d_model], normed. `inputs` are the stack's own keyword arguments:
-        input_ids, or inputs_embeds for hidden states that enter the layer `start`. `stop`: layers from there on are
+        """Returns the final hidden states [rows, tokens, d_model], normed. `inputs` are the stack's own keyword
+        arguments: input_ids, or inputs_embeds for hidden states that enter the layer `start`. Layers from `stop` on are
         left out."""
         layers = getattr(self.module, self.attribute)
         hooks = []
@@ -265,17 +270,18 @@ def _hook(layer: int, after: After) -> Any:
     return seen
 
 
-# The model's tokenizer, which may come from anyone: checked before it is read, left behind where it takes for ever.
+# The model's tokenizer, which may come from anyone: checked before it is read, given up if it takes too long.
 
 T = TypeVar("T")
-_LEAST_S, _BYTES_PER_S = 60.0, 10_000  # that text is waited for: a hundredth of what is usual
+_LEAST_S, _BYTES_PER_S = 60.0, 10_000  # text may take so long, and the second is a hundredth of the usual speed
 
 
 class Tokenizer:
-    """As that of the library, of which it has what conversions use; cuts and fills up nothing, whatever its file says.
+    """The methods of the library's tokenizer that conversions use; it neither truncates nor pads, whatever its file
+    says.
 
-    All but `get_vocab` raise CalibrationError where the tokenizer breaks at a text, makes too much of it or is not done
-    in time. Ctrl-C is heard meanwhile.
+    All but `get_vocab` raise CalibrationError if the tokenizer breaks at a text, makes too many tokens of it or is not
+    done in time. Ctrl-C works meanwhile.
     """
 
     def __init__(self, made: tokenizers.Tokenizer, growth: Growth | None = None) -> None:
@@ -285,7 +291,7 @@ class Tokenizer:
 
     @classmethod
     def read(cls, path: Path, spelled: str | None = None) -> Tokenizer:
-        """Of the file, or of what stands for it. Raises SettingsError."""
+        """Returns the tokenizer of a file, or of the text `spelled` in its place. Raises SettingsError."""
         if not path.is_file() and spelled is None:
             raise SettingsError(f"{path} is not there: save the model's fast tokenizer beside it")
         try:
@@ -335,8 +341,8 @@ I64 = npt.NDArray[np.int64]
 
 @dataclass(frozen=True)
 class Items:
-    """Item i belongs to the sample `owner[i]` and has `tokens[i]` scored tokens and `words[i]` words; `right[i]` says
-    whether it is the sample's own text (and not a wrong choice)."""
+    """Texts to score: item i belongs to the sample `owner[i]` and has `tokens[i]` scored tokens and `words[i]` words;
+    `right[i]` says whether it is the sample's own text (and not a wrong choice)."""
 
     owner: I64
     right: npt.NDArray[np.bool_]
@@ -344,12 +350,13 @@ class Items:
     words: F64
 
     def at(self, places: I64) -> Items:
-        """Those items, in that order."""
+        """Returns the items at these places, in their order."""
         return Items(self.owner[places], self.right[places], self.tokens[places], self.words[places])
 
 
 def texts_of(samples: Sequence[Sample]) -> tuple[list[str], I64, npt.NDArray[np.bool_]]:
-    """What is scored of each sample: its target, or each of its choices. → texts, owners, which are right."""
+    """Returns the texts to score of each sample, its target or each of its choices; the samples that they belong to;
+    and which of them are right."""
     texts, owner, right = [], [], []
     for place, sample in enumerate(samples):
         for at, text in enumerate(sample.choices or (sample.target,)):
@@ -360,7 +367,7 @@ def texts_of(samples: Sequence[Sample]) -> tuple[list[str], I64, npt.NDArray[np.
 
 
 def documents_of(samples: Sequence[Sample]) -> I64:
-    """A number for the document of each sample; one without a document is its own. [samples]"""
+    """Returns the number of each sample's document; a sample without a document is one by itself. [samples]"""
     numbers: dict[object, int] = {}
     return np.array([numbers.setdefault(sample.document or at, len(numbers)) for at, sample in enumerate(samples)])
 
@@ -368,7 +375,7 @@ def documents_of(samples: Sequence[Sample]) -> I64:
 def tally(
     metric: Metric, items: Items, samples: Sequence[Sample], nats: F64, kls: F64, outputs: Sequence[str] = ()
 ) -> Scores:
-    """Nats and divergences [items], and generated texts [samples] where the metric reads them → Scores."""
+    """Returns the scores of nats and divergences [items], and of generated texts [samples] if the metric reads them."""
     own = items.right
     sample_nats, tokens = nats[own], items.tokens[own]
     if metric.reads == "nats":

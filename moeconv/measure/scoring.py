@@ -1,4 +1,4 @@
-"""The scorers: of running text, of inputs with targets, of generated answers, and which of them a text gets."""
+"""The scorers: of running text, of inputs with targets, of generated answers; and the choice of one for a text."""
 
 from __future__ import annotations
 
@@ -37,17 +37,17 @@ from moeconv.measure.scorers import (
 from moeconv.source.experts import Substitute
 from moert.pack.model_spec import ModelSpec, StackName
 
-# Likelihood of running text, in windows, or of the choices that may follow a text: for decoder-only models.
+# Likelihood of running text, in windows, or of a text's possible continuations: for decoder-only models.
 
 BATCH_TOKENS = 4096
-REST = 0.25  # of a window; what a document has beyond its whole windows is scored from here on
+REST = 0.25  # of a window: a document's rest beyond its whole windows is scored if it has at least this length
 _UNSPACED = ("THAI", "LAO ", "KHMER", "MYANMAR", "TIBETAN", "JAVANESE", "BALINESE")  # scripts that are not wide
-RUNS = 64  # of windows, where no documents are told: twice as many as a promise takes
+RUNS = 64  # of windows, in text without documents: twice as many as a promise takes
 
 
 @dataclass(frozen=True)
 class Texts:
-    """Token rows of one width, filled up on the right. `scored` says at which places the next token counts."""
+    """Token rows of one width, padded on the right. `scored` marks the places whose next token counts."""
 
     ids: Tensor  # [rows, width]
     real: Tensor  # [rows, width]: there is a token
@@ -57,24 +57,26 @@ class Texts:
     groups: I64  # [samples]: the document of each, as a number
 
     def select(self, windows: Sequence[int]) -> Texts:
-        """Only these rows, each of which is a sample."""
+        """Returns these rows only, each of which is a sample."""
         rows = list(windows)
         items = Items(np.arange(len(rows)), self.items.right[rows], self.items.tokens[rows], self.items.words[rows])
         return Texts(self.ids[rows], self.real[rows], self.scored[rows], items, (), self.groups[rows])
 
     def targets(self) -> Tensor:
-        """The token that follows each place. [rows, width]"""
+        """Returns the token that follows each place. [rows, width]"""
         return self.ids.roll(-1, dims=1)
 
 
 def windows_of(samples: Sequence[Sample], tokenizer: Tokenizer, context: int) -> Texts:
-    """Samples in their order, as one text, cut into windows of `context` tokens, no window across two documents.
+    """Returns the samples in their order, as one text, cut into windows of `context` tokens, no window across two
+    documents.
 
-    Documents of less than a window are joined with what follows, and then are one. The first token of a document is
-    context only, as is that of each window. What a document has after its last whole window is scored in a window that
-    reaches back for its context, where it is REST of a window at least; shorter rests are left out, as is that of text
-    that tells no documents. The windows of such text are taken in RUNS runs, which count as its documents. Words
-    are what white space separates, counted where they end, so that the figures of different tokenizers can be compared.
+    Documents shorter than a window are joined with the following one, and then are one. The first token of a document
+    is context only, as is the first one of each window. The rest of a document after its last whole window is scored in
+    a window that reaches back for its context if it is REST of a window at least; shorter rests are left out, and so is
+    the rest of text without documents, whose windows are divided into RUNS runs, which count as its documents. Words
+    are separated by white space and counted where they end, so that the figures of different tokenizers can be
+    compared. Raises CalibrationError for text of fewer than two windows.
     """
     rows = [sample.source if sample.source.endswith("\n") else sample.source + "\n" for sample in samples]
     text = "".join(rows)
@@ -100,7 +102,7 @@ def windows_of(samples: Sequence[Sample], tokenizer: Tokenizer, context: int) ->
 
 
 def _borders(samples: Sequence[Sample], rows: Sequence[str]) -> list[int]:
-    """Where documents begin, the first left out, in characters of the joined rows."""
+    """Returns the places where documents begin, the first left out, in characters of the joined rows."""
     at, found = 0, []
     for place, row in enumerate(rows):
         if place and samples[place].document != samples[place - 1].document:
@@ -110,7 +112,7 @@ def _borders(samples: Sequence[Sample], rows: Sequence[str]) -> list[int]:
 
 
 def _stretches(borders: Sequence[int], tokens: int, context: int) -> list[tuple[int, int]]:
-    """First and last token (exclusive) of each document, short ones joined to `context` tokens or more."""
+    """Returns the first and last token (exclusive) of each document, short ones joined to `context` tokens or more."""
     found, start = [], 0
     for border in borders:
         if border - start >= context:
@@ -122,7 +124,7 @@ def _stretches(borders: Sequence[int], tokens: int, context: int) -> list[tuple[
 
 
 def _windows(stretches: Sequence[tuple[int, int]], context: int, *, rests: bool) -> tuple[I64, I64, I64]:
-    """For each window its first token, how many of its last tokens are scored, and the stretch that it lies in."""
+    """Returns for each window its first token, the number of its last tokens that are scored, and its stretch."""
     windows = []
     for owner, (start, stop) in enumerate(stretches):
         whole, rest = divmod(stop - start, context)
@@ -134,15 +136,15 @@ def _windows(stretches: Sequence[tuple[int, int]], context: int, *, rests: bool)
 
 
 def _spaced(letter: str) -> bool:
-    """Whether a space goes between this letter and another word."""
+    """Returns whether the letter's script puts spaces between words."""
     name = unicodedata.name(letter, "")
     wide = unicodedata.east_asian_width(letter) in "WF" and unicodedata.category(letter)[0] in "LP"
     return not (letter.isspace() or name.startswith(_UNSPACED) or (wide and not name.startswith("HANGUL")))
 
 
 def choices_of(samples: Sequence[Sample], tokenizer: Tokenizer, context: int) -> Texts:
-    """Each sample's text followed by each of its choices, with a space between where their scripts have some; only the
-    choice's tokens count. A text too long for `context` tokens loses its beginning."""
+    """Returns each sample's text followed by each of its choices, with a space between if their scripts use spaces;
+    only the choice's tokens count. A text too long for `context` tokens loses its beginning."""
     texts, owner, right = texts_of(samples)
     rows, starts = [], []
     for text, at in zip(texts, owner, strict=True):
@@ -165,7 +167,7 @@ def choices_of(samples: Sequence[Sample], tokenizer: Tokenizer, context: int) ->
 
 
 class TextScorer:
-    """Scores every row of `texts`; a sample is a window, or a text with its choices."""
+    """The scorer of every row of `texts`; a sample is a window, or a text with its choices."""
 
     def __init__(self, subject: Subject, texts: Texts, metric: Metric) -> None:
         self.subject = subject
@@ -194,31 +196,31 @@ class TextScorer:
 
     @cached_property
     def head(self) -> Head:
-        """That of a model in memory."""
+        """The head of a model in memory."""
         return Head(self.subject.model, self.subject.spec)
 
     def per_row(self, values: Tensor) -> Tensor:
-        """Values of the scored places, row by row → their sums [rows], in float64."""
+        """Returns the sums [rows], in float64, of values of the scored places, row by row."""
         placed = torch.zeros(self.texts.scored.shape, dtype=torch.float64)
         placed[self.texts.scored] = values.double()
         return placed.sum(dim=1)
 
     def scores_of(self, nats: Tensor, kls: Tensor) -> Scores:
-        """Sums of each row [rows] → Scores."""
+        """Returns the scores of each row's sums of nats and divergences [rows]."""
         return tally(self.metric, self.texts.items, self.texts.samples, nats.numpy(), kls.numpy())
 
     def batches(self) -> Iterator[Tensor]:
-        """Places of the rows of each batch."""
+        """Yields the places of the rows of each batch."""
         return iter(torch.split(torch.arange(len(self.texts.ids)), max(1, BATCH_TOKENS // self.texts.ids.shape[1])))
 
     def run(self, rows: Tensor, after: After | None = None) -> Tensor:
-        """Final hidden states [rows, width, d_model] of these rows."""
+        """Returns the final hidden states [rows, width, d_model] of these rows."""
         with self.subject.calls.only(self.texts.real[rows]):
             return self.stack.run({"input_ids": self.texts.ids[rows]}, after=after)
 
     @torch.inference_mode()
     def routes(self) -> Iterator[Routed]:
-        """What every layer's router chooses, batch by batch; each row counts as a sample."""
+        """Yields the experts that every layer's router chooses, batch by batch; each row counts as a sample."""
         if self.subject.layers is not None:
             yield self._layer_by_layer(self.subject.layers)
             return
@@ -236,7 +238,7 @@ class TextScorer:
         return Routed(experts, list(range(len(ids))), {"decoder": real.sum(dim=1).tolist()})
 
 
-# An encoder-decoder model run in parts: encode, decode given text, go on writing from any point of it.
+# An encoder-decoder model in parts: encode inputs, decode given text, continue writing after any prefix.
 
 CROWDED = 0.7  # finished rows leave the batch when no more than this share of it is still being written
 
@@ -251,8 +253,8 @@ class Seq2Seq:
         self.start_token = subject.spec.tokens.start or 0
 
     def encode(self, inputs: dict[str, Tensor], mask: Tensor, start: int = 0, after: After | None = None) -> Tensor:
-        """`inputs`: input_ids [rows, tokens], or inputs_embeds for what enters the layer `start`; `mask` [rows, tokens]
-        is 1 where there is a token. → [rows, tokens, d_model]"""
+        """Returns the encoder's final states [rows, tokens, d_model]. `inputs`: input_ids [rows, tokens], or
+        inputs_embeds, the input of the layer `start`; `mask` [rows, tokens] is 1 for tokens, 0 for padding."""
         with self.calls.only(mask.bool()):
             return self.encoder.run({**inputs, "attention_mask": mask}, start, after)
 
@@ -266,18 +268,20 @@ class Seq2Seq:
         after: After | None = None,
         substitute: Substitute | None = None,
     ) -> Tensor:
-        """The same for the decoder, given `encoded` [rows, source tokens, d_model]; experts run where `active`."""
+        """Returns the decoder's final states [rows, tokens, d_model], given `encoded` [rows, source tokens, d_model];
+        experts run where `active`."""
         attended = {"encoder_hidden_states": encoded, "encoder_attention_mask": mask}
         with self.calls.only(active, substitute):
             return self.decoder.run({**inputs, **attended}, start, after)
 
     def chosen(self, best: Tensor, position: Tensor) -> Tensor:
-        """What is written where these tokens [rows] are the likeliest: at position 0 what the model begins with."""
+        """Returns the tokens to write [rows] where `best` are the likeliest: at position 0 the token that the model
+        begins with, if it has one."""
         first = self.spec.tokens.first
         return best if first is None else best.where(position > 0, first)
 
     def fed(self, outputs: Tensor) -> Tensor:
-        """What the decoder reads in order to predict `outputs` [rows, tokens] (below 0: nothing)."""
+        """Returns the decoder's input for the prediction of `outputs` [rows, tokens] (below 0: padding)."""
         start = torch.full((len(outputs), 1), self.start_token)
         return torch.cat([start, outputs[:, :-1].clamp(min=0)], dim=1)
 
@@ -289,7 +293,7 @@ class Seq2Seq:
         max_new_tokens: int,
         substitute: Substitute | None = None,
     ) -> list[list[int]]:
-        """Greedy output of each row after its prefix, which is part of what is returned; the end mark too."""
+        """Returns the greedy output of each row, including its prefix and the end mark."""
         with self.calls.writing(len(prefixes)) as keep:
             return self._write(encoded, mask, prefixes, max_new_tokens, substitute, keep)
 
@@ -327,18 +331,19 @@ class Seq2Seq:
         return [[token for token in row if token >= 0] for row in written.tolist()]
 
     def resumable(self, max_new_tokens: int) -> bool:
-        """A pass over a whole output drops tokens beyond an expert's capacity; writing token by token does not."""
+        """Returns whether one pass over a whole output gives the same as writing it: a pass drops tokens beyond an
+        expert's capacity, writing token by token does not."""
         capacity = self.spec.moe.router.capacity
         return capacity is None or capacity >= max_new_tokens
 
 
 def padded(rows: Sequence[Sequence[int]], fill: int, width: int | None = None) -> Tensor:
-    """Token lists → [rows, width], filled up on the right."""
+    """Returns token lists as one tensor [rows, width], padded on the right with `fill`."""
     wide = max(map(len, rows)) if width is None else width
     return torch.tensor([[*row, *[fill] * (wide - len(row))] for row in rows], dtype=torch.long)
 
 
-# Encoder-decoder models: the likelihood of target texts given inputs, and the text that is generated, greedily.
+# Encoder-decoder models: the likelihood of target texts given inputs, and greedily generated text.
 
 BATCH_ROWS = 512
 GENERATED_TOKENS = 16384
@@ -359,7 +364,8 @@ class Bucket:
 
 
 class GeneratedScorer:
-    """`items` are in the order of the buckets; `reference` has a row for each of their tokens."""
+    """The scorer of an encoder-decoder model. `items` are in the order of the buckets; `reference` has a row for each
+    of their tokens."""
 
     def __init__(
         self,
@@ -400,19 +406,20 @@ class GeneratedScorer:
         return self.model.encode({"input_ids": bucket.inputs}, bucket.mask)
 
     def target_states(self, bucket: Bucket, encoded: Tensor) -> Tensor:
-        """Final hidden states [items, tokens, d_model] that predict the bucket's targets."""
+        """Returns the final hidden states [items, tokens, d_model] that predict the bucket's targets."""
         inputs = {"input_ids": self.model.fed(bucket.targets)}
         with self.subject.calls.attending(bucket.of_row):
             return self.model.decode(inputs, bucket.targets >= 0, encoded[bucket.of_row], bucket.mask[bucket.of_row])
 
     def per_item(self, values: Tensor) -> Tensor:
-        """Values of all items' tokens, one item after the other → sums [items], in float64."""
+        """Returns the sums [items], in float64, of values of all items' tokens, one item after the other."""
         lengths = torch.from_numpy(self.items.tokens).long()
         owner = torch.arange(len(lengths)).repeat_interleave(lengths)
         return torch.zeros(len(lengths), dtype=torch.float64).index_add_(0, owner, values.double())
 
     def scores_of(self, nats: Tensor, kls: Tensor, written: Sequence[Sequence[int]]) -> Scores:
-        """Sums of each item, in the order of the buckets like the written token ids → Scores in the samples' order."""
+        """Returns scores in the samples' order. `nats`, `kls`: sums of each item [items]; they and the written token
+        ids are in the order of the buckets."""
         outputs = [""] * len(self.samples)
         if written:
             places = [row for bucket in self.buckets for row in bucket.rows]
@@ -429,7 +436,8 @@ class GeneratedScorer:
 
     @torch.inference_mode()
     def routes(self) -> Iterator[Routed]:
-        """What every layer's router chooses for inputs and the greedy outputs to them, bucket by bucket."""
+        """Yields the experts that every layer's router chooses for inputs and their greedy outputs, bucket by
+        bucket."""
         for bucket in self.buckets:
             with self.subject.calls.recording() as seen:
                 encoded = self.encode(bucket)
@@ -444,7 +452,7 @@ class GeneratedScorer:
             yield Routed(experts, bucket.rows, {stack: taken.sum(dim=1).tolist() for stack, taken in real.items()})
 
     def _lay_out(self) -> None:
-        """Samples by length into buckets; the tokenizer adds its own end-of-text marks."""
+        """Sorts the samples by length into buckets; the tokenizer adds its own end-of-text marks."""
         sources = [encoding.ids for encoding in self.tokenizer.encode_batch([sample.source for sample in self.samples])]
         texts, owner, right = texts_of(self.samples)
         targets = targets_of(texts, self.tokenizer, self.subject.spec)
@@ -471,7 +479,7 @@ class GeneratedScorer:
 
 
 def _like_lengths(order: list[int], lengths: list[int]) -> Iterator[list[int]]:
-    """Places in order of length, cut where the length differs too much or a batch would be too large."""
+    """Yields places in order of length, cut where the length differs too much or a batch would be too large."""
     start = 0
     while start < len(order):
         shortest = lengths[order[start]]
@@ -486,8 +494,8 @@ def _like_lengths(order: list[int], lengths: list[int]) -> Iterator[list[int]]:
 
 
 def targets_of(texts: Sequence[str], tokenizer: Tokenizer, spec: ModelSpec) -> list[list[int]]:
-    """Token ids of texts as the model is to write them. One that begins with a token of its own does so in place of the
-    special tokens that the tokenizer puts before an input."""
+    """Returns the token ids of texts as the model should write them. A model that begins with a token of its own writes
+    it in place of the special tokens that the tokenizer puts before an input."""
     found, first = [encoding.ids for encoding in tokenizer.encode_batch(list(texts))], spec.tokens.first
     if first is None:
         return found
@@ -497,19 +505,20 @@ def targets_of(texts: Sequence[str], tokenizer: Tokenizer, spec: ModelSpec) -> l
 
 
 def _pad(spec: ModelSpec) -> int:
-    """Any token will do, since padding is masked; some models name one that they have no embedding for."""
+    """Returns a token for padding. Any token will do, since padding is masked; some models name one without an
+    embedding."""
     pad = spec.tokens.pad
     return pad if pad is not None and pad < spec.vocab_size else 0
 
 
-# The scorer that fits a model, its text and a metric; or one line that says why they don't fit.
+# The scorer that fits a model, its text and a metric; or an error of one line that says why they don't fit.
 
 T = TypeVar("T")
 
 
 @dataclass(frozen=True)
 class Extent:
-    """How much of a text is taken: at most `limit` samples or windows (None: all), spread evenly over what is there;
+    """The part of a text that is scored: at most `limit` samples or windows (None: all), spread evenly over the text;
     `context` tokens in a window of running text; outputs of `max_new_tokens` (None: a little more than the longest
     target has)."""
 
@@ -518,7 +527,7 @@ class Extent:
     max_new_tokens: int | None
 
     def window(self, spec: ModelSpec) -> int:
-        """Tokens in a window: no more than the model takes."""
+        """Returns the tokens in a window: no more than the model's positions."""
         return min(self.context, spec.max_positions or self.context)
 
 
@@ -530,8 +539,8 @@ def build_scorers(
     extent: Extent,
     blocks: int = 1,
 ) -> list[TextScorer] | list[GeneratedScorer]:
-    """One scorer for each of `blocks` parts of the samples, or of the windows that running text is cut into. Raises
-    CalibrationError."""
+    """Returns one scorer for each of `blocks` parts of the samples, or of the windows of running text. Raises
+    CalibrationError for too little text."""
     spec, limit = subject.spec, extent.limit
     if spec.encoder is not None:
         chosen = [samples[at] for at in spread(len(samples), limit)]
@@ -558,10 +567,10 @@ def build_scorer(
 
 @dataclass(frozen=True)
 class Volume:
-    """How much text a scorer works on: samples (or windows), and at most how many tokens pass through the encoder and
-    through the decoder, those that fill rows up among them. `documents` [samples] says which of them are of one
-    document, as numbers. `entropy` is that of the tokens' frequencies in the text that is scored, in nats a token: what
-    guessing by them alone would lose."""
+    """The amount of text that a scorer works on: samples (or windows), and upper bounds of the tokens that pass through
+    the encoder and through the decoder, padding included. `documents` [samples] is the number of each sample's
+    document. `entropy` is the entropy of the tokens' frequencies in the scored text, in nats a token: the loss of a
+    guess by frequency alone."""
 
     samples: int
     encoder_tokens: int
@@ -576,7 +585,8 @@ def volume(
     samples: Sequence[Sample],
     extent: Extent,
 ) -> Volume:
-    """What `build_scorers` would lay out. An encoder-decoder model decodes every text to score, and what it writes.
+    """Returns the amount of text that `build_scorers` would lay out. An encoder-decoder model decodes every text to
+    score, and its own outputs.
 
     Raises CalibrationError, or SettingsError for a tokenizer that is not the model's.
     """
@@ -605,7 +615,8 @@ def volume(
 
 
 def entropy_of(tokens: Sequence[int]) -> float:
-    """Of the tokens' frequencies, in nats, corrected for what a short text can't show (Miller 1955)."""
+    """Returns the entropy of the tokens' frequencies, in nats, corrected for the tokens that a short text lacks (Miller
+    1955)."""
     _, counts = np.unique(np.array(tokens), return_counts=True)
     shares = counts / counts.sum()
     return float(-(shares * np.log(shares)).sum() + (len(counts) - 1) / (2 * counts.sum()))
@@ -633,26 +644,27 @@ def _check_lengths(longest: int, spec: ModelSpec) -> None:
 
 
 def load_tokenizer(path: Path, spelled: str | None = None) -> Tokenizer:
-    """The tokenizer of a file, or of what stands for it. Raises SettingsError."""
+    """Returns the tokenizer of a file, or of the text `spelled` in its place. Raises SettingsError."""
     return Tokenizer.read(path, spelled)
 
 
 def spread(count: int, limit: int | None) -> list[int]:
-    """`limit` places spread evenly over `count`."""
+    """Returns `limit` places spread evenly over `count`; all places if the limit is None or not below `count`."""
     if limit is None or limit >= count:
         return list(range(count))
     return [place * count // limit for place in range(limit)]
 
 
 def dealt(items: Sequence[T], blocks: int) -> list[list[T]]:
-    """The items in `blocks` parts of like size, each spread over all of them."""
+    """Returns the items in `blocks` parts of about equal size, each spread over all items. Raises CalibrationError if a
+    part would be empty."""
     if blocks > len(items):
         raise CalibrationError(f"{len(items)} samples can't be divided into {blocks} blocks: give more text")
     return [list(items[block::blocks]) for block in range(blocks)]
 
 
 def check_fit(spec: ModelSpec, splits: Splits, metric: Metric, max_new_tokens: int | None = None) -> None:
-    """Raises SettingsError when the text or the metric is not for this kind of model."""
+    """Raises SettingsError if the text, the metric or `max_new_tokens` is not for this kind of model."""
     encoder_decoder = spec.encoder is not None
     if splits.seq2seq != encoder_decoder and not splits.choices:
         wanted = "the fields 'input' and 'target'" if encoder_decoder else "the field 'text'"

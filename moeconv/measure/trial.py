@@ -1,4 +1,4 @@
-"""Assignments of widths, measured on the model with any of its experts replaced by quantised ones."""
+"""Measurements of assignments of widths, on the model with any of its experts replaced by quantised ones."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ from moert.pack.model_spec import ExpertKey, LayerKey, ModelSpec
 
 
 class LoadedModel:
-    """A Subject of moeconv.measure.scorers."""
+    """A Subject of moeconv.measure.scorers: the whole model in memory."""
 
     layers = None
 
@@ -51,29 +51,29 @@ class LoadedModel:
 
     @property
     def stored_head(self) -> Tensor | None:
-        """The head as the pack will give it back [vocab_size, d_model]; None where that is the original."""
+        """The head as the pack will give it back [vocab_size, d_model]; None if it stays the original."""
         name = "embed.weight" if self.spec.head.tied else "head.weight"
         return self.dense.stored_weight(name) if name in self.dense.names else None
 
     def set_dense(self, *, stored: bool) -> None:
-        """Matrices outside the experts as the pack will store them, or as they were."""
+        """Puts in the matrices outside the experts as the pack will store them, or as they were."""
         if stored != self._dense_is_stored and self.dense.names:
             weights = self.dense.stored() if stored else self.dense.originals()
             fill_backbone(self.model, self.checkpoint.description, weights)
         self._dense_is_stored = stored
 
 
-# The scores of one evaluation, sample by sample, as the journal keeps them; every figure is computed from these.
+# The scores of one evaluation, sample by sample, as the journal keeps them; all figures follow from these scores.
 
 _MOST = 1e24  # seconds, tokens or operations that no measurement takes
-DECIMALS = 7  # what is kept of a score; computations use what is kept, so that a resumed run decides alike
+DECIMALS = 7  # of a score in the journal; computations use these rounded scores, so that a resumed run decides alike
 
 
 @dataclass(frozen=True)
 class Evaluation:
-    """For each sample the metric's columns, and nats and divergence summed over its tokens; and what it took:
-    seconds, operations in expert rows, samples whose generated text hung on a tie that the order of summation
-    decides."""
+    """The scores of one evaluation: for each sample the metric's columns, and nats and divergence summed over its
+    tokens. Also its cost in seconds and in operations of expert rows, and the number of samples whose generated text
+    hung on a tie that the order of summation decides."""
 
     what: str
     scores: tuple[tuple[float, ...], ...]
@@ -93,7 +93,7 @@ class Evaluation:
 
     @classmethod
     def from_json(cls, values: dict[str, Any]) -> Evaluation:
-        """Raises KeyError, TypeError or ValueError for values that are no evaluation."""
+        """Returns the evaluation of a journal's entry. Raises KeyError, TypeError or ValueError if it is none."""
         known = {field.name for field in fields(cls)}
         evaluation = cls(**{name: value for name, value in values.items() if name in known})
         scores = tuple(map(_numbers, evaluation.scores))
@@ -111,7 +111,7 @@ class Evaluation:
         return asdict(self)
 
     def columns(self) -> F64:
-        """[samples, columns]"""
+        """Returns the metric's columns. [samples, columns]"""
         return np.array(self.scores, dtype=np.float64)
 
     def token_perplexity(self) -> float:
@@ -131,7 +131,7 @@ def _numbers(values: Sequence[float]) -> tuple[float, ...]:
 
 
 def joined(evaluations: Sequence[Evaluation]) -> Evaluation:
-    """Evaluations of the same widths on other samples, as one."""
+    """Returns evaluations of the same widths on several lists of samples, joined to one."""
     return Evaluation(
         evaluations[0].what,
         tuple(row for evaluation in evaluations for row in evaluation.scores),
@@ -144,12 +144,12 @@ def joined(evaluations: Sequence[Evaluation]) -> Evaluation:
     )
 
 
-# A model on trial: the original in memory, with weights replaced by what a pack would give back for them.
+# A model on trial: the original in memory, with weights replaced by those that a pack gives back.
 
 
 class Trial:
-    """`assign` quantises experts in the loaded model, and puts in the matrices outside the experts as a pack stores
-    them; `restore` brings back the original weights. Only experts whose widths change are written."""
+    """The model on trial: `assign` quantises experts in the loaded model, and puts in the matrices outside the experts
+    as a pack stores them; `restore` brings back the original weights. Only experts whose widths change are written."""
 
     layers = None
 
@@ -187,25 +187,25 @@ class Trial:
 
     @cached_property
     def preferring(self) -> Preferring:
-        """Routes the model's decoder otherwise, where it takes the routers' place and is on."""
+        """Cache-aware routing for the model's decoder, for use in the routers' place (`ExpertCalls.rerouted`)."""
         return Preferring(self.model, self.checkpoint.description)
 
     def widths(self, key: ExpertKey) -> Bits:
-        """Those that an expert has now."""
+        """Returns the present widths of an expert."""
         return self._widths[key]
 
     def assign(self, widths: Assignment) -> None:
-        """Every expert in `widths` gets them (float32 weights, as the pack will give them back)."""
+        """Gives every expert in `widths` its widths (float32 weights, as the pack will give them back)."""
         self.loaded.set_dense(stored=True)
         self._set_experts(widths)
 
     def restore(self) -> None:
-        """The unquantised model."""
+        """Brings back the unquantised model."""
         self.loaded.set_dense(stored=False)
         self._set_experts(uniform(self.spec, ORIGINAL))
 
     def original_experts(self) -> None:
-        """Unquantised experts among what a pack stores of everything else."""
+        """Gives every expert its original weights, and all other matrices the weights that a pack gives back."""
         self.assign(uniform(self.spec, ORIGINAL))
 
     def _set_experts(self, widths: Assignment) -> None:
@@ -219,18 +219,18 @@ class Trial:
                 self._widths[key] = bits
 
     def weights(self, key: ExpertKey, bits: Bits) -> Weights:
-        """What an expert becomes at these widths: float32 [out, in] for each projection."""
+        """Returns an expert's weights at these widths: float32 [out, in] for each projection."""
         found = self.checkpoint.expert(key) if set(bits) == {ORIGINAL} else self.coder.weights(key, bits)
         return tuple(torch.from_numpy(found[name]) for name in self.spec.moe.ffn.projections)
 
 
-# Measures assignments of widths on one list of samples, each only once: the journal knows the rest.
+# Measurements of assignments of widths on one list of samples, each made only once: the journal keeps them.
 
 
 class Preferred(NamedTuple):
-    """What an evaluation with a preference found: of each layer of the decoder how often each expert was asked for that
-    was not among the preferred [experts], tokens that were routed (those that were written among them), and of each
-    layer how much better the experts that a token takes are than as many that come next."""
+    """The result of an evaluation with a preference: for each layer of the decoder, how often each expert was chosen
+    without being among the preferred ones [experts]; the routed tokens, written ones included; and for each layer, how
+    much better the experts that a token takes are than the next ones, as many again."""
 
     evaluation: Evaluation
     missed: Mapping[LayerKey, tuple[int, ...]]
@@ -239,18 +239,18 @@ class Preferred(NamedTuple):
 
 
 class Instead(Protocol):
-    """What takes the routers' place while something is measured, or leaves out neurons. `rule` says all that it goes
-    by, as JSON values."""
+    """A change of the model during a measurement: other routing, or neurons left out. `rule` describes it fully, as
+    JSON values."""
 
     @property
     def rule(self) -> Any: ...
 
     def on(self, trial: Trial) -> AbstractContextManager[object]:
-        """Inside the block it does so."""
+        """Makes the change for the length of a with block."""
         ...
 
     def seen(self, trial: Trial) -> dict[str, Any]:
-        """What it has seen in there, as JSON values."""
+        """Returns its counts from inside the last block, as JSON values."""
         ...
 
 
@@ -274,9 +274,10 @@ class _Prefers(NamedTuple):
 
 
 class Measure:
-    """`samples_id` names the samples; with the widths it is the identity of a measurement. Trial and scorer are made
-    when something must be measured at all; the unquantised model is then run first, for divergences from it. `instead`
-    is a part of all but that; None: nothing is."""
+    """Measurements on one list of samples. `samples_id` names the samples; with the widths it is the identity of a
+    measurement. Trial and scorer are made only when the journal lacks a measurement; the unquantised model is then run
+    first, for divergences from it. The change `instead` applies to every assignment, unless a method says otherwise;
+    None: no change."""
 
     def __init__(
         self,
@@ -289,7 +290,7 @@ class Measure:
     ) -> None:
         self.metric, self.instead = metric, instead
         self.samples_id = samples_id
-        self.used: dict[str, Evaluation] = {}  # what this run asked for, measured now or before
+        self.used: dict[str, Evaluation] = {}  # by this run, measured now or before
         self._trial, self._make_scorer, self._journal = trial, scorer, journal
         self._scorer: Scorer | None = None
 
@@ -315,15 +316,18 @@ class Measure:
         return self._scorer
 
     def __call__(self, widths: Assignment, what: str) -> Evaluation:
-        """The evaluation of an assignment (all experts given), from the journal or measured now."""
+        """Returns the evaluation of an assignment (all experts given), from the journal or measured now. `what` names
+        it, for a person."""
         return self._used(self._entry(widths, what, self.instead))
 
     def by_itself(self, widths: Assignment, what: str) -> Evaluation:
-        """The same with the model's own routers and all its neurons, whatever is measured otherwise."""
+        """Returns the evaluation of an assignment with the model's own routers and all its neurons, without the change
+        `instead`."""
         return self._used(self._entry(widths, what, None))
 
     def preferring(self, widths: Assignment, preference: Preference, what: str) -> Preferred:
-        """The same where routers prefer what was used lately, and what that asks for."""
+        """Returns the evaluation of an assignment with cache-aware routing, and the experts that it demands beyond the
+        preferred ones."""
         name, found = self._entry(widths, what, _Prefers(preference))
         with self._journal.believed():
             missed = {LayerKey(stack, layer): tuple(counts) for stack, layer, counts in found["missed"]}
@@ -336,7 +340,7 @@ class Measure:
         return self.used[name]
 
     def _entry(self, widths: Assignment, what: str, instead: Instead | None) -> tuple[str, dict[str, Any]]:
-        """A measurement, with its name in the journal."""
+        """Returns a measurement's name in the journal, and its entry, which is measured if the journal lacks it."""
         rule = [] if instead is None else [instead.rule]
         name = identity(self.samples_id, [[str(key), bits] for key, bits in sorted(widths.items())], *rule)
 
@@ -363,7 +367,7 @@ class Measure:
 
 
 def unquantised(journal: Journal, samples_id: str) -> Evaluation | None:
-    """The unquantised model's evaluation, if it was measured."""
+    """Returns the unquantised model's evaluation; None if it was not measured."""
     found = journal.get(identity(samples_id, None))
     with journal.believed():
         return None if found is None else Evaluation.from_json(found)
@@ -372,7 +376,7 @@ def unquantised(journal: Journal, samples_id: str) -> Evaluation | None:
 def known_plans(
     journal: Journal, samples_id: str, keys: Sequence[ExpertKey]
 ) -> Iterator[tuple[Assignment, Evaluation]]:
-    """Every assignment that was measured on these samples. `keys` are all experts."""
+    """Yields every assignment that was measured on these samples, with its evaluation. `keys` are all experts."""
     for entry in journal.entries():
         if entry.get("samples") == samples_id:
             with journal.believed():

@@ -18,21 +18,21 @@ from moeconv.strict_json import NotJson, bounded, parse
 from moert.pack.files import write_atomically
 from moert.pack.reader import pack_around
 
-# The journal: one line per measurement, on disk before the next one starts, read again after a crash.
+# The journal: one line per measurement, on disk before the next measurement starts, read again after a crash.
 
 _PIECE = 1 << 20
 
 
 def identity(*what: Any) -> str:
-    """The name of a measurement in the journal: a hash of everything that it depends on (JSON values)."""
+    """Returns the name of a measurement in the journal: a hash of everything that it depends on (JSON values)."""
     return hashlib.sha256(json.dumps(what).encode()).hexdigest()[:32]
 
 
 class Journal:
-    """Append-only JSONL keyed by the identity of what was measured. A line cut off by a crash is dropped, from the file
-    when the next one is added: reading changes nothing.
+    """The journal: append-only JSONL with an entry for each measurement, keyed by its identity. A line cut off by a
+    crash is ignored, and removed from the file when the next one is added: reading changes nothing.
 
-    Raises ConversionError for a journal that can't be read, or that is about something else than `subject`.
+    Raises ConversionError for a journal that can't be read, or that is about another subject than `subject`.
     """
 
     def __init__(self, path: Path, subject: str) -> None:
@@ -41,7 +41,7 @@ class Journal:
         self._known: dict[str, dict[str, Any]] = {}
         self._sealed: set[str] = set()  # names of files
         self._earlier: set[str] = set()  # names that were on disk at the start
-        self._reused: set[str] = set()  # those of them that this run asked for
+        self._reused: set[str] = set()  # those of them that this run has used
         self._cut_at: int | None = None  # where a half line begins
         if path.exists():
             self._read()
@@ -51,7 +51,7 @@ class Journal:
 
     @property
     def reused_seconds(self) -> float:
-        """What the measurements of earlier runs had taken that this one has asked for so far."""
+        """The seconds that earlier runs spent on the measurements which this run has used so far."""
         return sum(_seconds(self._known[name]) for name in self._reused)
 
     def get(self, name: str) -> dict[str, Any] | None:
@@ -61,7 +61,8 @@ class Journal:
 
     @contextmanager
     def believed(self) -> Iterator[None]:
-        """Around what takes an entry apart: others may have written it otherwise. Raises ConversionError."""
+        """Turns the errors of a with block that takes an entry apart into ConversionError: another program may have
+        written the entry."""
         try:
             yield
         except (KeyError, IndexError, TypeError, ValueError, AttributeError, OverflowError) as error:
@@ -71,7 +72,7 @@ class Journal:
             ) from error
 
     def remember(self, name: str, make: Callable[[], dict[str, Any]]) -> dict[str, Any]:
-        """The entry of that name, made and added where there is none."""
+        """Returns the entry of that name; if the journal lacks it, makes and adds it."""
         found = self.get(name)
         if found is None:
             self.add(name, make())
@@ -84,7 +85,7 @@ class Journal:
         self.add_all({name: record})
 
     def add_all(self, records: Mapping[str, dict[str, Any]]) -> None:
-        """All or none of them, durable on return. Raises ConversionError when the disk is full."""
+        """Adds all entries or none, durable on return. Raises ConversionError if the disk refuses."""
         lines = [json.dumps({"id": name, "subject": self.subject, **record}) + "\n" for name, record in records.items()]
         try:
             if self._cut_at is not None:
@@ -103,17 +104,18 @@ class Journal:
         self._knows(records)
 
     def seal(self, *paths: Path) -> None:
-        """Notes what is in finished files of the work directory."""
+        """Notes the digests of finished files of the work directory."""
         self._seal({self._name(path): digest_of(path) for path in paths})
 
     def write(self, path: Path, body: bytes) -> None:
-        """Writes a file of the work directory, sealed before it is there, so that one that was there before stays a
-        sealed one where this run is killed. Raises OSError."""
+        """Writes a file of the work directory. Its seal is added before the file is replaced: if the run is killed in
+        between, the earlier file is still a sealed one. Raises OSError."""
         self._seal({self._name(path): hashlib.sha256(body).hexdigest()})
         write_atomically(path, body)
 
     def sealed(self, path: Path) -> bool:
-        """Whether a file is there and finished. Raises ConversionError if something else is in it than was sealed."""
+        """Returns whether a file is there and finished. Raises ConversionError if its contents are not the sealed
+        ones."""
         name = self._name(path)
         if name not in self._sealed or not path.is_file():
             return False
@@ -129,7 +131,7 @@ class Journal:
             self.add_all(new)
 
     def _name(self, path: Path) -> str:
-        """Of a file, within the work directory."""
+        """Returns the name of a file within the work directory."""
         return Path(os.path.relpath(path, self.path.parent)).as_posix()
 
     def _knows(self, records: Mapping[str, dict[str, Any]]) -> None:
@@ -176,18 +178,19 @@ def digest_of(path: Path) -> str:
 
 
 def _seconds(entry: Mapping[str, Any]) -> float:
-    """An evaluation has its own; what was measured together is an entry of entries."""
+    """Returns the seconds that an entry took. An evaluation has its own; measurements made together are an entry of
+    entries."""
     parts = [entry, *(part for part in entry.values() if isinstance(part, dict))]
     return sum(float(part.get("seconds", 0.0)) for part in parts)
 
 
 def _write(body: bytes, stream: FileIO) -> None:
-    """In one call where the system can, so that a crash leaves all or nothing of it."""
+    """Writes bytes to a stream, in one call if the system can, so that a crash leaves all of them or none."""
     while body:
         body = body[stream.write(body) :]
 
 
-# The work directory of one conversion: its artefacts, its journal, and a lock so that two runs don't share it.
+# The work directory of one conversion: its artefacts, its journal, and a lock that keeps a second run out.
 
 try:
     import fcntl
@@ -199,11 +202,12 @@ _MOST_BYTES = 1 << 28  # of an artefact: planning.json of 30,000 experts has a t
 LOCK = "lock"
 INPUTS = "planning.json"
 RESIDENCES = "residences.json"
-"""Routing that was fitted beside the widths."""
+"""The artefact with cache-aware routing that was fitted to the plan."""
 
 
 class WorkDir:
-    """Use it in a with block. Every method raises ConversionError, in one line, for what the disk refuses."""
+    """A work directory, for use in a with block. Every method raises ConversionError, in one line, if the disk
+    refuses."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -244,7 +248,8 @@ class WorkDir:
             (journal.write if journal is not None else write_atomically)(self.path / name, body)
 
     def load(self, name: str) -> dict[str, Any] | None:
-        """An artefact as it was saved; None where there is none. Raises ConversionError for one that is damaged."""
+        """Returns an artefact as it was saved; None if its file is missing. Raises ConversionError for a damaged
+        file."""
         path = self.path / name
         try:
             found = parse(bounded(path, _MOST_BYTES))
@@ -267,15 +272,15 @@ class WorkDir:
 
 
 def finished_work(path: Path) -> tuple[dict[str, Any], Journal, list[dict[str, Any]]]:
-    """What planning takes, the journal, and routing that was fitted: of this work directory, or of the latest one in
-    it. Only reads.
+    """Returns the inputs of planning, the journal, and the fitted cache-aware routing of this work directory, or of the
+    latest one inside it. Only reads.
 
-    Raises SettingsError where no sweep was finished, or by another version; ConversionError for a damaged file.
+    Raises SettingsError if no sweep was finished, or one by another version; ConversionError for a damaged file.
     """
     found = sorted([*path.glob(INPUTS), *path.glob(f"*/{INPUTS}")], key=lambda file: file.stat().st_mtime)
     if not found:
         raise SettingsError(f"{path} holds no finished sweep: give the --work directory of a `moeconv quantize` run")
-    inner = WorkDir(found[-1].parent.resolve())  # "." has no name, and the name is what the journal is about
+    inner = WorkDir(found[-1].parent.resolve())  # "." has no name, and the name is the journal's subject
     inputs = inner.load(INPUTS)
     assert inputs is not None
     if inputs.get("schema") != SCHEMA:

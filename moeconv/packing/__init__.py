@@ -1,1 +1,1 @@
-"""Writes packs and reads them back: what a conversion emits, checked, run and followed through its routers."""
+"""Packs of a conversion: writing them, checking and running them, and following text through their routers."""

@@ -1,4 +1,4 @@
-"""Checkpoint and widths become a pack."""
+"""Writing a pack from a checkpoint and widths."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ from moert.pack.tensors import TOKENIZER
 from moert.pack.text import CHAT, ChatFormat, dump_chat
 from moert.pack.writer import PackWriter
 
-# Everything outside the experts, written tensor by tensor: never all of it in memory.
+# The backbone, written tensor by tensor, so that it is never in memory as a whole.
 
 _LENGTH_BYTES = 8  # of a safetensors file, before its header, which is filled up to a whole number of these
 _TYPES = {
@@ -42,7 +42,7 @@ _LARGEST_FIRST = [*reversed(_TYPES)]  # so that every tensor is aligned, as the 
 
 
 class Part(NamedTuple):
-    """A tensor of the file: its type and shape, and what makes it."""
+    """A tensor of the file: its name, type and shape, and the function that makes it."""
 
     name: str
     dtype: torch.dtype
@@ -51,7 +51,7 @@ class Part(NamedTuple):
 
 
 def write_backbone(dense: DenseCoder, dtype16: str, writer: PackWriter) -> None:
-    """Raises CheckpointError for values that are not finite, WriteFailed."""
+    """Writes the backbone's file. Raises CheckpointError for values that are not finite, WriteFailed."""
     stored_as = writer.quantization.dense
     parts = [part for name in dense.checkpoint.spec.tensors for part in _parts(dense, name, dtype16, stored_as)]
     path = writer.add_file(BACKBONE)
@@ -68,7 +68,7 @@ def write_backbone(dense: DenseCoder, dtype16: str, writer: PackWriter) -> None:
 
 
 def write_tensors(file: BinaryIO, parts: Sequence[Part]) -> None:
-    """A safetensors file, byte for byte what the library writes for the same tensors."""
+    """Writes a safetensors file, with the same bytes that the library writes for the same tensors."""
     ordered = sorted(parts, key=lambda part: (_LARGEST_FIRST.index(part.dtype), part.name))
     header, end = {}, 0
     for part in ordered:
@@ -82,7 +82,7 @@ def write_tensors(file: BinaryIO, parts: Sequence[Part]) -> None:
 
 
 def _parts(dense: DenseCoder, name: str, dtype16: str, stored_as: Dense | None) -> list[Part]:
-    """The tensors that stand for one of the checkpoint's."""
+    """Returns the tensors of the file that stand for one of the checkpoint's."""
     if dense.width(name) is None:
         stored = _stored(dense, name)
         return [Part(name, stored.dtype, tuple(stored.shape), lambda: _finite(name, _stored(dense, name)))]
@@ -112,14 +112,14 @@ def _finite(name: str, tensor: Tensor) -> Tensor:
     return tensor
 
 
-# How the source model takes a conversation: its chat templates and special tokens, as transformers knows them.
+# The chat format of the source model: its chat templates and special tokens, as transformers knows them.
 
 _CONFIG, _TEMPLATE = "tokenizer_config.json", "chat_template.jinja"
 _DEFAULT, _TOOLS = "default", "tool_use"
 
 
 def chat_of(folder: Path) -> bytes | None:
-    """What becomes chat.json in a pack of the model in `folder`; None where that has no chat template.
+    """Returns the contents of chat.json for a pack of the model in `folder`; None where that has no chat template.
 
     Raises CheckpointError for a template or tokenizer that can't be used.
     """
@@ -168,12 +168,12 @@ def _line(error: BaseException) -> str:
     return (" ".join(str(error).split()) or type(error).__name__)[:200]
 
 
-# Checkpoint and widths → pack: a few experts of a layer at a time, and a killed run goes on where it stopped.
+# Writing the pack: a few experts of a layer at a time; a run that was killed goes on where it stopped.
 
 
 @dataclass(frozen=True)
 class Profile:
-    """What profiling added to a pack with this manifest: contents of its `files`, by their paths in the pack."""
+    """Files that were added to a finished pack with this manifest: their contents, by their paths in the pack."""
 
     manifest: Manifest
     files: Mapping[str, bytes]
@@ -181,8 +181,8 @@ class Profile:
 
 @dataclass(frozen=True)
 class Label:
-    """What a pack says beside its weights. `files` (relative path → contents) go in as they are, and so do those of
-    `profile` if the pack has the same weights as the one that was profiled: routing depends on nothing else."""
+    """The contents of a pack beside its weights. `files` (relative path → contents) go in as they are, and so do those
+    of `profile` if the pack has the same weights as the one that was profiled: routing depends only on these."""
 
     creator: str
     importance: Mapping[ExpertKey, float] = field(default_factory=dict)
@@ -204,9 +204,9 @@ def emit(
     files: Files = "expert",
     order: NeuronOrder | None = None,
 ) -> Manifest:
-    """Writes the pack at `out`: every expert at its widths, everything else as `dense` says, or as it was. `bar` hears
-    of each expert. `files`: what has one of its own. `order`: that of the neurons of experts in blocks (None: as in the
-    source).
+    """Writes the pack at `out`: every expert at its widths, all other tensors at those of `dense`, or as in the source.
+    `bar` counts experts. `files`: whether each expert or each layer has a file of its own. `order`: the order of
+    neurons in blocks (None: as in the source).
 
     Raises CheckpointError (unreadable source, values that 16 bits can't hold), WriteFailed, or ValueError for widths
     that don't cover the model's experts.
@@ -280,7 +280,7 @@ def _check_widths(checkpoint: Checkpoint, widths: Assignment) -> None:
 def _fingerprint(
     coder: ExpertCoder, widths: Assignment, quantization: Quantization, order: NeuronOrder | None
 ) -> str:  # fmt: skip
-    """Of everything that the experts' bytes depend on."""
+    """Returns the sha256 of all that the experts' bytes depend on."""
     plan = [[*key, widths[key]] for key in coder.checkpoint.spec.expert_keys()]
     moments = coder.inputs_digest
     neurons = quantization.neurons

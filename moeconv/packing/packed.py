@@ -1,4 +1,4 @@
-"""A pack as the model that transformers runs: whole, layer by layer, and checked tensor by tensor."""
+"""A pack as a model of transformers: whole in memory, layer by layer, or checked tensor by tensor."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ from moert.pack.model_spec import ExpertKey, ModelSpec
 from moert.pack.neurons import NeuronOrder, check_pieces, checksums_from_bytes, load_order
 from moert.pack.reader import MANIFEST, Pack, Projection, check_backbone, check_expert, projection_weights
 
-# A pack loaded into the transformers model, so that other code than the runtime runs its weights.
+# A pack in memory as the transformers model, so that other code than the runtime runs its weights.
 
 
 @dataclass(frozen=True)
@@ -47,7 +47,8 @@ class PackedModel:
 
     @classmethod
     def open(cls, pack: Pack) -> PackedModel:
-        """Raises ConversionError for a pack whose family this program does not know, or a PackError."""
+        """Loads a pack. Raises ConversionError for a pack of a family that this program does not know, or a
+        PackError."""
         family, description = described(pack)
         with transformers_model(pack.root):
             model: Any = family.empty(pack.root)
@@ -75,8 +76,8 @@ class PackedModel:
 
 
 def described(pack: Pack) -> tuple[Family, Description]:
-    """What a pack's config.json is about. Raises ConversionError for a family that this program does not know, or a
-    PackError."""
+    """Returns the family and the description of the model in a pack's config.json. Raises ConversionError for a family
+    that this program does not know, or a PackError."""
     config = _object(pack, CONFIG)
     if str(config.get("model_type", "")) not in FAMILIES:
         raise ConversionError(
@@ -90,7 +91,7 @@ def described(pack: Pack) -> tuple[Family, Description]:
 
 
 def _object(pack: Pack, name: str) -> dict[str, Any]:
-    """A JSON file of the pack. Raises ConversionError or a PackError."""
+    """Returns a JSON object of the pack. Raises ConversionError or a PackError."""
     entry = pack.manifest.files.get(name)
     if entry is not None and entry.nbytes > MAX_JSON_BYTES:
         raise ConversionError(f"{name} in the pack has {entry.nbytes} bytes: convert again")
@@ -104,14 +105,14 @@ def _object(pack: Pack, name: str) -> dict[str, Any]:
 
 
 def _shapes(spec: ModelSpec) -> Any:
-    """What a model of it has in memory."""
+    """Returns the shapes of all tensors that a model of this spec has in memory."""
     moe = spec.moe
     each = {name: spec.projection_shape(name) for name in moe.ffn.projections}
     return {name: tensor.shape for name, tensor in spec.tensors.items()}, [*spec.experts], moe.n, each, moe.ffn.bias
 
 
 def backbone_of(pack: Pack) -> dict[str, Tensor]:
-    """Every tensor of the pack that is not an expert's, as stored. Raises ConversionError or a PackError."""
+    """Returns every tensor of the pack's backbone, as stored. Raises ConversionError or a PackError."""
     try:
         found = load(pack.read_file(BACKBONE))
     except (SafetensorError, KeyError, ValueError, TypeError) as error:
@@ -125,7 +126,8 @@ def backbone_of(pack: Pack) -> dict[str, Tensor]:
 
 
 def dense_projection(pack: Pack, tensors: Mapping[str, Tensor], name: str) -> Projection:
-    """A matrix of the backbone that has a width, out of `backbone_of`: at 16 bits as float32. Raises PackError."""
+    """Returns a matrix of the backbone that has a width, from `backbone_of`: at 16 bits as float32. Raises
+    PackError."""
     model, dense = pack.manifest.model, pack.manifest.quantization.dense
     assert dense is not None
     if (whole := f"{stem_of(name, dense)}.weight") in tensors:
@@ -134,8 +136,8 @@ def dense_projection(pack: Pack, tensors: Mapping[str, Tensor], name: str) -> Pr
 
 
 def backbone_weights(pack: Pack) -> Callable[[str], Tensor]:
-    """Canonical name → float32 weights of that tensor of the backbone, which is read at once and kept as it is stored.
-    Raises ConversionError or a PackError."""
+    """Returns a function from the canonical name of a tensor of the backbone to its float32 weights. The backbone is
+    read at once and kept as it is stored. Raises ConversionError or a PackError."""
     tensors, manifest = backbone_of(pack), pack.manifest
 
     def weight(name: str) -> Tensor:
@@ -146,11 +148,12 @@ def backbone_weights(pack: Pack) -> Callable[[str], Tensor]:
     return weight
 
 
-# A pack's own model, layer by layer: for packs whose experts do not fit memory as numbers that text runs through.
+# A pack's model, layer by layer: for packs with dequantised weights that do not fit memory.
 
 
 class PackedLayers(Passes):
-    """Raises ConversionError for a pack whose family this program does not know, or a PackError."""
+    """A pack's weights, run layer by layer. Raises ConversionError for a pack of a family that this program does not
+    know, or a PackError."""
 
     def __init__(self, pack: Pack, room: Room, show: Progress) -> None:
         self.pack = pack
@@ -170,19 +173,19 @@ class PackedLayers(Passes):
         return self.pack.biases(key, self.pack.read_expert(key))
 
 
-# Checks a pack: every hash, and against its source that each weight is within the error of its width.
+# The check of a pack: every hash, and against its source that each weight is within the error of its width.
 
-MIN_MAX = "channel"  # the quantiser whose every weight is within half a step; the others are fitted as a whole
+MIN_MAX = "channel"  # the quantiser with every weight within half a step; the others are fitted as a whole
 HALF_STEPS = 4  # fitted codes were found at 2.4 and less, where three inputs outweigh all others
 APART = 0.75  # those of the weights themselves were found at 0.6 and less, those of others at 0.95 and more
-F16_STEP = 2.0**-10  # spacing of float16 values, relative: what rounding scale and minimum can cost
+F16_STEP = 2.0**-10  # spacing of float16 values, relative: the error from rounding scale and minimum
 F16_FLOOR = 2.0**-24  # spacing of the smallest float16 values, before a matrix's power of two
 
 
 @dataclass(frozen=True)
 class Verified:
-    """`worst` is the largest error of an expert, or of another matrix that has a width, as a share of what that width
-    allows; None without a source. All other tensors are equal to the source's."""
+    """The result of a check. `worst` is the largest error of an expert, or of another matrix that has a width, as a
+    share of the error that its width allows; None without a source. All other tensors are equal to the source's."""
 
     files: int
     experts: int
@@ -190,7 +193,8 @@ class Verified:
 
 
 def verify(pack: Pack, source: Checkpoint | None, show: Progress = unseen) -> Verified:
-    """Raises a PackError for a damaged file, VerifyFailed for weights that are not those of the source."""
+    """Checks a pack. Raises a PackError for a damaged file, VerifyFailed for weights that are not those of the
+    source."""
     keys, files = pack.manifest.model.expert_keys(), sum(1 for _ in pack.pieces())
     with show("files", files, "file") as bar:
         for _ in pack.verify_hashes():
@@ -208,7 +212,7 @@ def verify(pack: Pack, source: Checkpoint | None, show: Progress = unseen) -> Ve
 
 
 def _check_numbers(pack: Pack, show: Progress) -> None:
-    """That every weight is a number."""
+    """Raises a PackError for a weight that is no number."""
     check_backbone(pack)
     with show("numbers", len(pack.manifest.experts), "expert") as bar:
         for entry in pack.manifest.experts:
@@ -217,7 +221,7 @@ def _check_numbers(pack: Pack, show: Progress) -> None:
 
 
 def _check_pieces(pack: Pack, show: Progress) -> None:
-    """That pieces of experts which are read alone are checked against what is there."""
+    """Raises a PackError where the checksums of an expert's pieces do not fit its bytes."""
     expected = checksums_from_bytes(pack.read_file(NEURONS), pack.manifest)
     with show("pieces", len(expected), "expert") as bar:
         for key, sums in expected.items():
@@ -226,7 +230,8 @@ def _check_pieces(pack: Pack, show: Progress) -> None:
 
 
 def _backbone_error(pack: Pack, source: Checkpoint) -> float:
-    """The largest share of an error over all matrices that have a width; all other tensors must be equal."""
+    """Returns the largest share of an allowed error among all matrices of the backbone that have a width. Raises
+    VerifyFailed for another tensor that differs from the source's."""
     manifest, tensors, worst = pack.manifest, backbone_of(pack), 0.0
     dense = manifest.quantization.dense
     for name, (_, shape, _) in source.spec.tensors.items():
@@ -260,13 +265,14 @@ def _checked(what: str, projection: Projection, weight: F32, each: bool) -> floa
 
 
 def error_share(projection: Projection, weight: F32, each: bool) -> float:
-    """The error of a projection, as a share of what its width allows. 16-bit weights may be off by their rounding.
+    """Returns the error of a projection, as a share of the error that its width allows. 16-bit weights may be off by
+    their rounding.
 
     With `each`, the largest error counts, and a weight may be off by half a step of its group, (max - min) /
-    (2**bits - 1) / 2, and by what rounding scale and minimum to float16 adds: so min-max quantisation errs. Fitted
-    codes trade some weights for others and errors for the outputs, so that their root mean square counts. It may be
-    `HALF_STEPS` times that of half a step, but no more than `APART` times what weights that have nothing to do with
-    each other are apart: √(v + v'), where v and v' are the variances of both inside groups.
+    (2**bits - 1) / 2, and by the rounding of scale and minimum to float16: the error of min-max quantisation. Fitted
+    codes trade errors of some weights for those of others, in favour of the outputs, so that their root mean square
+    counts. It may be `HALF_STEPS` times that of half a step, but no more than `APART` times the distance of unrelated
+    weights: √(v + v'), where v and v' are the variances of both inside groups.
     """
     floor = F16_FLOOR * 2.0 ** power_of(weight)
     if not isinstance(projection, QuantizedMatrix):
@@ -285,7 +291,7 @@ def error_share(projection: Projection, weight: F32, each: bool) -> float:
 
 
 def _variance(weights: F32, projection: QuantizedMatrix) -> float:
-    """Mean square of weights [out, in] less the mean of their group."""
+    """Returns the mean square of weights [out, in] less the mean of their group."""
     starts = np.arange(0, projection.in_features, projection.group_size)
     counts = np.diff([*starts, projection.in_features])
     means: F32 = (np.add.reduceat(weights, starts, axis=1) / counts).astype(np.float32)
@@ -297,5 +303,5 @@ def _rms(values: F32) -> float:
 
 
 def _wide(per_group: F32, projection: QuantizedMatrix) -> F32:
-    """[out, groups] → [out, in]"""
+    """Returns a value for each weight [out, in] from one for each group [out, groups]."""
     return np.repeat(per_group, projection.group_size, axis=1)[:, : projection.in_features]

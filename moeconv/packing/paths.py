@@ -1,4 +1,4 @@
-"""Which expert follows which? Routing of calibration text through the packed model, as counts and as figures."""
+"""Paths: the routing of calibration text through the packed model, as counts of successive experts and as figures."""
 
 from __future__ import annotations
 
@@ -16,24 +16,25 @@ from moert.pack.paths import PATHS, ContextCounts, SampleRoutes, Trace, Transiti
 from moert.pack.tensors import bound_of
 
 Routes = dict[LayerKey, npt.NDArray[np.int64]]
-"""[tokens, top_k] of each layer with experts, in the order of execution; row t is the same token in all of a stack."""
+"""Experts [tokens, top_k] of each layer with experts, in the order of execution; row t is the same token in all layers
+of a stack."""
 
 SCORED_TOKENS = 4000
 MOST_SHARE = 0.01
 LEAST_BYTES = 1 << 20
-"""What tables may take of a pack, and what they may take of any."""
+"""Tables may take this share of a pack, or these bytes of any pack."""
 _ENTRY_BYTES, _CONTEXT_BYTES = 2 + 4, 4 + 4  # in paths.safetensors
 _HEADER_BYTES = 9 * 2 * 10  # of a layer: offsets of its tensors have more digits than those of empty ones
-_MOST_COUNT = 1 << 16  # from here on counts are told apart no more
+_MOST_COUNT = 1 << 16  # larger counts are treated alike
 
 
 @dataclass(frozen=True)
 class PathFigures:
-    """`accuracy[known][n - 1]`: how much of what held-out tokens select is among the n * top_k most probable experts,
-    given the experts of the `known` layers before (paper's Fig. 8; with top_k = 1 the usual top-n accuracy).
-    `coverage20`: share of tokens that take one of the 20% most frequent paths (a path: the first choice of each
-    layer). `best_next`: how often held-out tokens select the likeliest next expert, given the two layers before. All
-    but coverage are judged on layers that have two before them; None where there is no such layer."""
+    """Figures of paths. `accuracy[known][n - 1]`: share of the experts that held-out tokens select which are among the
+    n * top_k most probable ones, given the experts of the `known` layers before (paper's Fig. 8; with top_k = 1 the
+    usual top-n accuracy). `coverage20`: share of tokens that take one of the 20% most frequent paths (a path: the first
+    choice of each layer). `best_next`: how often held-out tokens select the likeliest next expert, given the two layers
+    before. All but coverage are judged on layers that have two before them; None without one."""
 
     tokens: int
     coverage20: Mapping[StackName, float]
@@ -43,8 +44,8 @@ class PathFigures:
 
 @dataclass(frozen=True)
 class Bounded:
-    """A table without what was counted less than `least` times after an expert or two, the share `left_out` of all such
-    counts."""
+    """A table without the experts that were counted less than `least` times after one or two others; `left_out`: their
+    share of these counts."""
 
     table: TransitionTable
     least: int
@@ -52,12 +53,12 @@ class Bounded:
 
 
 def routes_of(parts: Sequence[Routed]) -> Routes:
-    """The routing of all samples: of running text, or of inputs and the greedy outputs to them."""
+    """Returns the routing of all samples: of running text, or of inputs and the greedy outputs to them."""
     return {at: torch.cat([part.experts[at] for part in parts]).numpy() for at in parts[0].experts}
 
 
 def trace_of(parts: Sequence[Routed], num_experts: int) -> Trace:
-    """The same sample by sample, in the order of the text and not of the batches."""
+    """Returns the routing sample by sample, in the order of the text and not of the batches."""
     samples: dict[int, SampleRoutes] = {}
     for part in parts:
         stacks: dict[StackName, list[npt.NDArray[np.int64]]] = {}
@@ -73,7 +74,7 @@ def trace_of(parts: Sequence[Routed], num_experts: int) -> Trace:
 
 
 def figures(table: TransitionTable, routes: Routes, heldout: Routes) -> PathFigures:
-    """Coverage on the profiled text, accuracy of the table on held-out text."""
+    """Returns the coverage on the profiled text and the accuracy of the table on held-out text."""
     accuracy = tuple(_accuracy(table, heldout, known) for known in (0, 1, 2))
     return PathFigures(
         tokens=sum(len(layers[0]) for layers in _by_stack(routes).values()),
@@ -84,8 +85,8 @@ def figures(table: TransitionTable, routes: Routes, heldout: Routes) -> PathFigu
 
 
 def bounded(table: TransitionTable, pack_bytes: int) -> Bounded:
-    """What was counted most often, of all layers and of one layer before and two alike, as much as fits into
-    MOST_SHARE of a pack of so many bytes, or into LEAST_BYTES, and is read again."""
+    """Returns the table with its most frequent entries, of all layers and after one expert and two alike, as many as
+    fit into MOST_SHARE of a pack of `pack_bytes`, or into LEAST_BYTES, and into the largest file that is read."""
     counted = _tables(table)
     entries, contexts = np.zeros((2, _MOST_COUNT + 1), np.int64)  # by how often they were counted
     for part in counted:
@@ -125,7 +126,7 @@ def _by_stack(routes: Routes) -> dict[StackName, list[npt.NDArray[np.int64]]]:
 
 
 def coverage(layers: Sequence[npt.NDArray[np.int64]], share: float = 0.2) -> float:
-    """Share of tokens whose path is among the `share` most frequent of the paths that were seen."""
+    """Returns the share of tokens with a path among the `share` most frequent of the seen paths."""
     paths = Counter(map(tuple, np.stack([layer[:, 0] for layer in layers], axis=1).tolist()))
     counts = sorted(paths.values(), reverse=True)
     top = max(1, round(share * len(counts)))
@@ -133,8 +134,8 @@ def coverage(layers: Sequence[npt.NDArray[np.int64]], share: float = 0.2) -> flo
 
 
 def _predictions(table: TransitionTable, routes: Routes, known: int) -> Iterator[tuple[set[int], list[int]]]:
-    """(what a token selects, all experts in order of probability), for every layer that has two before it and at most
-    SCORED_TOKENS tokens, spread over all."""
+    """Yields (experts that a token selects, all experts in order of probability), for every layer that has two before
+    it and at most SCORED_TOKENS tokens, spread over all."""
     order = list(routes)
     for earlier, before, at in zip(order, order[1:], order[2:], strict=False):
         if earlier.stack != at.stack:

@@ -1,4 +1,4 @@
-"""Bits for each expert: what a sweep found becomes a family of plans, and one of them is chosen. Pure."""
+"""Bits for each expert: sensitivities become a family of plans, and one of them is chosen. Pure."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ ALLOCATORS: Mapping[str, Callable[[Problem], Frontier]] = {"greedy": greedy, "kn
 
 
 def plan_within(problem: Problem, allocator: str, budget_bytes: int) -> Plan:
-    """The plan with the least predicted cost that `allocator` makes in `budget_bytes`. Raises TargetMissed."""
+    """Returns the plan with the least predicted cost that `allocator` makes in `budget_bytes`. Raises TargetMissed."""
     if allocator == "knapsack":
         plan = fill(problem, budget_bytes)
     else:

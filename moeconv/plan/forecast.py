@@ -1,4 +1,4 @@
-"""Packs that are not made yet: sizes, tokens a second, and what converting takes."""
+"""Packs that are not made yet: sizes, tokens a second, and the effort of converting."""
 
 from __future__ import annotations
 
@@ -29,9 +29,8 @@ from moert.pack.layout import DTYPE_BYTES
 from moert.pack.manifest import Dense, Quantization, dense_width, stored_tensors
 from moert.pack.model_spec import ModelSpec
 
-# How often experts are found in memory, by the reference model that a model is most like. Pure but for reading
-# hit_rates.json, which `python -m recipes.bench.hit_rates` makes of the traces of recipes/models, by moert's own
-# replay.
+# Hit rates of the reference model that a model is most like. Pure but for reading hit_rates.json, which
+# `python -m recipes.bench.hit_rates` makes from the traces of recipes/models, by moert's own replay.
 
 HIT_RATES = "hit_rates.json"
 Kind = Literal["encoder-decoder", "decoder"]
@@ -39,9 +38,9 @@ Kind = Literal["encoder-decoder", "decoder"]
 
 @dataclass(frozen=True)
 class Reference:
-    """A model whose routing was recorded. `rates`: (share of the experts' bytes that has room, hit rate under the
-    eviction that `auto` takes there), by rising share; none where a token takes all experts of a layer, of which those
-    are found that have room."""
+    """A model with recorded routing. `rates`: (share of the experts' bytes that has room, hit rate under the
+    eviction that `auto` takes there), by rising share; empty where a token takes all experts of a layer: then the hit
+    rate is the share that has room."""
 
     name: str
     kind: Kind
@@ -56,7 +55,8 @@ class Reference:
         return cls(values["name"], values["kind"], values["experts"], values["top_k"], values["layers"], rates)
 
     def hit_rate(self, share: float) -> float:
-        """Between the measured shares as on a straight line; none where nothing has room, 1 where all has."""
+        """Returns the hit rate at a share of room: linear between the measured shares, 0 without room, 1 with room for
+        all experts."""
         points = [(0.0, 0.0), *self.rates, (1.0, 1.0)]
         if share >= 1:
             return 1.0
@@ -67,7 +67,7 @@ class Reference:
 
 @cache
 def references() -> tuple[Reference, ...]:
-    """All that were recorded."""
+    """Returns all models with recorded routing."""
     text = (files("moeconv.plan") / HIT_RATES).read_text(encoding="utf-8")
     return tuple(map(Reference.from_json, json.loads(text)["models"]))
 
@@ -77,8 +77,8 @@ def kind_of(spec: ModelSpec) -> Kind:
 
 
 def nearest(spec: ModelSpec, known: Sequence[Reference]) -> Reference:
-    """Of the same kind where there is one; then the most like in experts of a layer and experts of a token, by the
-    ratios of these numbers. One that chooses nothing is like itself alone."""
+    """Returns the reference most like a model: of the same kind where there is one, then by the ratios of their experts
+    in a layer and experts for a token. A model with routers that choose nothing gets a reference of its own."""
     if not spec.moe.chooses:
         return Reference(spec.family, kind_of(spec), spec.moe.n, spec.moe.router.top_k, len(spec.experts), ())
 
@@ -90,51 +90,52 @@ def nearest(spec: ModelSpec, known: Sequence[Reference]) -> Reference:
     return min(known, key=distance)
 
 
-# Tokens a second that a pack is expected to write, before there is one. Pure.
-# A token passes each layer in turn, and a layer ends when what is computed and what is read for it have ended. Of a
-# layer's `top_k` experts each is missing with probability 1 - hit rate. With m of them missing, all that can be
-# computed meanwhile is, but for the last one that arrives:
+# Expected tokens a second of a pack that is not made yet. Pure.
+# A token passes each layer in turn, and a layer ends when its computing and its reading have ended. Of a layer's
+# `top_k` experts each is missing with probability 1 - hit rate. With m of them missing, all experts but the last one
+# that arrives are computed meanwhile:
 # layer(m) = max(compute, read(m) + compute / top_k), layer(0) = compute read(m) = miss + max((m - 1) × miss, m ×
 # bytes / min(drive, m × drive with one read at a time)) token = outside + layers × Σ_m P(m) layer(m), m of
 # Binomial(top_k, 1 - hit rate)
-# `miss` is what an expert costs beside its bytes (asking for it, waking up, checking it): of several, all but the
-# first one's hide behind what the drive is busy with, or the other way round where experts are small. `outside` is
-# everything but the experts, and what the runtime spends on each layer whatever its size. Nothing is reckoned for
-# what moert reads a layer ahead, which is little where the drive is what a token waits for.
+# `miss` is an expert's time beside its bytes (asking for it, waking up, checking it): of several misses, all but the
+# first hide behind the drive's reading, or the other way round where experts are small. `outside` is the time of
+# everything but the experts, with the runtime's own time for each layer whatever its size. Reading ahead is not
+# reckoned: it gains little where a token waits for the drive.
 
 KERNEL_BITS = (2, 3, 4, 8, 16)
 
 
 @dataclass(frozen=True)
 class Drive:
-    """Bytes a second, with as many reads at once as it likes and with one at a time."""
+    """The speed of a drive: bytes a second with many reads at once, and with one at a time."""
 
     bytes_per_s: float
     alone_bytes_per_s: float
 
     def read_s(self, nbytes: float, count: int) -> float:
-        """For so many pieces of so many bytes, asked for at once."""
+        """Returns the seconds of reading `count` pieces of `nbytes` each at once."""
         return count * nbytes / min(self.bytes_per_s, count * self.alone_bytes_per_s)
 
 
 @dataclass(frozen=True)
 class Processor:
-    """`kernel_bytes_per_s`: weights that are multiplied with one token, by width. `layer_s`: what each layer of the
-    decoder takes beside its weights. `miss_s`: what an expert that is missing costs beside reading its bytes."""
+    """The speed of a processor. `kernel_bytes_per_s`: bytes of weights multiplied with one token, by width. `layer_s`:
+    the time of each layer of the decoder beside its weights. `miss_s`: the time of a missing expert beside reading its
+    bytes."""
 
     kernel_bytes_per_s: Mapping[int, float]
     layer_s: float
     miss_s: float
 
     def compute_s(self, nbytes: Mapping[int, float]) -> float:
-        """Width → bytes of weights."""
+        """Returns the seconds of multiplying weights with a token; `nbytes`: width → bytes of weights."""
         return sum(count / self.kernel_bytes_per_s[bits] for bits, count in nbytes.items())
 
 
 @dataclass(frozen=True)
 class Work:
-    """What one token takes of the decoder. Bytes by width: `outside` of all that is not experts, `experts` of the mean
-    expert, whose file has `file_bytes`."""
+    """The work of one token in the decoder. Bytes by width: `outside` of all weights that are not experts, `experts` of
+    the mean expert, `file_bytes` of its file."""
 
     layers: int
     expert_layers: int
@@ -145,7 +146,7 @@ class Work:
 
 
 def token_s(work: Work, processor: Processor, drive: Drive, hit_rate: float) -> float:
-    """Seconds, see above. hit_rate: of the experts that a token asks for, those in memory."""
+    """Returns the seconds of one token, see above. `hit_rate`: the share of demanded experts that are in memory."""
     compute_s = work.top_k * processor.compute_s(work.experts)
     outside_s = processor.compute_s(work.outside) + work.layers * processor.layer_s
 
@@ -163,18 +164,18 @@ def token_s(work: Work, processor: Processor, drive: Drive, hit_rate: float) -> 
     return outside_s + work.expert_layers * expected_s
 
 
-# The machine that is stated where none is asked: what docs/models.md reckons with, and on any machine what a layer
-# and a missing expert cost, which no short measurement shows. Pure but for reading machine.json.
+# The stated machine, which docs/models.md reckons with. Its times of a layer and of a missing expert are used on any
+# machine, since no short measurement shows them. Pure but for reading machine.json.
 
 MACHINE = "machine.json"
 SOURCE = "python -m recipes.bench.outlook_machine"
 DEFAULT_DRIVE = 500e6
-"""Bytes a second where nothing is known of a drive: a SATA SSD."""
+"""Bytes a second of an unknown drive: a SATA SSD."""
 
 
 @dataclass(frozen=True)
 class Machine:
-    """`name`: processor, cores and instruction set."""
+    """A machine that runs packs. `name`: processor, cores and instruction set."""
 
     name: str
     processor: Processor
@@ -182,7 +183,7 @@ class Machine:
 
     @classmethod
     def from_json(cls, values: dict[str, Any]) -> Machine:
-        """Of what machine.json has."""
+        """Returns the machine that machine.json describes."""
         of = values["processor"]
         speeds = {int(bits): float(speed) for bits, speed in of["kernel_bytes_per_s"].items()}
         return cls(values["name"], Processor(speeds, of["layer_s"], of["miss_s"]), Host(**values["host"]))
@@ -190,23 +191,23 @@ class Machine:
 
 @cache
 def stated() -> Machine:
-    """The one in machine.json."""
+    """Returns the machine of machine.json."""
     return Machine.from_json(json.loads((files("moeconv.plan") / MACHINE).read_text(encoding="utf-8")))
 
 
 def processor_of(facts: dict[str, Any]) -> Processor | None:
-    """Of what `moert info --system --json` says, with the stated costs of layers and misses; None where it has measured
-    no kernels."""
+    """Returns the processor by the output of `moert info --system --json`, with the stated times of layers and misses;
+    None where that has measured no kernels."""
     measured = facts["kernel_bytes_per_s"]
     if measured is None:
         return None
     return replace(stated().processor, kernel_bytes_per_s={int(bits): speed for bits, speed in measured.items()})
 
 
-# What converting takes: time, disk and memory, before anything is read. Pure.
+# The effort of converting in time, disk and memory, before anything is read. Pure.
 # Without text the source is read once, each weight is quantised once, and the pack is written:
 # time = max(source / drive, weights / quantising) + pack / drive
-# With text, in passes of the model over what plans are judged on:
+# With text, in passes of the model over the text that plans are judged on:
 # pass = 2 × active parameters × tokens / arithmetic sweep = experts × widths × share × 2 × active parameters ×
 # tokens of the sweep / arithmetic or, by gradients: there and back for each draw, and each layer at each width
 # through those behind it time = passes × max(pass, reading) + sweep + codings × weights / quantising + (source +
@@ -216,8 +217,8 @@ def processor_of(facts: dict[str, Any]) -> Processor | None:
 
 @dataclass(frozen=True)
 class Rules:
-    """How often a conversion at --loss 5% does what. Counted on 2026-11-24 in one of recipes/models/wiki with its
-    recipe (recipes/wiki.toml), which is what a person gets who gives a text and a loss."""
+    """The passes, codings and tokens of a conversion at --loss 5%. Counted on 2026-11-24 in one of recipes/models/wiki
+    with its recipe (recipes/wiki.toml), a usual conversion by a text and a loss."""
 
     judged_tokens: int = 96 * 256  # windows that plans are judged on, and as many are held out
     sweep_tokens: int = 4 * 256
@@ -239,9 +240,9 @@ RULES = Rules()
 
 @dataclass(frozen=True)
 class Tools:
-    """How fast this machine is. `weights_per_s` by quantizer (moeconv.conversion.host measures it), `flops_per_s` of
-    a model's forward pass in 32 bits, `drive_bytes_per_s` for large reads and writes, `memory_bytes` for the
-    process."""
+    """The speed and memory of this machine. `weights_per_s` by quantizer (moeconv.conversion.host measures it),
+    `flops_per_s` of a model's forward pass in 32 bits, `drive_bytes_per_s` for large reads and writes, `memory_bytes`
+    for the process."""
 
     weights_per_s: Mapping[str, float]
     flops_per_s: float
@@ -251,7 +252,7 @@ class Tools:
 
 @dataclass(frozen=True)
 class Subject:
-    """The model that is converted: its shape, `source_bytes` of its checkpoint, and `pack_bytes` of what it becomes."""
+    """The model that is converted: its shape, `source_bytes` of its checkpoint, and `pack_bytes` of its pack."""
 
     spec: ModelSpec
     parameters: Parameters
@@ -265,8 +266,9 @@ class Subject:
 
 @dataclass(frozen=True)
 class Effort:
-    """`disk_bytes`: that must be free, the source not counted. `read_bytes`: of the source in all. `sweep_s`: of the
-    `seconds`, those of the sweep. `memory_bytes`: of the model, where it stays in memory; 0 where it passes through."""
+    """The effort of a conversion. `disk_bytes` must be free, the source not counted. `read_bytes`: all reads of the
+    source. `sweep_s`: the sweep's part of the `seconds`. `memory_bytes`: of the model, whether or not it stays in
+    memory; 0 without text."""
 
     quantizer: str
     seconds: float
@@ -277,7 +279,7 @@ class Effort:
 
 
 def without_text(subject: Subject, tools: Tools, quantizer: str = "group") -> Effort:
-    """One width for all, or a size, with nothing measured."""
+    """Returns the effort of a conversion to one width or a size, with nothing measured."""
     coding_s = subject.expert_weights / tools.weights_per_s[quantizer]
     seconds = max(subject.source_bytes / tools.drive_bytes_per_s, coding_s)
     seconds += subject.pack_bytes / tools.drive_bytes_per_s
@@ -285,8 +287,8 @@ def without_text(subject: Subject, tools: Tools, quantizer: str = "group") -> Ef
 
 
 def with_text(subject: Subject, tools: Tools, quantizer: str = "gptq") -> Effort:
-    """For a loss: with the exact sweep of one width at a time, or by gradients where there are many experts or the
-    model does not fit the memory."""
+    """Returns the effort of a conversion for a loss: with the exact sweep, or with gradients where there are many
+    experts or the model does not fit the memory."""
     token_s = 2 * subject.parameters.active / tools.flops_per_s
     memory = RULES.float32_bytes * subject.parameters.total
     reads = 1 if memory <= tools.memory_bytes else RULES.passes
@@ -312,22 +314,23 @@ def with_text(subject: Subject, tools: Tools, quantizer: str = "gptq") -> Effort
 
 
 def moments_bytes(spec: ModelSpec, quantizer: str) -> int:
-    """On the drive, of what the quantizer wants to know of each expert's inputs: products of them, or their squares."""
+    """Returns the bytes on the drive of the moments that the quantizer needs of each expert's inputs: their products,
+    or their squares."""
     power = {"gptq": 2, "group": 1}.get(quantizer, 0)
     sides = spec.expert_width**power + spec.moe.ffn.d_ff**power if power else 0
     return 4 * len(spec.expert_keys()) * sides
 
 
-# What a pack would be that is not made yet: its size, the memory that it wants, and how fast it would write. Pure.
+# Forecasts of a pack that is not made yet: its size, its memory, and its tokens a second. Pure.
 
 BITS_PER_WEIGHT = (2.6, 4.3)
-"""Of mixtures: what conversions at a loss of 5% gave, and what others call four bits."""
+"""Bits of mixtures: those of conversions at a loss of 5%, and those that other programs call four bits."""
 _ONCE = (".cross.k.", ".cross.v.")  # read once a request, not once a token
 
 
 @dataclass(frozen=True)
 class Prospect:
-    """One way to convert, with what a token of the decoder then takes."""
+    """One way to convert, with the work of a token of the decoder."""
 
     mixture: Mixture
     dense_bits: int
@@ -337,9 +340,9 @@ class Prospect:
 
 @dataclass(frozen=True)
 class Forecast:
-    """A prospect in so much memory. `bits` is the width of all experts, None for a mixture. `room_share`: of the
-    experts' bytes what stays in memory, 1 where all does; None where moert would not start, as are the figures that
-    follow from it. `read_bytes`: of a token, on the mean."""
+    """A prospect in an amount of memory. `bits` is the width of all experts, None for a mixture. `room_share`: the
+    share of the experts' bytes that stays in memory; None where moert would not start, like the figures that follow
+    from it. `read_bytes`: the mean for a token."""
 
     bits: int | None
     bits_per_weight: float
@@ -354,7 +357,8 @@ class Forecast:
 
 
 def ways(spec: ModelSpec, storage: Storage) -> list[Mixture]:
-    """All experts at each width, and the mixtures of BITS_PER_WEIGHT that there can be, by rising bits."""
+    """Returns the mixtures of all experts at each width and those of BITS_PER_WEIGHT that are possible, by rising
+    bits."""
     widths = MXFP4_WIDTHS if storage.mxfp4 else WIDTHS
     mixed = (mixture(spec, storage, widths, bits) for bits in BITS_PER_WEIGHT)
     found = [*(uniform(spec, storage, bits) for bits in widths), *(each for each in mixed if each is not None)]
@@ -364,7 +368,8 @@ def ways(spec: ModelSpec, storage: Storage) -> list[Mixture]:
 def prospect(
     spec: ModelSpec, storage: Storage, mixed: Mixture, dense: Dense | None, computed: Collection[str], host: Host
 ) -> Prospect:  # fmt: skip
-    """Experts as `mixed` says, all other matrices as `dense` does, None: in the source's 16 bits."""
+    """Returns the prospect of experts at the widths of `mixed` and all other matrices at those of `dense` (None: in the
+    source's 16 bits)."""
     quantization, names = quantization_of(storage, dense), spec.moe.ffn.projections
     widths = {bits: dict.fromkeys(names, bits) for bits in (mixed.low, mixed.high)}
     fit = Fit.of(spec, quantization, lambda key: widths[mixed.width(key)], computed, host)
@@ -374,7 +379,8 @@ def prospect(
 def forecast(
     what: Prospect, like: Reference, processor: Processor | None, drive: Drive, memory_bytes: int
 ) -> Forecast:  # fmt: skip
-    """`like`: the model whose hit rates are taken. Without a `processor`, of which nothing is known, no speed."""
+    """Returns the forecast for a prospect. `like`: the model that the hit rates are taken from. Without a `processor`
+    the forecast has no speed."""
     mixed, fit = what.mixture, what.fit
     try:
         share = min(1.0, fit.room_share(memory_bytes))
@@ -400,7 +406,7 @@ def forecast(
 def forecasts(
     prospects: Sequence[Prospect], like: Reference, processor: Processor | None, drive: Drive, memory_bytes: int
 ) -> list[Forecast]:  # fmt: skip
-    """See forecast."""
+    """Returns the forecasts for prospects; see forecast."""
     return [forecast(each, like, processor, drive, memory_bytes) for each in prospects]
 
 
@@ -420,8 +426,9 @@ def _work(spec: ModelSpec, storage: Storage, mixed: Mixture, quantization: Quant
 
 
 def outside_bytes(spec: ModelSpec, quantization: Quantization) -> Mapping[int, float]:
-    """Width → bytes of what each token of the decoder is multiplied with beside experts: not of an encoder, nor of an
-    embedding of its own, of which a token reads a row. What is not quantised counts as 16 bits."""
+    """Returns, by width, the bytes of the weights beside experts that each token of the decoder is multiplied with:
+    without an encoder, and without an embedding of its own, of which a token reads a row. Weights that are not
+    quantised count as 16 bits."""
     found: dict[int, float] = {}
     for name, parts in stored_tensors(spec, quantization).items():
         once = any(part in name for part in _ONCE)

@@ -13,17 +13,18 @@ from moeconv.plan.problem import Frontier, Option, Plan, Problem
 
 
 def uniform(problem: Problem) -> Frontier:
-    """One plan for each width. A unit that lacks the width has the next wider one."""
+    """Returns one plan for each width. A unit that lacks the width has the next wider one."""
     levels = _levels(problem)
     units = range(len(problem.units))
     return Frontier(problem, levels[0], [[(unit, level[unit]) for unit in units] for level in levels[1:]])
 
 
 def greedy(problem: Problem) -> Frontier:
-    """All at the narrowest width; the most important rise to the next until all are there; and so on.
+    """Returns a chain of plans: all units at the narrowest width, then the most important ones rise to the next width
+    until all have it, and so on.
 
-    Important is what costs much at the narrowest width. Between two widths, the plan with K units still at the lower
-    one has there the K least important: the search of the paper, bracket and all, is a search on this chain.
+    A unit is important if it costs much at the narrowest width. In a plan between two widths, the K units at the lower
+    one are the K least important: the paper's search is a search on this chain.
     """
     levels = _levels(problem)
     importance = [options[0].cost for options in problem.units.values()]
@@ -35,7 +36,7 @@ def greedy(problem: Problem) -> Frontier:
 
 
 def _levels(problem: Problem) -> list[list[int]]:
-    """[widths][units]: the option of each unit when all are at one width."""
+    """Returns the option of each unit when all are at one width [widths][units]."""
     widths = sorted({option.bits for options in problem.units.values() for option in options})
     return [[_at(options, bits) for options in problem.units.values()] for bits in widths]
 
@@ -45,7 +46,7 @@ def _at(options: tuple[Option, ...], bits: int) -> int:
     return next(enough, len(options) - 1)
 
 
-# A multiple-choice knapsack: one option for each unit, the least cost in so many bytes.
+# A multiple-choice knapsack: one option for each unit, the least cost in a number of bytes.
 # `hulls` solves the Lagrangian relaxation for all prices of a byte at once; its plans are optimal for their own
 # size. `fill` closes the gap that such a plan leaves below a given size, by dynamic programming over the units that
 # can matter (after Pisinger, "A minimal algorithm for the multiple-choice knapsack problem", 1995).
@@ -55,11 +56,10 @@ CORE = 1000
 
 
 def hulls(problem: Problem) -> Frontier:
-    """From all units at their smallest to all at their largest, by falling gain for each byte.
+    """Returns the plans from all units at their smallest to all at their largest, by falling gain for each byte.
 
-    Each unit climbs the lower convex hull of its options, so its gains fall as well and the order is one of nested
-    plans. Moves without any gain come last, narrow widths first: they are there for a search that finds every
-    predicted optimum wanting.
+    Each unit climbs the lower convex hull of its options, so that its gains fall too and the plans are nested. Moves
+    without any gain come last, narrow widths first: a search needs them if every predicted optimum fails.
     """
     start, moves = [], []
     for unit, options in enumerate(problem.units.values()):
@@ -71,7 +71,7 @@ def hulls(problem: Problem) -> Frontier:
 
 
 def fill(problem: Problem, budget_bytes: int, states: int = STATES, core: int = CORE) -> Plan | None:
-    """The least predicted cost in `budget_bytes`; None when even the smallest plan is larger.
+    """Returns the plan with the least predicted cost in `budget_bytes`; None when even the smallest plan is larger.
 
     Exact while at most `core` units and `states` partial sums are in play; beyond that the least promising units
     stay as the relaxation has them, and sums of nearly the same size are merged (each keeps its own exact size, so
@@ -99,7 +99,7 @@ def _gain(before: Option, after: Option) -> float:
 
 
 def _hull(options: tuple[Option, ...]) -> list[int]:
-    """Places of the options on the lower convex hull of cost over bytes; those on a straight line stay."""
+    """Returns places of the options on the lower convex hull of cost over bytes; those on a straight line stay."""
     hull: list[int] = []
     for place, option in enumerate(options):
         while hull and options[hull[-1]].nbytes == option.nbytes:
@@ -111,7 +111,7 @@ def _hull(options: tuple[Option, ...]) -> list[int]:
 
 
 def _complete(problem: Problem, frontier: Frontier, base: int, left: int) -> list[int]:
-    """Plan `base` with whatever later moves still fit, the best first."""
+    """Returns the choices of plan `base` with all later moves that still fit, the best first."""
     units = list(problem.units.values())
     choices = frontier.choices(base)
     for unit, choice in frontier.moves_after(base):
@@ -125,9 +125,9 @@ def _complete(problem: Problem, frontier: Frontier, base: int, left: int) -> lis
 class _Exchange:
     """Other options for some units of a plan that is optimal at `price`, within `left` more bytes.
 
-    At that price an option's regret is what it adds to cost + price × bytes: never negative, since the plan has the
-    least. A plan that uses all bytes and has regret r in sum gains price × left - r. So only options with less regret
-    than the best known plan has are worth a look; that leaves few units.
+    At that price an option's regret is the rise of cost + price × bytes: never negative, since the plan has the least
+    sum. A plan that uses all bytes and has the total regret r gains price × left - r. So only options with less regret
+    than the best known plan can help, which leaves few units.
     """
 
     def __init__(self, problem: Problem, choices: list[int], price: float, left: int, core: int) -> None:
@@ -135,7 +135,8 @@ class _Exchange:
         self.units = list(problem.units.values())
 
     def best(self, gained: float, states: int) -> list[int] | None:
-        """Choices of units that cost less than the plan + `gained` (negative: a better one is known); or None."""
+        """Returns choices of units that cost less than the plan + `gained` (negative: a better one is known); or
+        None."""
         bound = gained + self.price * self.left
         active = self._active(bound)
         room = self._room(active)
@@ -159,7 +160,8 @@ class _Exchange:
         return None if found is None else self._trace(active, layers, *found)
 
     def _active(self, bound: float) -> list[tuple[int, list[tuple[int, int, float]]]]:
-        """Units with other options (place, bytes, cost beside the plan's) of less regret than `bound`, least first."""
+        """Returns units with other options (place, bytes, cost beside the plan's) of less regret than `bound`, least
+        first."""
         found = []
         for unit, options in enumerate(self.units):
             now = options[self.choices[unit]]
@@ -171,7 +173,8 @@ class _Exchange:
         return [(unit, others) for _, unit, others in sorted(found)[: self.core]]
 
     def _room(self, active: list[tuple[int, list[tuple[int, int, float]]]]) -> list[int]:
-        """[active]: the bytes that a sum may have after each unit, so that the later ones can still bring it home."""
+        """Returns the most bytes that a sum may have after each unit [active], so that later units can still bring it
+        into the budget."""
         saved = [min(0, *(nbytes for _, nbytes, _ in others)) for _, others in active]
         return [self.left - sum(saved[depth + 1 :]) for depth in range(len(active))]
 
@@ -191,7 +194,8 @@ class _Exchange:
 
 
 def _undominated(sizes: npt.NDArray[np.int64], costs: npt.NDArray[np.float64], most: int) -> npt.NDArray[np.int64]:
-    """Places by rising size of the sums that no smaller one beats; at most about `most` of them."""
+    """Returns the places, by rising size, of the sums that no smaller sum beats in cost; at most about `most` of
+    them."""
     order = np.lexsort((costs, sizes))
     if not len(order):
         return order

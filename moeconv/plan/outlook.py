@@ -1,4 +1,4 @@
-"""What a pack would take at each width, on the drive and in memory."""
+"""The bytes that a pack would take at each width, on the drive and in memory."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ from moert.pack.manifest import Dense, Quantization, stored_tensors
 from moert.pack.model_spec import ExpertKey, LayerKey, ModelSpec
 from moert.pack.tensors import vocabulary_takes
 
-# What a pack of a model would take, on the drive and in memory, at each width of its experts. Pure.
-# How much memory moert asks for is moert's own arithmetic: the two modules that its engine asks, too.
+# Bytes of a pack, on the drive and in memory, at each width of its experts. Pure.
+# The memory is reckoned by moert's own two modules, which its engine uses too.
 
 WIDTHS = (2, 3, 4, 8)
 MXFP4_WIDTHS = (2, 3, 4, 16)  # where 16 stands for the four bits and a quarter of the source
@@ -27,8 +27,8 @@ _HEADER_BYTES = 8  # before the JSON of a safetensors file, which is filled up t
 
 @dataclass(frozen=True)
 class Host:
-    """Where a pack would run: what moert holds there before it opens one, what its threads take, and whether it
-    computes with weights in float32 (it does without its native kernels)."""
+    """A machine that would run a pack: the bytes that moert holds there before it opens a pack, the bytes of its
+    threads, and whether it computes with weights in float32 (it does without its native kernels)."""
 
     held_bytes: int
     thread_bytes: int
@@ -39,9 +39,9 @@ class Host:
 class Outlook:
     """One way to convert: experts at `bits`, all other matrices at `dense_bits`, in bytes.
 
-    `expert_bytes`: of one expert's file. `token_bytes`: what a token reads at most, if none of its experts is in
+    `expert_bytes`: of one expert's file. `token_bytes`: the most that a token reads, if none of its experts is in
     memory. `smallest_memory`: the least --memory that moert takes for a prompt of PROMPT_TOKENS and NEW_TOKENS more;
-    `whole_memory`: what all experts stay in memory with.
+    `whole_memory`: the least --memory with which all experts stay in memory.
     """
 
     bits: int
@@ -56,14 +56,14 @@ class Outlook:
 
 @dataclass(frozen=True)
 class Parameters:
-    """Weights and biases, in all and those that one token meets."""
+    """The numbers of weights and biases: of the whole model, and of the parts that one token goes through."""
 
     total: int
     active: int
 
 
 def parameters(spec: ModelSpec, computed: Collection[str] = ()) -> Parameters:
-    """`computed`: tensors of the pack that no checkpoint has."""
+    """Returns the numbers of weights and biases of a model; `computed`: tensors of the pack that no checkpoint has."""
     beside = sum(math.prod(tensor.shape) for name, tensor in spec.tensors.items() if name not in computed)
     ffn = spec.moe.ffn
     biases = sum(spec.projection_shape(name)[0] for name in ffn.projections) if ffn.bias else 0
@@ -74,15 +74,15 @@ def parameters(spec: ModelSpec, computed: Collection[str] = ()) -> Parameters:
 def outlooks(
     spec: ModelSpec, storage: Storage, denses: Sequence[Dense | None], computed: Collection[str], host: Host
 ) -> list[Outlook]:
-    """One for each way to store what lies outside the experts, and each width."""
+    """Returns an outlook for each way to store the matrices outside the experts, and each width."""
     widths = MXFP4_WIDTHS if storage.mxfp4 else WIDTHS
     return [_outlook(spec, storage, bits, dense, computed, host) for dense in denses for bits in widths]
 
 
 @dataclass(frozen=True)
 class Fit:
-    """One pack in memory: what it needs, what the process holds without it, and what a request takes.
-    `backbone_bytes`: of the file of everything outside the experts."""
+    """One pack in memory: its budget, and the bytes that the process holds without it and that a request takes.
+    `backbone_bytes`: of the backbone's file."""
 
     backbone_bytes: int
     budget: Budget
@@ -94,7 +94,8 @@ class Fit:
         cls, spec: ModelSpec, quantization: Quantization, widths: Callable[[ExpertKey], Mapping[str, int]],
         computed: Collection[str], host: Host,
     ) -> Fit:  # fmt: skip
-        """Of each expert at its `widths`, beside a prompt of PROMPT_TOKENS and NEW_TOKENS more."""
+        """Returns the fit of a pack with experts at their `widths`, beside a prompt of PROMPT_TOKENS and NEW_TOKENS
+        more."""
         backbone, files = backbone_bytes(spec, quantization, computed), expert_files(spec, quantization, widths)
         budget = Budget.sized(spec, backbone, files, host.widened, host.thread_bytes)
         budget = replace(budget, tokenizer=vocabulary_takes(spec.vocab_size))
@@ -112,14 +113,14 @@ class Fit:
 
     @property
     def whole_memory(self) -> int:
-        """What all experts stay in memory with."""
+        """The least --memory with which all experts stay in memory."""
         others = self.budget.expert_bytes - self.budget.layer_bytes
         experts = math.ceil(others / self.budget.filled)
         return self.budget.smallest_memory(self.held_bytes, self.request_bytes + experts)
 
     def room_share(self, memory_bytes: int) -> float:
-        """Of the experts' bytes what stays in memory, at least what a layer demands. Raises ValueError where moert
-        could not run, with the least that it can run in."""
+        """Returns the share of the experts' bytes that stays in memory: at least the experts that a layer demands.
+        Raises ValueError where moert could not run, with the least memory that it can run in."""
         if not self.budget.fits(memory_bytes, self.held_bytes, self.request_bytes):
             raise ValueError(f"{self.smallest_memory // 10**6}MB")
         coming = self.budget.loaded_bytes + FIRST_BYTES + self.request_bytes
@@ -130,7 +131,8 @@ def room_share(
     spec: ModelSpec, quantization: Quantization, widths: Callable[[ExpertKey], Mapping[str, int]],
     computed: Collection[str], host: Host, memory_bytes: int,
 ) -> float:  # fmt: skip
-    """Of all experts, each with its `widths`, what stays in memory where moert gets so much of it: see Fit."""
+    """Returns the share of all experts, each with its `widths`, that stays in memory where moert gets `memory_bytes`:
+    see Fit."""
     return Fit.of(spec, quantization, widths, computed, host).room_share(memory_bytes)
 
 
@@ -153,7 +155,7 @@ def _outlook(
 
 
 def quantization_of(storage: Storage, dense: Dense | None) -> Quantization:
-    """As a conversion would say it in the manifest, for a source in bfloat16."""
+    """Returns the quantization that a conversion would write into the manifest, for a source in bfloat16."""
     return Quantization("", storage.group_size, "BF16", 0, dense, storage.mxfp4, storage.neurons)
 
 
@@ -164,7 +166,7 @@ def dense_bits_of(dense: Dense | None) -> int:
 def expert_files(
     spec: ModelSpec, quantization: Quantization, widths: Callable[[ExpertKey], Mapping[str, int]]
 ) -> dict[LayerKey, list[int]]:
-    """Bytes of each expert's file: of the same widths they differ at most by the length of its name."""
+    """Returns the bytes of each expert's file: at the same widths they differ at most by the length of its name."""
     page, known = choose_page_bytes(spec), dict[tuple[int, ...], int]()
     files: dict[LayerKey, list[int]] = {}
     for key in spec.expert_keys():
@@ -178,7 +180,7 @@ def expert_files(
 
 
 def backbone_bytes(spec: ModelSpec, quantization: Quantization, computed: Collection[str] = ()) -> int:
-    """Of the file of everything outside the experts, where the source has it in 16 bits; what is `computed` has 32."""
+    """Returns the bytes of the backbone's file, for a source in 16 bits; tensors that are `computed` have 32."""
     header: dict[str, object] = {}
     end = 0
     for name, parts in stored_tensors(spec, quantization).items():
@@ -190,8 +192,7 @@ def backbone_bytes(spec: ModelSpec, quantization: Quantization, computed: Collec
     return end + _HEADER_BYTES + -(-text // _HEADER_BYTES) * _HEADER_BYTES
 
 
-# Widths for all experts before anything is measured: one for all, or two whose mean is as many bits as are asked
-# for. Pure.
+# Widths for all experts before anything is measured: one for all, or two with the wanted mean of bits. Pure.
 
 
 @dataclass(frozen=True)
@@ -208,31 +209,31 @@ class Mixture:
     per_layer: int
 
     def width(self, key: ExpertKey) -> int:
-        """Of one expert: which of them get the higher one is of no account here, only how many."""
+        """Returns the width of one expert: only the number of experts with the higher one matters, not which."""
         place = key.layer * self.per_layer + key.expert
         return self.high if int((place + 1) * self.share) > int(place * self.share) else self.low
 
     def parts(self) -> Mapping[int, float]:
-        """Width → share of the experts."""
+        """Returns the share of the experts with each width."""
         return {
             bits: part for bits, part in ((self.low, 1 - self.share), (self.high, self.share)) if part > 0
         }  # fmt: skip
 
 
 def effective_bits(spec: ModelSpec, storage: Storage, bits: int) -> float:
-    """Of a weight of an expert at this width, scales and minima counted."""
+    """Returns the bits of an expert's weight at this width, scales and minima counted."""
     nbytes = layout_bytes(spec, storage)
     return 8 * sum(nbytes(name, bits) for name in spec.moe.ffn.projections) / spec.weights_per_expert()
 
 
 def uniform(spec: ModelSpec, storage: Storage, bits: int) -> Mixture:
-    """All experts at one width."""
+    """Returns the mixture with all experts at one width."""
     return Mixture(bits, bits, 0.0, effective_bits(spec, storage, bits), spec.moe.n)
 
 
 def mixture(spec: ModelSpec, storage: Storage, widths: Sequence[int], bits_per_weight: float) -> Mixture | None:
-    """Of the two `widths` that are nearest below and above. None where all are wider or all are narrower: no pack has
-    so many bits."""
+    """Returns the mixture of the two `widths` nearest below and above. None where all are wider or all are narrower:
+    then no pack has this mean of bits."""
     found = sorted((effective_bits(spec, storage, bits), bits) for bits in widths)
     for (less, low), (more, high) in pairwise(found):
         if less <= bits_per_weight <= more:

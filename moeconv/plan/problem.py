@@ -1,4 +1,4 @@
-"""What each expert may become, and what that costs: costs made monotone, frontiers of plans."""
+"""The problem of allocation: options of each expert with monotone costs, and frontiers of plans."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from moert.pack.model_spec import ExpertKey, ModelSpec
 
 
 def falling(values: Sequence[float]) -> list[float]:
-    """The never-rising sequence with the least squared distance to `values` (pool adjacent violators)."""
+    """Returns the never-rising sequence with the least squared distance to `values` (pool adjacent violators)."""
     blocks: list[tuple[float, int]] = []  # mean, count
     for value in values:
         mean, count = value, 1
@@ -33,12 +33,12 @@ def falling(values: Sequence[float]) -> list[float]:
 
 
 def rising(values: Sequence[float]) -> list[float]:
-    """The never-falling sequence with the least squared distance to `values`."""
+    """Returns the never-falling sequence with the least squared distance to `values`."""
     return falling(list(values)[::-1])[::-1]
 
 
-# Costs with the noise taken out: what one unit seems to cost, told apart from what such units cost.
-# An optimiser that has several widths to choose from picks what noise made look cheap. In simulation a knapsack on
+# Costs with the noise taken out: the measured costs of one unit, drawn towards those of all units.
+# An optimiser that can choose from several widths picks those that noise made look cheap. In simulation a knapsack on
 # bare costs then ends behind the greedy chain as soon as the noise is a third of a usual unit's effect.
 
 Costs = npt.NDArray[np.float64]
@@ -48,13 +48,13 @@ OWN_SHAPE = 0.5
 
 
 def shrunk(costs: Costs) -> Costs:
-    """`costs` [units, widths], narrow widths first, all beside the same base → the same, shrunk.
+    """Returns `costs` [units, widths] shrunk; narrow widths come first, all costs are beside the same base.
 
     Each unit's costs are a scale times the profile of all units, plus a shape of its own. The profile (the mean of
     all units) is hardly noisy. The scale is fitted by least squares over the widths and replaced by its posterior
     mean, given that a true scale is never negative: scales below zero show how large the noise is. Of its own shape a
-    unit keeps what stands out from that noise (a Wiener filter). So large costs stay as they were measured, and no
-    unit is taken to cost nothing. Without negative scales nothing changes; rows that are not finite stay as they are.
+    unit keeps the part that stands out from that noise (a Wiener filter). So large costs stay as they were measured,
+    and no unit gets a cost of 0. Without negative scales nothing changes; rows that are not finite stay as they are.
     """
     sound = np.isfinite(costs).all(axis=1)
     if not sound.any():
@@ -77,17 +77,17 @@ def shrunk(costs: Costs) -> Costs:
 
 
 def _nonnegative_mean(measured: Costs, noise: float) -> Costs:
-    """E[x | x >= 0] for x ~ Normal(measured, noise²): the mean of a truncated normal distribution."""
+    """Returns E[x | x >= 0] for x ~ Normal(measured, noise²): the mean of a truncated normal distribution."""
     z = np.maximum(measured / noise, -30.0)
     below = np.array([0.5 * math.erfc(-one / math.sqrt(2)) for one in z])
     return np.asarray(noise * (z + np.exp(-(z**2) / 2) / math.sqrt(2 * math.pi) / below))
 
 
-# The question of allocation: which units there are, what each may become, and what that costs. Pure.
+# The problem of allocation: its units, and the options of each with their costs. Pure.
 
 
 class Unit(NamedTuple):
-    """What gets a width of its own: these projections (by their place in `spec.moe.ffn.projections`) of one expert."""
+    """Projections of one expert that share a width of their own, by their places in `spec.moe.ffn.projections`."""
 
     key: ExpertKey
     projections: tuple[int, ...]
@@ -95,7 +95,7 @@ class Unit(NamedTuple):
 
 @dataclass(frozen=True)
 class Option:
-    """All projections of a unit at `bits`: the bytes of its tensors, and what it costs beside the sweep's base."""
+    """All projections of a unit at `bits`: the bytes of its tensors, and its cost above the sweep's base."""
 
     bits: int
     nbytes: int
@@ -104,7 +104,7 @@ class Option:
 
 @dataclass(frozen=True)
 class Plan:
-    """Widths for all experts. `cost` is predicted: the sum over units, as if effects added up."""
+    """Widths for all experts. `cost` is predicted: the sum over units, as if their effects added up."""
 
     assignment: Assignment
     nbytes: int
@@ -113,12 +113,12 @@ class Plan:
 
 @dataclass(frozen=True)
 class Problem:
-    """For each unit its options, as `options` makes them: by rising bytes, with costs that never rise."""
+    """The options of each unit, as `options` makes them: by rising bytes, with costs that never rise."""
 
     units: Mapping[Unit, tuple[Option, ...]]
 
     def plan(self, choices: Sequence[int]) -> Plan:
-        """`choices` [units] are places among each unit's options."""
+        """Returns the plan with these choices [units], places among each unit's options."""
         widths: dict[ExpertKey, dict[int, int]] = {}
         chosen = [options[choice] for options, choice in zip(self.units.values(), choices, strict=True)]
         for unit, option in zip(self.units, chosen, strict=True):
@@ -127,7 +127,7 @@ class Problem:
         return Plan(assignment, sum(option.nbytes for option in chosen), sum(option.cost for option in chosen))
 
     def priced(self, assignment: Assignment) -> Plan:
-        """Any assignment of all experts as a plan. Raises KeyError for a width that is no option."""
+        """Returns any assignment of all experts as a plan. Raises KeyError for a width that is no option."""
         choices = []
         for unit, found in self.units.items():
             bits = {assignment[unit.key][place] for place in unit.projections}
@@ -139,11 +139,11 @@ class Problem:
 
 
 def options(measured: Iterable[Option]) -> tuple[Option, ...]:
-    """By rising bytes, the costs smoothed so that more bytes never cost more.
+    """Returns options by rising bytes, with costs smoothed so that more bytes never cost more.
 
     Costs are measured and noisy: a narrow width may seem better than a wide one, and better than the base. Isotonic
-    regression pools such widths; where the narrow one is as good as the wide one, no allocator then pays for bytes.
-    Costs that are not finite belong to widths that break the model; those are left out.
+    regression pools these widths; where the narrow one is as good as the wide one, no allocator then pays for bytes.
+    Widths without a finite cost break the model and are left out.
     """
     ordered = sorted((one for one in measured if math.isfinite(one.cost)), key=lambda one: (one.nbytes, one.bits))
     smooth = falling([one.cost for one in ordered])
@@ -157,8 +157,8 @@ def problem(
     widths: Iterable[int],
     projection_bytes: Callable[[str, int], int],
 ) -> Problem:
-    """What `table` found, with the noise taken out of its costs (see shrinkage). Experts that hardly a token reached
-    cost no less than the middle one of their layer, so that none gets few bits by luck.
+    """Returns the problem that a sweep's `table` poses, with the noise taken out of its costs (see `shrunk`). An expert
+    that hardly a token reached costs no less than the median of its layer, so that none gets few bits by luck.
 
     Units are single projections where the table probed them one at a time, else whole experts.
     `projection_bytes(projection, bits)` are the bytes of one projection with its scales. Raises SettingsError for a
@@ -197,7 +197,8 @@ class Storage(NamedTuple):
 
 
 def layout_bytes(spec: ModelSpec, storage: Storage) -> Callable[[str, int], int]:
-    """(projection, bits) → bytes of that projection's tensors in an expert file, scales and minima counted."""
+    """Returns a function from (projection, bits) to the bytes of that projection's tensors in an expert file, scales
+    and minima counted."""
     key = spec.expert_keys()[0]
     sizes: dict[tuple[str, int], int] = {}
 
@@ -216,7 +217,7 @@ def layout_bytes(spec: ModelSpec, storage: Storage) -> Callable[[str, int], int]
 
 
 def _as_the_layer(costs: Costs, keys: Sequence[ExpertKey], barely_seen: Set[ExpertKey]) -> Costs:
-    """costs [experts, widths]"""
+    """Returns costs [experts, widths] of which those of barely seen experts are at least their layer's median."""
     found: Costs = costs.copy()
     seen = np.array([key not in barely_seen for key in keys])
     for at in {key.at for key in barely_seen}:
@@ -242,11 +243,11 @@ def _cost(table: SensitivityTable, probe: Probe, signal: str) -> float:
 # A chain of plans from the smallest to the largest, each a few wider units away from the one before.
 
 Move = tuple[int, int]
-"""The unit at this place takes the option at that place."""
+"""(place of a unit, place of the option that it takes)."""
 
 
 class Frontier:
-    """Plan i is the start with the first i steps made; a step is one move or several at once.
+    """A chain of plans: plan i is the start with the first i steps made; a step is one move or several at once.
 
     `sizes` [plans] are bytes and never fall, `costs` [plans] are predicted and never rise.
     """
@@ -278,7 +279,7 @@ class Frontier:
         return self.problem.plan(self.choices(index))
 
     def choices(self, index: int) -> list[int]:
-        """[units]: which of its options each unit has in plan `index`. Raises IndexError."""
+        """Returns the place of the option that each unit has in plan `index` [units]. Raises IndexError."""
         if not 0 <= index < len(self):
             raise IndexError(f"plan {index} of {len(self)}")
         at = list(self._start)
@@ -291,7 +292,7 @@ class Frontier:
         return [move for step in self._steps[index:] for move in step]
 
     def largest_within(self, nbytes: int) -> int | None:
-        """The last plan of at most `nbytes`; None when all are larger."""
+        """Returns the index of the last plan of at most `nbytes`; None when all are larger."""
         count = int(np.searchsorted(self.sizes, nbytes, side="right"))
         return count - 1 if count else None
 
@@ -300,11 +301,11 @@ class Frontier:
 
 
 class LossMap:
-    """Piecewise linear and never falling, through what was measured.
+    """The loss by predicted cost: piecewise linear and never falling, through measured points.
 
-    `points` are (cost, loss). `origin` is the least cost there is; unless something was measured there, the loss is
-    taken for 0. Past the last point it goes on as steeply as from the first to the last on average; until two points
-    are known, a unit of cost is taken for a unit of loss.
+    `points` are (cost, loss). `origin` is the least possible cost; without a point there, its loss is taken for 0. Past
+    the last point the loss goes on as steeply as from the first to the last on average; until two points are known, a
+    unit of cost is taken for a unit of loss.
     """
 
     def __init__(self, points: Iterable[tuple[float, float]], origin: float) -> None:
@@ -321,7 +322,7 @@ class LossMap:
         self._slope = float(rise / run) if run > 0 and rise > 0 else 1.0
 
     def __call__(self, costs: npt.ArrayLike) -> npt.NDArray[np.float64]:
-        """Losses at these costs, in the same shape."""
+        """Returns the losses at these costs, in the same shape."""
         at = np.asarray(costs, np.float64)
         beyond = np.maximum(at - self._costs[-1], 0) * self._slope
         return np.asarray(np.interp(at, self._costs, self._losses) + beyond)

@@ -17,14 +17,14 @@ from moeconv.plan.problem import Frontier, LossMap, Option, Plan, Problem, Stora
 from moert.pack.codec import WIDTHS
 from moert.pack.model_spec import ExpertKey, LayerKey, ModelSpec
 
-# One question to the allocators, and the bytes that its target comes to. Pure.
+# The problem of allocation for one model, and the bytes of its target. Pure.
 
 _CHANNELS = Storage()
 
 
 class Question:
-    """One problem of allocation, made from a sweep's table: `widths` are what experts may get, `signal` is what they
-    are ranked by."""
+    """One problem of allocation, made from a sweep's table: `widths` are those that experts may get, `signal` is the
+    cost that ranks them."""
 
     def __init__(
         self, spec: ModelSpec, table: SensitivityTable, storage: Storage, signal: str, widths: Sequence[int]
@@ -36,7 +36,7 @@ class Question:
         return ALLOCATORS[allocation](self.problem)
 
     def within(self, allocation: str, target: Target) -> Plan:
-        """The plan for a "size" or "bits" target. Raises TargetMissed."""
+        """Returns the plan for a "size" or "bits" target. Raises TargetMissed."""
         budget = budget_bytes(target, self.spec)
         assert budget is not None, "a loss is searched for"
         largest = sum(options[-1].nbytes for options in self.problem.units.values())
@@ -44,7 +44,7 @@ class Question:
 
 
 def budget_bytes(target: Target, spec: ModelSpec) -> int | None:
-    """What the tensors of all experts may take together; None for a loss target."""
+    """Returns the most bytes that the tensors of all experts may take together; None for a loss target."""
     if target.kind == "loss":
         return None
     return int(target.value if target.kind == "size" else target.value * weights_of(spec) / 8)
@@ -70,23 +70,23 @@ def check_budget(target: Target, spec: ModelSpec, narrowest: int, storage: Stora
 
 
 def weights_of(spec: ModelSpec) -> int:
-    """Number of weights in all experts."""
+    """Returns the number of weights in all experts."""
     return len(spec.expert_keys()) * spec.weights_per_expert()
 
 
 def uniform_bytes(spec: ModelSpec, bits: int, storage: Storage = _CHANNELS) -> int:
-    """Bytes of all experts at one width, scales counted; by default with one scale for each channel."""
+    """Returns the bytes of all experts at one width, scales counted; by default with one scale for each channel."""
     layout = layout_bytes(spec, storage)
     return len(spec.expert_keys()) * sum(layout(name, bits) for name in spec.moe.ffn.projections)
 
 
-# Finds the smallest plan of a frontier that holds when it is measured. Measuring is costly, and noisy.
+# The search for the smallest plan of a frontier with a measured loss that holds. Measuring is costly and noisy.
 
 
 @dataclass(frozen=True)
 class MeasuredPlan:
-    """A plan that was measured: its bytes, its predicted cost, the `loss` that came out, and `upper`, the bound of that
-    loss that the promise rests on (None without a promise)."""
+    """A measured plan: its bytes, its predicted cost, its measured `loss`, and `upper`, the confidence bound of that
+    loss (None without a promise)."""
 
     nbytes: int
     cost: float
@@ -99,13 +99,13 @@ class MeasuredPlan:
 
     @property
     def decisive(self) -> float:
-        """What must not pass the target: the bound, or without one the loss itself."""
+        """The figure that must not pass the target: the bound, or without one the loss itself."""
         return self.loss if self.upper is None else self.upper
 
 
 @dataclass(frozen=True)
 class Found:
-    """The chosen plan and its place on the frontier, with everything that was judged, in that order."""
+    """The chosen plan and its place on the frontier, with all judged plans, in the order of their measurement."""
 
     index: int
     plan: Plan
@@ -119,13 +119,13 @@ def search(
     known: Iterable[tuple[float, float]] = (),
     resolution: float = 0.005,
 ) -> Found:
-    """The smallest plan whose decisive figure is at most `target`; the next smaller one tried (within `resolution`
-    of its bytes) fails.
+    """Returns the smallest plan whose decisive figure is at most `target`; the next smaller one tried (within
+    `resolution` of its bytes) fails.
 
-    `known` are (cost, loss) from elsewhere, such as the sweep's base at cost 0; they only serve the first guess. Each
-    guess is the smallest plan that should do by what was measured so far; after one that did not halve the range of
-    sizes, the next goes beyond, and after two the middle is tried. So it ends whatever the judge says, and what it
-    returns was accepted. Where the measured loss is not monotone in size, it ends at one of several places where
+    `known` are (cost, loss) from elsewhere, like the sweep's base at cost 0; they only serve the first guess. Each
+    guess is the smallest plan that should hold by the measurements so far; after a guess that did not halve the range
+    of sizes, the next goes beyond, and after two the middle is tried. So the search ends whatever the judge returns,
+    and its plan was accepted. Where the measured loss is not monotone in size, it ends at one of several places where
     acceptance begins. Raises TargetMissed when the largest plan fails.
     """
     bracket = _Bracket(frontier, target, tuple(known), resolution)
@@ -139,7 +139,8 @@ def search(
 
 
 class _Bracket:
-    """Plan `low` failed (-1: none did), plan `high` > `low` was accepted (the number of plans: none was)."""
+    """The range that holds the searched plan: plan `low` failed (-1: none did), plan `high` > `low` was accepted (the
+    number of plans: none was)."""
 
     def __init__(
         self, frontier: Frontier, target: float, known: tuple[tuple[float, float], ...], resolution: float
@@ -161,27 +162,27 @@ class _Bracket:
         self.judged[index] = measured
         if measured.decisive <= self.target:
             self.high = index
-        else:  # also what is no number
+        else:  # also NaN
             self.low = index
         self.stuck = self.stuck + 1 if self._range() > before / 2 else 0
         self.last = index
 
     def guess(self) -> int:
-        """An index between `low` and `high`."""
+        """Returns an index between `low` and `high`."""
         nothing_holds = self.high == len(self.sizes)
         if nothing_holds and len(self.judged) > 1:
-            return self.high - 1  # is there anything to be had at all?
+            return self.high - 1  # does any plan hold at all?
         if self.stuck > 1:
             middle = (self._lower_size() + self._upper_size()) / 2
             return self._inside(int(np.searchsorted(self.sizes, middle)))
         index = self._inside(self._predicted())
-        if self.stuck:  # guesses approach from one side: go as far beyond, to get hold of the other one
+        if self.stuck:  # guesses approach from one side: go as far beyond, to reach the other side
             beyond = 2 * int(self.sizes[index]) - int(self.sizes[self.last])
             return self._inside(int(np.searchsorted(self.sizes, beyond)))
         return index
 
     def _predicted(self) -> int:
-        """The smallest plan that should hold, but no nearer to an end than what would close the range."""
+        """Returns the smallest plan that should hold, but no nearer to an end of the range than needed to close it."""
         points = [(float(self.costs[index]), one.loss) for index, one in self.judged.items()]
         losses = LossMap([*self.known, *points], float(self.costs[-1]))(self.costs)
         holds = np.flatnonzero(losses + self._margin(losses) <= self.target)
@@ -195,7 +196,7 @@ class _Bracket:
         return index
 
     def _margin(self, losses: np.ndarray) -> float:
-        """What the promise adds to the loss, as at the judged plan whose loss is nearest to the target."""
+        """Returns the distance from loss to bound at the judged plan with the predicted loss nearest to the target."""
         finite = [(index, one) for index, one in self.judged.items() if np.isfinite(one.decisive - one.loss)]
         if not finite:
             return 0.0
@@ -223,7 +224,7 @@ def _missed(frontier: Frontier, measured: MeasuredPlan, target: float) -> str:
     )
 
 
-# Size against loss: the frontier thinned to what a person can read, with everything that was measured.
+# Size against loss: the frontier thinned for a reader, with all measured plans.
 
 POINTS = 40
 
@@ -231,10 +232,9 @@ POINTS = 40
 def curve(
     frontier: Frontier, judged: Sequence[MeasuredPlan], chosen: Plan | None, known: Iterable[tuple[float, float]] = ()
 ) -> tuple[CurvePoint, ...]:
-    """By rising bytes: about POINTS plans at even steps of size, all `judged` plans, and the `chosen` one.
+    """Returns, by rising bytes, about POINTS plans at even steps of size, all `judged` plans, and the `chosen` one.
 
-    Losses are predicted through everything that was measured, with `known` (cost, loss) from elsewhere; None where
-    that is nothing at all.
+    Losses are predicted through all measured points, with `known` (cost, loss) from elsewhere; None without any point.
     """
     measured = {(one.nbytes, one.cost): one for one in judged}
     places = {(int(frontier.sizes[index]), float(frontier.costs[index])) for index in _spread(frontier.sizes)}
@@ -261,21 +261,20 @@ def curve(
 
 
 def _spread(sizes: np.ndarray) -> list[int]:
-    """Indices of about POINTS plans, the first and the last among them, at even steps of size."""
+    """Returns the indices of about POINTS plans, the first and the last among them, at even steps of size."""
     wanted = np.linspace(float(sizes[0]), float(sizes[-1]), POINTS)
     return sorted({0, len(sizes) - 1, *(int(index) for index in np.searchsorted(sizes, wanted, side="right") - 1)})
 
 
-# Widths and routing in one budget of loss: which part of it each should get, so that a token reads least. Pure.
-# What a token reads is, summed over experts, how often one is asked for that is not in memory times its bytes.
-# Routing that prefers what is in memory lowers the first, widths the second, and both cost. A layer's bonus is
-# chosen like an expert's width: each step of it was measured, and `hulls` takes steps by what they save for what
-# they cost.
+# Widths and routing in one budget of loss: the part that each should get, so that a token reads least. Pure.
+# A token reads, summed over experts, the number of misses of each times its bytes. Routing that prefers experts in
+# memory lowers the first factor, widths the second, and both cost. A layer's bonus is chosen like an expert's width:
+# each step of it was measured, and `hulls` takes steps by their savings for their cost.
 
 
 @dataclass(frozen=True)
 class Step:
-    """A layer with its `number`-th bonus: bytes that all tokens read of it then, and the divergence it costs."""
+    """A layer with its `number`-th bonus: the bytes that all tokens then read of it, and its cost in divergence."""
 
     number: int
     read_bytes: int
@@ -283,9 +282,9 @@ class Step:
 
 
 def ladder(layers: Mapping[LayerKey, Sequence[Step]]) -> Frontier:
-    """From each layer at the bonus that reads least to all with none, as `hulls` has it. Of each layer the first step
-    is that without a bonus; others that read more are left out. A plan's `nbytes` are those read, and its assignment
-    has for each layer, as its expert 0, the number of its step."""
+    """Returns the frontier from each layer at the bonus that reads least to all layers without one, as `hulls` makes
+    it. The first step of each layer is the one without a bonus; others that do not read less are left out. A plan's
+    `nbytes` are the bytes read, and its assignment has for each layer, as its expert 0, the number of its step."""
     units = {
         Unit(at.expert(0), (0,)): options(
             Option(step.number, step.read_bytes, step.cost)
@@ -297,13 +296,13 @@ def ladder(layers: Mapping[LayerKey, Sequence[Step]]) -> Frontier:
 
 
 def steps_of(assignment: Mapping[ExpertKey, Sequence[int]]) -> dict[LayerKey, int]:
-    """Of a plan of `ladder`: the step of each layer."""
+    """Returns the step of each layer, from the assignment of a plan of `ladder`."""
     return {key.at: number for key, (number,) in assignment.items()}
 
 
 def read_more(problem: Problem, missed: Mapping[ExpertKey, int]) -> Problem:
-    """The same question of widths, where bytes count as often as they are read: by how often each expert was missed,
-    on the mean once. What was never missed still counts a little, as it takes memory."""
+    """Returns the problem with bytes weighted by reads: by the misses of each expert over their mean. An expert that
+    was never missed still counts a little, as it takes memory."""
     mean = max(1.0, sum(missed.values()) / len(missed))
     shares = {key: max(count / mean, _LEAST) for key, count in missed.items()}
 
@@ -320,8 +319,9 @@ def split(
     sizes: npt.NDArray[np.int64], width_losses: npt.NDArray[np.float64], reads: npt.NDArray[np.int64],
     routing_losses: npt.NDArray[np.float64], target: float, memory_is_fixed: bool = False,
 ) -> tuple[int, int] | None:  # fmt: skip
-    """Places on both frontiers, sizes [plans] of widths and reads [plans] of routing, whose losses add up to no more
-    than the target, with the least product; None where no two do. Of equal ones the smaller loss of routing.
+    """Returns the places on both frontiers, sizes [plans] of widths and reads [plans] of routing, with the least
+    product among those with losses that add up to no more than the target; None without any. Among equal products the
+    smaller loss of routing wins.
 
     Where memory is fixed, and not the share of the experts in it, wider experts are also missed more often, about as
     often as they are larger: sizes count twice.

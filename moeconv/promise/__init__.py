@@ -1,1 +1,1 @@
-"""What may be said of the loss on text not seen yet, and what that rests on. Decides no widths."""
+"""The promise on the loss of text not seen yet, and the evidence that it rests on. Decides no widths."""

@@ -1,4 +1,4 @@
-"""A bound that the loss stays under, with confidence, and the documents that it rests on. Pure."""
+"""The confidence bound of a loss, and the documents that it rests on. Pure."""
 
 from __future__ import annotations
 
@@ -14,31 +14,31 @@ import numpy.typing as npt
 
 from moeconv.measure.metrics import F64, Metric
 
-# How many documents a promise rests on, and whether they are enough for its confidence. Pure.
-# Samples of one document are alike, so what counts is documents; and of documents of unlike sizes, one large one
-# counts for more. (Σ size)² / Σ size² is the number of equal ones that would be as noisy (Kish 1965): the documents
-# counted, their sizes too.
-# How many it takes was found by simulation (`make bench-promise`, numbers and sizes of documents): with BEYOND =
-# 1.5 documents expected beyond the bound (15 at 90%, 30 at 95%, 150 at 99%) that are worth half as many of one
-# size, bounds hold as often as they say, less 2 points at most. 20 of very unlike sizes, worth 12, held in 92.8% at
-# 95%, and 10 of them, worth 7, in 91%. Held-out text must not be so little that a draw may have none: GUESSES times
-# the number that leaves a chance of 1 − confidence for that. Where nothing tells which rows are alike, documents
-# are runs of rows. Whether rows of a run are alike is seen in what a plan does to them (`alike`). Where so few as
-# two rows say more than one alone, rows are what is counted, as many as they are worth; else runs are.
+# The number of documents that a promise rests on, and whether they are enough for its confidence. Pure.
+# Samples of one document are alike, so documents are counted; and among documents of unlike sizes, a large one counts
+# for more. (Σ size)² / Σ size² is the number of equal documents that would be as noisy (Kish 1965): it counts
+# documents by their sizes.
+# The number that a promise needs was found by simulation (`make bench-promise`, numbers and sizes of documents): with
+# BEYOND = 1.5 documents expected beyond the bound (15 at 90%, 30 at 95%, 150 at 99%) that are worth half as many of
+# one size, bounds hold as often as they say, less 2 points at most. 20 of very unlike sizes, worth 12, held in 92.8%
+# at 95%, and 10 of them, worth 7, in 91%. Held-out text must not be so short that a draw may have none: GUESSES times
+# the number that leaves a chance of 1 − confidence for that. Where the text does not tell which rows are alike,
+# documents are runs of rows. Whether rows of a run are alike shows in a plan's effects on them (`alike`). Where two
+# rows together say more than one alone, rows are counted, by their worth; else runs are.
 
 Documents = npt.NDArray[np.integer[Any]]
-"""For each sample a number that stands for its document."""
+"""The number of each sample's document."""
 
 BEYOND = 1.5
 WORTH = 0.5  # of these, counted as if of one size
 GUESSES = 2.0
-MOST_ALIKE = 2.0  # rows that say as much as one; of more, runs are counted
+MOST_ALIKE = 2.0  # rows that say as much as one; if more do, runs are counted
 
 
 @dataclass(frozen=True)
 class Evidence:
-    """The documents [samples] of the text that plans are judged on, and of the held-out text, in words `why` these.
-    `runs`: they are runs of rows, which may say more than that. `alike` as in `Terms`."""
+    """The documents [samples] of the text that plans are judged on and of the held-out text; `why` says in words how
+    they were told. `runs`: they are runs of rows, which may count for more than one. `alike` as in `Terms`."""
 
     acceptance: Documents
     heldout: Documents
@@ -48,18 +48,18 @@ class Evidence:
 
     @property
     def count(self) -> int:
-        """Documents that plans are judged on, large and small."""
+        """The number of documents that plans are judged on, large and small."""
         return len(np.unique(self.acceptance))
 
     @property
     def number(self) -> float:
-        """Documents that plans are judged on, as if of one size and like no other."""
+        """The number of documents that plans are judged on, as if of one size and independent."""
         return effective(self.acceptance) / self.alike
 
     @property
     def heldout_number(self) -> float:
-        """Held-out documents beside them. Where fewer samples were taken from each, they are worth less: the smaller of
-        the ratios of documents and of samples counts."""
+        """The number of held-out documents beside these. With fewer samples from each document they are worth less: the
+        smaller of the ratios of documents and of samples counts."""
         samples = len(self.heldout) / len(self.acceptance)
         return min(effective(self.heldout) / self.alike, self.number * samples)
 
@@ -74,26 +74,27 @@ class Evidence:
         return judged and effective(self.heldout) >= least_heldout(confidence)
 
     def of_samples(self) -> Evidence:
-        """The same text, each sample as its own document: bounds then hold for more text of the same documents."""
+        """Returns the evidence with each sample as its own document: bounds then hold for more text of the same
+        documents."""
         return replace(self, acceptance=np.arange(len(self.acceptance)), heldout=np.arange(len(self.heldout)))
 
     def of_rows(self, effects: F64) -> Evidence:
-        """Returns the rows of these runs, where what a plan does to each (`effects` [samples]) says that they are
-        hardly alike; else the runs."""
+        """Returns the evidence with rows in place of runs, where a plan's `effects` [samples] show that rows are hardly
+        alike; else this evidence."""
         found = alike(effects, self.acceptance)
         is_more = found < min(MOST_ALIKE, len(self.acceptance) / self.count)
         return replace(self.of_samples(), runs=False, alike=found) if is_more else self
 
 
 def effective(documents: Documents) -> float:
-    """The number of documents of equal size that would be as noisy."""
+    """Returns the number of documents of equal size that would be as noisy."""
     _, sizes = np.unique(documents, return_counts=True)
     return float(sizes.sum() ** 2 / (sizes**2).sum())
 
 
 def alike(effects: F64, runs: Documents) -> float:
-    """Returns how many rows say as much as one that is like no other, 1 or more: the variance of sums over runs, beside
-    the sum of the rows' variances, and one standard error more. effects [rows] have a mean of zero."""
+    """Returns the number of rows that say as much as one independent row, 1 or more: the variance of sums over runs,
+    divided by the sum of the rows' variances, and one standard error more. effects [rows] have a mean of zero."""
     _, places = np.unique(runs, return_inverse=True)
     sums = np.bincount(places.reshape(-1), effects)
     rows = float((effects**2).sum())
@@ -104,33 +105,33 @@ def alike(effects: F64, runs: Documents) -> float:
 
 
 def least(confidence: float) -> int:
-    """How many documents to judge by a promise takes."""
+    """Returns the number of documents to judge by that a promise needs."""
     return math.ceil(round(BEYOND / (1 - confidence), 6))
 
 
 def least_heldout(confidence: float) -> int:
-    """How many held-out documents it takes."""
+    """Returns the number of held-out documents that a promise needs."""
     return math.ceil(-GUESSES * math.log(1 - confidence))
 
 
 # The promise: a bound that the loss on text not seen yet stays under, with a stated confidence. Pure.
-# A plan is judged on n acceptance samples that took no part in ranking; what was promised is then measured once on
+# A plan is judged on n acceptance samples that took no part in ranking; the promised loss is then measured once on
 # m held-out samples of the same source. So two noises count, and a bound of the expected loss alone is too low: at
-# n = m a 95% percentile of that kind held in 83 to 88 of 100 simulated cases.
-# What is said here of samples is done with documents where samples are alike in them (`evidence`): whole documents
-# are drawn, losses are ratios of sums over what was drawn, n and m count documents.
+# n = m its 95% percentile held in 83 to 88 of 100 simulated cases.
+# Where samples of a document are alike, documents take the place of samples below (`Evidence`): whole documents are
+# drawn, losses are ratios of sums over the drawn ones, n and m count documents.
 # The bound is a quantile of a paired bootstrap. Each draw reweights the acceptance samples (one source of text that
 # could have given them: the Bayesian bootstrap, Rubin 1981, exponential weights) and takes m held-out samples from
 # it (Poisson counts); both steps together are independent geometric counts of mean m/n, the same for reference and
 # plan. Harm that is rare may be missing from n samples, so each draw also counts the worst sample seen as if it had
 # come up once more. For plain counts of harmed samples the two give the exact predictive bound: Gamma(k + 1), then
 # Poisson. Documents are few, so their quantile is taken a little further out (`widening`).
-# A plan that does less harm has no larger bound. Each draw grows with the harm to any sample; gains make up for
-# none of that which is counted once more; and this is no less than one middling sample lost (of values that are
-# better when higher). Of a plan that harms nothing, what the mildest of other plans on the same text did to a
-# document is counted (`Terms.harm`). Where none did any harm, nothing says how much of a document is lost at once,
-# so that a middling one is lost whole: the rule of three over documents (`Terms.unseen`).
-# Needs a metric whose value stays when all sums are scaled, as that of every ratio does.
+# A plan that does less harm has no larger bound. Each draw grows with the harm to any sample; gains do not make up for
+# the harm that is counted once more; and that harm is no less than one middling sample lost (for metrics that are
+# better when higher). For a plan that harms nothing, the harm that the mildest of other plans did to a document of the
+# same text is counted (`Terms.harm`). Where no plan did any harm, nothing shows how much of a document is lost at
+# once, so that a middling one is lost whole: the rule of three over documents (`Terms.unseen`).
+# The metric's value must not change when all sums are scaled, as for every ratio.
 
 DRAWS = 4000
 TWO_SIDED = 0.95  # confidence of intervals
@@ -141,10 +142,10 @@ STEEPEST = 4.0  # noise is carried over to a loss at most this many times the me
 
 
 class Needed(NamedTuple):
-    """How many samples (documents, where samples are alike in them) a promise takes that is not timid.
+    """The number of samples (documents, where samples are alike in them) that a promise needs in order not to be timid.
 
-    There are `have` acceptance samples; `acceptance` would do beside the held-out ones that there are (None where no
-    number makes up for so few of those), or `both` of each (None where that can't be told either).
+    `have` acceptance samples exist; `acceptance` would do beside the held-out ones that exist (None where no number
+    makes up for too few of those), or `both` of each (None where that can't be told either).
     """
 
     have: int
@@ -158,11 +159,11 @@ class Needed(NamedTuple):
 
 @dataclass(frozen=True)
 class Terms:
-    """What a bound is to hold for: as much text as `heldout` samples, with this confidence; None bounds the expected
-    loss alone. `groups` [n] says which of the samples judged on are of one document; `heldout` then counts documents,
-    as `Evidence.heldout_number` does. `alike`: as many documents as that say as much as one that is like no other
-    (`evidence.alike`). `harm`: a document that another plan harmed (`worst_harm`), which is counted once more of a
-    plan that harms none; `unseen`: no plan harmed any."""
+    """The terms of a bound: it is to hold for as much text as `heldout` samples (None: for the expected loss alone),
+    with this confidence. `groups` [n] says which of the judged samples are of one document; `heldout` then counts
+    documents, as `Evidence.heldout_number` does. `alike`: the number of documents that say as much as an independent
+    one (see the function `alike`). `harm`: the document that another plan harmed most (`worst_harm`), which is counted
+    once more for a plan that harms none; `unseen`: no plan harmed any."""
 
     confidence: float
     heldout: float | None
@@ -174,11 +175,11 @@ class Terms:
     unseen: bool = False
 
     def number(self, samples: int) -> float:
-        """How many samples are judged on, or documents of one size, like no other, that are worth as much."""
+        """Returns the number of judged samples, or of independent documents of one size that are worth as much."""
         return samples if self.groups is None else effective(self.groups) / self.alike
 
     def quantile(self, samples: int) -> float:
-        """The share of draws that the bound is to hold in."""
+        """Returns the share of draws that the bound is to hold in."""
         if self.groups is None:
             return self.confidence
         further = widening(self.number(samples), self.confidence) * math.sqrt(self.alike)
@@ -186,19 +187,19 @@ class Terms:
 
 
 def upper_bound(metric: Metric, reference: F64, scores: F64, terms: Terms) -> float:
-    """The bound of one plan; see `upper_bounds`. reference, scores [n, columns]."""
+    """Returns the bound of one plan; see `upper_bounds`. reference, scores [n, columns]."""
     return float(upper_bounds(metric, reference[:, None], scores[:, None], terms)[0])
 
 
 def upper_bounds(metric: Metric, reference: F64, scores: F64, terms: Terms) -> F64:
-    """For each plan the bound that its loss on held-out samples (documents) stays under, on these terms. Infinite where
-    the acceptance samples can't tell.
+    """Returns, for each plan, the bound that its loss on held-out samples (documents) stays under, on these terms.
+    Infinite where the acceptance samples can't tell.
 
     reference, scores [n, plans, columns]; all plans share the counts of a seed.
 
-    A plan that is the smallest of several that were judged is a lucky one, yet a bisection over plans that contain each
-    other costs nothing: in 700 simulated conversions at 95% what it found met the target in 98%, like the smallest
-    accepted of all 129 plans. Unrelated searches would: the smallest found by four met it in 93%.
+    The smallest accepted of several judged plans was lucky, yet a bisection over plans that contain each other costs
+    nothing: in 700 simulated conversions at 95% its plan met the target in 98%, like the smallest accepted of all 129
+    plans. Unrelated searches would cost something: the smallest plan of four met it in 93%.
     """
     number, least = terms.number(len(scores)), _one_lost(metric, reference)
     ratio = None if terms.heldout is None else terms.heldout / number
@@ -217,16 +218,16 @@ def upper_bounds(metric: Metric, reference: F64, scores: F64, terms: Terms) -> F
 
 def worst_harm(metric: Metric, reference: F64, scores: F64, groups: Documents | None) -> F64 | None:
     """Returns the sums of the document that the plan harmed most [2 × columns], the reference's and the plan's; None
-    where it harmed none. reference, scores [n, columns]."""
+    where the plan harmed none. reference, scores [n, columns]."""
     both = _summed(np.concatenate([reference, scores], axis=1)[:, None], groups)
     alone = _alone(metric, both)[:, 0]
     return np.asarray(both[alone.argmax(), 0]) if alone.max() > 0 else None
 
 
 def widening(number: float, confidence: float) -> float:
-    """Returns how many times as far out the quantile from `number` documents must lie as the bootstrap has it, which
-    knows their spread no better than they show it: Student's t beside the normal quantile (first term of its expansion
-    in 1/ν), and the variance of n weights, n - 1 over n + 1 of what it should be."""
+    """Returns the factor by which the quantile from `number` documents must lie further out than the bootstrap's, which
+    knows only the spread that these documents show: Student's t beside the normal quantile (first term of its expansion
+    in 1/ν), and the variance of n weights, too small by (n - 1) / (n + 1)."""
     if number <= 1:
         return math.inf
     z, free = NormalDist().inv_cdf(confidence), number - 1
@@ -235,8 +236,8 @@ def widening(number: float, confidence: float) -> float:
 
 
 def effects(metric: Metric, reference: F64, scores: F64) -> F64:
-    """Returns how much higher the loss would be with one more of each sample; of the reference's value, where the plan
-    changes none: [n]. reference, scores [n, columns]."""
+    """Returns the rise of the loss with one more of each sample, or of the reference's value where the plan changes no
+    sample [n]. reference, scores [n, columns]."""
     if np.array_equal(reference, scores):
         return np.asarray(metric.value_of_sums(reference.sum(axis=0) + reference) - metric.value(reference))
     total, planned = reference.sum(axis=0), scores.sum(axis=0)
@@ -253,7 +254,8 @@ def interval(
     groups: Documents | None = None,
     draws: int = DRAWS,
 ) -> tuple[float, float]:
-    """Two-sided 95% interval of the expected loss, by the same paired bootstrap. reference, scores [n, columns]."""
+    """Returns the two-sided 95% interval of the expected loss, by the same paired bootstrap. reference, scores [n,
+    columns]."""
     both = _summed(np.concatenate([reference, scores], axis=1)[:, None], groups)
     losses, _ = _resampled(metric, both, None, (seed, draws), None)
     low, high = np.nanquantile(losses, [(1 - TWO_SIDED) / 2, (1 + TWO_SIDED) / 2])
@@ -261,11 +263,12 @@ def interval(
 
 
 def samples_needed(metric: Metric, reference: F64, plans: Sequence[F64], terms: Terms, *, target: float) -> Needed:
-    """How many samples keep the bound within GAP_SHARE of the target above the loss, for a plan just accepted.
+    """Returns the number of samples that keeps the bound within GAP_SHARE of the target above the loss, for a plan just
+    accepted.
 
-    `plans` are scores [n, columns] of plans measured on the acceptance samples, such as uniform widths; the one whose
-    loss is nearest to that of a plan just accepted speaks for the noise. Its variance is taken to grow with the loss
-    (twice the samples changed: twice the loss, twice the variance) and to fall with 1/n + 1/m.
+    `plans` are scores [n, columns] of plans measured on the acceptance samples, like uniform widths; the plan with the
+    loss nearest to a just accepted one's gives the noise. Its variance is taken to grow with the loss (twice the
+    samples changed: twice the loss, twice the variance) and to fall with 1/n + 1/m.
     """
     likely = (1 - GAP_SHARE) * target
     losses = [metric.loss(metric.value(reference), metric.value(scores)) for scores in plans]
@@ -286,7 +289,7 @@ def _distance(loss: float, wanted: float) -> float:
 
 
 def _summed(rows: F64, groups: Documents | None) -> F64:
-    """Returns rows [n, ...] added up by group [groups, ...], each its own without groups."""
+    """Returns rows [n, ...] added up by group [groups, ...]; without groups, the rows themselves."""
     if groups is None:
         return rows
     names, places = np.unique(groups, return_inverse=True)
@@ -298,11 +301,11 @@ def _summed(rows: F64, groups: Documents | None) -> F64:
 def _resampled(
     metric: Metric, both: F64, ratio: float | None, draws: tuple[int, int], worst: F64 | None
 ) -> tuple[F64, F64]:
-    """Returns losses [draws, plans], and the weight that one sample more has: [draws], 1 on average.
+    """Returns losses [draws, plans], and the weight of one additional sample: [draws], 1 on average.
 
     both [n, plans, 2 × columns]: the reference's and the plan's. `ratio` is m/n; None stands for endless held-out text.
-    `draws`: their seed and number. `worst` [.., plans, 2 × columns]: of these the one that makes the draw's loss
-    largest is that sample more, whether the plan's other changes count or do not.
+    `draws`: their seed and number. `worst` [.., plans, 2 × columns]: the additional sample is the one among these that
+    makes the draw's loss largest, whether the plan's other changes count or do not.
     """
     (seed, number), (n, plans, width) = draws, both.shape
     rng, columns = np.random.default_rng(seed), width // 2
@@ -329,7 +332,7 @@ def _resampled(
 
 
 def _alone(metric: Metric, both: F64) -> F64:
-    """Returns the loss of each sample (document) alone, all others being the reference's: [n, plans]."""
+    """Returns the loss by each sample (document) alone, with the reference's scores for all others [n, plans]."""
     before, after = np.split(both, 2, axis=2)
     total = before.sum(axis=0)  # [plans, columns]
     with np.errstate(divide="ignore", invalid="ignore"):
@@ -338,8 +341,8 @@ def _alone(metric: Metric, both: F64) -> F64:
 
 
 def _worst(metric: Metric, both: F64) -> F64:
-    """Returns the samples (documents) that a plan harmed most: the first alone, the others beside what it lost of all
-    [AGAIN, plans, 2 × columns], or as many as there are."""
+    """Returns the samples (documents) that a plan harmed most [AGAIN or fewer, plans, 2 × columns]: the first one by
+    its own harm, the others by their effect beside the plan's whole loss."""
     before, after = np.split(both, 2, axis=2)
     total, planned = before.sum(axis=0), after.sum(axis=0)
     with np.errstate(divide="ignore", invalid="ignore"):
@@ -350,8 +353,8 @@ def _worst(metric: Metric, both: F64) -> F64:
 
 
 def _one_lost(metric: Metric, reference: F64) -> F64:
-    """Returns the loss where one sample (document) scores nothing, the middle of those that score anything: [plans]; 0
-    of values that are better when lower, which know no worst."""
+    """Returns the loss if one sample (document), the middle of those that score anything, scored nothing [plans]; 0 for
+    metrics that are better when lower, which have no worst value."""
     if not metric.higher_is_better:
         return np.zeros(reference.shape[1])
     with np.errstate(divide="ignore", invalid="ignore"), warnings.catch_warnings():

@@ -1,4 +1,4 @@
-"""Does a plan keep the promise, and what does the promise not cover?"""
+"""The judge of plans by the promise, and the limits of the promise."""
 
 from __future__ import annotations
 
@@ -34,17 +34,17 @@ from moeconv.promise.bound import (
 from moeconv.strict_json import NotJson, bounded, parse
 from moert.pack.manifest import LossEstimate
 
-# Judges whether a plan keeps the promise, on calibration text that took no part in ranking experts.
+# The judge of plans, on calibration text that took no part in ranking experts.
 
 LARGEST_REFERENCE = 1e30
 
 
 class Judge:
-    """`measure` is that of the acceptance samples; a plan holds that keeps to `planned_loss`. Without a confidence the
-    measured loss itself must hold.
+    """A judge of plans. `measure` measures on the acceptance samples; a plan holds if its bound is at most
+    `planned_loss`, or without a confidence, if its measured loss is.
 
-    `confidence` is what was asked for, `stated` what can be said: None where the text is of too few documents. The
-    bound is then one for more text of the same documents, and is never called by the confidence.
+    `confidence` is the wanted one, `stated` the one that can be stated: None where the text has too few documents. The
+    bound then holds for more text of the same documents only, and is never named with the confidence.
     """
 
     def __init__(
@@ -63,18 +63,19 @@ class Judge:
 
     @property
     def used(self) -> Evidence:
-        """What intervals rest on: documents, or where those are too few, samples of them."""
+        """The evidence of intervals: documents, or where those are too few, samples of them."""
         short = self.confidence is not None and self.stated is None
         return self.evidence.of_samples() if short else self.evidence
 
     @property
     def counted(self) -> Evidence:
-        """What bounds rest on: the same, or rows where documents are runs of them. The first plan that is judged says
-        whether these are alike."""
+        """The evidence of bounds: the same as of intervals, or rows where documents are runs of rows. The first judged
+        plan shows whether rows are alike."""
         return self._counted or self.used
 
     def counted_text(self) -> str | None:
-        """Returns a line on what is counted instead of runs; None for runs, and for documents that the text tells."""
+        """Returns a line that rows are counted instead of runs; None for runs, and for documents that the text
+        tells."""
         counted = self.counted
         if self.stated is None or not self.evidence.runs or counted.runs:
             return None
@@ -84,7 +85,7 @@ class Judge:
         )
 
     def too_few(self) -> str | None:
-        """One line where the documents do not carry the confidence that was asked for."""
+        """Returns a line that there are too few documents for the wanted confidence; None where they are enough."""
         if self.confidence is None or self.stated is not None:
             return None
         found, heldout, wanted = self.evidence, effective(self.evidence.heldout), least(self.confidence)
@@ -99,8 +100,8 @@ class Judge:
         return self.measure.summary(evaluation).loss
 
     def bound(self, evaluation: Evaluation) -> float | None:
-        """What the loss of as much text as was held out stays under; None without a confidence, infinite where the
-        samples can't tell."""
+        """Returns the bound that the loss of as much text as was held out stays under; None without a confidence,
+        infinite where the samples can't tell."""
         if self.confidence is None:
             return None
         scores, reference, columns = evaluation.scores, self.measure.reference.columns(), evaluation.columns()
@@ -121,13 +122,14 @@ class Judge:
         return (self.loss(evaluation) if bound is None else bound) <= self.planned_loss
 
     def text(self, evaluation: Evaluation) -> str:
-        """The loss, and the bound with what it holds for."""
+        """Returns the loss as text, and the bound with its confidence or its limit."""
         bound = self.bound(evaluation)
         promised = "" if bound is None else f", {bound_text(bound, self.stated)}"
         return f"loss {self.loss(evaluation):.2%}{promised}"
 
     def needed(self, tried: Sequence[Evaluation]) -> Needed | None:
-        """How many documents the promise takes; None where there is enough, or nothing is promised."""
+        """Returns the number of documents that the promise needs; None where there are enough, or nothing is
+        promised."""
         if self.stated is None:
             return None
         found = samples_needed(
@@ -151,14 +153,14 @@ class Judge:
 
 
 def bound_text(bound: float, stated: float | None) -> str:
-    """A bound as text, with its confidence or with what it holds for instead."""
+    """Returns a bound as text, with its confidence, or without one the text that it holds for."""
     if not math.isfinite(bound):
         return "no bound can be told from so few samples"
     return f"under {bound:.2%} " + ("for more text of these documents" if stated is None else f"at {stated:.0%}")
 
 
 def estimate(measure: Measure, evaluation: Evaluation, documents: Documents, seed: int) -> LossEstimate:
-    """The loss, with a 95% interval. `documents` [samples] says which samples are of one document."""
+    """Returns the loss with a 95% interval. `documents` [samples] says which samples are of one document."""
     reference = measure.reference
     low, high = interval(measure.metric, reference.columns(), evaluation.columns(), seed=seed, groups=documents)
     figures = measure.summary(evaluation)
@@ -170,8 +172,8 @@ def estimate(measure: Measure, evaluation: Evaluation, documents: Documents, see
 
 
 def at_chance(reference: Evaluation, entropy: float, what: str) -> str | None:
-    """One line where the unquantised model does no better on this text than guessing by how frequent each token is in
-    it. `entropy` is that of these frequencies, in nats a token."""
+    """Returns a line that the unquantised model is no better on this text than guessing by its frequencies of tokens;
+    None where it is better. `entropy` is the entropy of these frequencies, in nats a token; `what` names the text."""
     nats = sum(reference.nats) / sum(reference.tokens)
     if nats < entropy:
         return None
@@ -190,7 +192,7 @@ def check_reference(name: str, value: float, what: str) -> None:
         )
 
 
-# Counts the conversions that were judged on the same text, since a promise holds for one of them and not for the
+# Looks: the conversions that were judged on the same text, since a promise holds for one of them and not for the
 # best.
 # `looks.jsonl` at the root of the work directory has a line for each conversion that was judged there: its digest,
 # digests of the texts it was judged on, and a seal, which is a digest of the line and of the seal before it. A
@@ -208,11 +210,10 @@ _MOST_BYTES = 1 << 26
 
 
 def look(root: Path, conversion: str, texts: Iterable[str]) -> int:
-    """Notes this conversion, unless it was before, and returns how many conversions there are on any of these texts,
+    """Notes this conversion, unless it was noted before; returns the number of conversions on any of these texts,
     itself among them.
 
-    `conversion` and `texts` are digests. Raises ConversionError for a disk that refuses, and for a file that was
-    changed.
+    `conversion` and `texts` are digests. Raises ConversionError if the disk refuses, and for a file that was changed.
     """
     path, wanted = root / LOOKS, set(texts)
     try:
@@ -231,7 +232,7 @@ def look(root: Path, conversion: str, texts: Iterable[str]) -> int:
 
 
 def _sealed(before: str, conversion: str, texts: list[str]) -> dict[str, Any]:
-    """Returns a line's object. `before`: the seal of the line before; "" for the first."""
+    """Returns the JSON object of a line. `before`: the seal of the line before; "" for the first."""
     return {"conversion": conversion, "texts": texts, "seal": identity(before, conversion, texts)}
 
 
@@ -260,20 +261,20 @@ def _read(path: Path) -> tuple[int, list[dict[str, Any]]]:
 
 
 def _append(stream: IO[bytes], whole: int, one: dict[str, Any]) -> None:
-    """Writes a line behind the `whole` bytes of those before it, in one write."""
+    """Writes a line behind the `whole` bytes of the lines before it, in one write."""
     stream.truncate(whole)
     stream.write(json.dumps(one).encode() + b"\n")
     stream.flush()
     os.fsync(stream.fileno())
 
 
-# Lines on what a promise rests on: how much text, how often it was used, which experts it never reached.
+# Lines on the evidence of a promise: how much text, how often it was used, which experts it never reached.
 
 NAMED = 8  # experts that a line names; the report's page has all of them
 
 
 def standing(judge: Judge, looks: int, notes: Sequence[str]) -> Standing:
-    """What the report keeps of this."""
+    """Returns the evidence of the promise and its limits, for the report."""
     asked, evidence = judge.confidence, judge.evidence
     return Standing(
         asked, evidence.count, round(evidence.number, 2), len(set(evidence.heldout.tolist())),
@@ -282,7 +283,7 @@ def standing(judge: Judge, looks: int, notes: Sequence[str]) -> Standing:
 
 
 def looks_text(looks: int, stated: float | None) -> str | None:
-    """None for the first look."""
+    """Returns a line on the number of looks at a text; None for the first look."""
     if looks == 1:
         return None
     text = f"conversion {looks} of this model that is judged on this text, as the work directory counts them"
@@ -296,7 +297,7 @@ def looks_text(looks: int, stated: float | None) -> str | None:
 
 
 def bound_doubt(bound: float | None, high: float) -> str | None:
-    """Returns a line for a bound that is none, or a loss whose interval lies below zero up to `high`."""
+    """Returns a line on an infinite bound, or on a loss with an interval, up to `high`, below zero; None otherwise."""
     if bound is None or (math.isfinite(bound) and high >= 0):
         return None
     if not math.isfinite(bound):
@@ -308,7 +309,7 @@ def bound_doubt(bound: float | None, high: float) -> str | None:
 
 
 def unreached_text(table: SensitivityTable) -> str | None:
-    """A line on the experts that the ranking text hardly reached."""
+    """Returns a line on the experts that the ranking text hardly reached; None without any."""
     unseen = table.barely_seen()
     if not unseen:
         return None
@@ -322,8 +323,8 @@ def unreached_text(table: SensitivityTable) -> str | None:
 
 
 def needed_text(needed: Needed, used: Evidence, promised: str, share: float = 1 - RANKING_SHARE) -> str:
-    """A line on text that is little for the promise. `promised` is the loss and its confidence, `share` what part of
-    the calibration text plans are judged on."""
+    """Returns a line that the text is short for the promise. `promised` is the loss and its confidence, `share` the
+    share of the calibration text that plans are judged on."""
     if needed.both is None:
         more = "from so few no bound can be told"
     elif needed.acceptance is None:

@@ -1,4 +1,4 @@
-"""What experts and all other matrices become at some widths, kept on disk where they do not fit memory."""
+"""Coders: codes of experts and of all other matrices at chosen widths, kept on disk if they do not fit memory."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ _PARTS = ("qweight", "scale", "minimum")
 
 
 class Seals(Protocol):
-    """A moeconv.measure.workdir.Journal."""
+    """The record of finished files: a moeconv.measure.workdir.Journal."""
 
     def seal(self, *paths: Path) -> None: ...
 
@@ -53,12 +53,12 @@ class Seals(Protocol):
 
 
 class KeptCodes:
-    """A file for each expert and width in `folder`. `about` names all that the codes were decided by. Files that others
-    have put there are finished when they are `finish`ed. Raises ConversionError, in one line, for what the disk
-    refuses, and for a file that was changed since."""
+    """Codes in `folder`, a file for each expert and width. `about` names everything that the codes depend on. A file
+    counts as finished once `finish` has noted it, whoever wrote it. Methods raise ConversionError, in one line, if the
+    disk refuses, and for a file that was changed since."""
 
     def __init__(self, folder: Path, about: str, seals: Seals | None = None) -> None:
-        """`seals`: None for one who only puts codes there."""
+        """`seals`: None for an object that only writes codes."""
         self.folder, self.about, self._seals = folder, about, seals
         self._last: tuple[Path, dict[str, QuantizedMatrix]] | None = None
         self._finished: set[Path] = set()
@@ -67,7 +67,7 @@ class KeptCodes:
         return self._has(self._file(key, bits))
 
     def finish(self, key: ExpertKey, widths: Sequence[int]) -> None:
-        """Notes that an expert's codes at these widths are there."""
+        """Notes that the files of an expert's codes at these widths are finished."""
         files = [self._file(key, bits) for bits in widths]
         if self._seals is not None:
             self._seals.seal(*files)
@@ -89,7 +89,7 @@ class KeptCodes:
         return found[projection]
 
     def put(self, key: ExpertKey, bits: int, rows: int, matrices: dict[str, QuantizedMatrix]) -> None:
-        """`rows`: tokens that the expert saw."""
+        """Writes an expert's codes at a width. `rows`: tokens that the expert saw."""
         tensors = {f"{name}.{part}": getattr(one, part) for name, one in matrices.items() for part in _PARTS}
         sizes = {
             f"{name}.sizes": np.array([one.in_features, one.group_size, one.power]) for name, one in matrices.items()
@@ -98,7 +98,7 @@ class KeptCodes:
         self._write(self._file(key, bits), body)
 
     def rows(self, key: ExpertKey) -> int | None:
-        """Tokens that the expert saw; None where it was not coded."""
+        """Returns the number of tokens that the expert saw; None if it was not coded."""
         there = sorted(self.folder.glob(f"{key.at}/E{key.expert:03d}-*.safetensors"))
         return next((int(load_file(file)["seen.rows"][0]) for file in there if self._has(file)), None)
 
@@ -124,10 +124,10 @@ def _matrix(tensors: dict[str, np.ndarray], name: str, bits: int) -> QuantizedMa
     return QuantizedMatrix(bits, in_features, group_size, codes, scale, minimum, power)
 
 
-# Quantises experts at given widths, for measuring (`trial`) and for writing the pack (`emit`) alike.
+# Codes of experts at given widths, for measuring (`trial`) and for writing the pack (`emit`) alike.
 
 ORIGINAL = 32
-"""The width of an expert as the checkpoint has it; 16 is what a pack stores, which may round a float32 source."""
+"""The width of an expert as the checkpoint has it; at 16 bits a pack may round a float32 source."""
 
 CACHE_BYTES = 256 << 20
 BATCH_BYTES = 64 << 20  # of float32 weights
@@ -137,7 +137,7 @@ Wanted = tuple[ExpertKey, Bits]
 
 
 def batches(spec: ModelSpec, wanted: Iterable[Wanted]) -> list[list[Wanted]]:
-    """Experts of one layer beside each other, as many as may be quantised in one call (`BATCH_BYTES`)."""
+    """Returns batches of experts, each of one layer and small enough to be quantised in one call (`BATCH_BYTES`)."""
     at_once = max(1, BATCH_BYTES // (4 * spec.weights_per_expert()))
     layers: dict[tuple[StackName, int], list[Wanted]] = {}
     for key, bits in wanted:
@@ -146,12 +146,12 @@ def batches(spec: ModelSpec, wanted: Iterable[Wanted]) -> list[list[Wanted]]:
 
 
 def dtype16_of(checkpoint: Checkpoint) -> Dtype16:
-    """ "BF16" or "F16": how a pack of this checkpoint stores 16 bits."""
+    """Returns "BF16" or "F16": the form in which a pack of this checkpoint stores 16 bits."""
     return "BF16" if checkpoint.source_dtype == "BF16" else "F16"
 
 
 def restored(coded: Projection, form16: str) -> F32:
-    """The weights [out, in], float32, that a pack gives back for one coded projection."""
+    """Returns the weights [out, in], float32, that a pack gives back for one coded projection."""
     if isinstance(coded, QuantizedMatrix):
         return dequantize(coded)
     if form16 == "MXFP4":  # which it is already
@@ -163,17 +163,18 @@ def restored(coded: Projection, form16: str) -> F32:
 
 
 def check_16(what: str, weight: F32) -> None:
-    """Raises CheckpointError for values that are not finite; `what` names the weights."""
+    """Raises CheckpointError if a value is not finite. The message calls the weights `what`."""
     if not np.isfinite(weight).all():
         raise CheckpointError(f"{what} holds values that are not finite: the checkpoint is damaged")
 
 
 class ExpertCoder:
-    """`fallbacks` names the (expert, projection) pairs whose inputs were too few for the quantiser (`too_few` of it).
+    """Quantises experts. `fallbacks` names the (expert, projection) pairs whose inputs were too few for the quantiser
+    (its `too_few`).
 
-    What was quantised is remembered, the latest `CACHE_BYTES` of it. With `kept`, codes are those that were made
-    before, and are not remembered here. `neurons`: how a pack lays experts in blocks of neurons; then `down` is coded
-    as its transpose.
+    It remembers the latest `CACHE_BYTES` of codes. With `kept`, codes come from there, made before, and are not
+    remembered here. `neurons`: the layout of a pack that stores experts in blocks of neurons; then `down` is coded as
+    its transpose.
     """
 
     def __init__(
@@ -194,7 +195,7 @@ class ExpertCoder:
 
     @property
     def mxfp4(self) -> bool:
-        """Whether experts of 16 bits are stored in the four that they have in the checkpoint."""
+        """True if experts of 16 bits are stored in the four bits that they have in the checkpoint."""
         return self.checkpoint.description.mxfp4
 
     @property
@@ -211,21 +212,21 @@ class ExpertCoder:
         ]
 
     def _rows(self, key: ExpertKey) -> int | None:
-        """Tokens that an expert saw; None where nobody looked."""
+        """Returns the number of tokens that an expert saw; None if no text was run."""
         if self.kept is not None:
             return self.kept.rows(key)
         return None if self.moments is None else self.moments.rows(key)
 
     @property
     def inputs_digest(self) -> str | None:
-        """What codes depend on beside the weights and their widths."""
+        """The name of the inputs that codes depend on beside the weights and their widths; None for no inputs."""
         if self.kept is not None:
             return self.kept.about
         return None if self.moments is None else self.moments.digest
 
     def code(self, key: ExpertKey, bits: Bits) -> dict[str, Projection]:
-        """Projection → what a pack stores at that width: a QuantizedMatrix, or weights [out, in] for 16 bits; `down` as
-        its transpose where a pack has it so.
+        """Returns projection → its form in a pack at that width: a QuantizedMatrix, or weights [out, in] for 16 bits;
+        `down` as its transpose if the pack's layout has blocks of neurons.
 
         Raises CheckpointError or WeightsUnusable, naming the expert, for values that the width can't hold.
         """
@@ -245,7 +246,7 @@ class ExpertCoder:
         return coded
 
     def weights(self, key: ExpertKey, bits: Bits) -> dict[str, F32]:
-        """Projection → weights [out, in] as a pack gives them back; ORIGINAL stands for the checkpoint's own."""
+        """Returns projection → weights [out, in] as a pack gives them back; at ORIGINAL, the checkpoint's own."""
         names = self.checkpoint.spec.moe.ffn.projections
         if ORIGINAL in bits:
             if set(bits) != {ORIGINAL}:
@@ -266,7 +267,8 @@ class ExpertCoder:
             raise CheckpointError(f"{what} holds values that are not finite, or no MXFP4: the checkpoint is damaged")
 
     def prepare(self, batch: Sequence[Wanted]) -> None:
-        """Quantises one of the `batches`, so that `code` and `weights` find it. An expert alone is left to them."""
+        """Quantises one of the `batches`, so that `code` and `weights` find its codes. Matrices of one expert alone are
+        left to these methods."""
         together: dict[tuple[str, int], list[ExpertKey]] = {}
         for key, bits in batch:
             for name, width in zip(self.checkpoint.spec.moe.ffn.projections, bits, strict=True):
@@ -280,7 +282,7 @@ class ExpertCoder:
             self._quantize(keys, name, width, np.stack([sources[key][name] for key in keys]))
 
     def _quantize(self, keys: list[ExpertKey], name: str, bits: int, weights: F32) -> list[QuantizedMatrix]:
-        """weights [n, out, in] of one projection of n experts of a layer."""
+        """Returns the codes of weights [n, out, in]: one projection of n experts of a layer."""
         matrices = self._checked(keys, name, bits, weights, self._inputs(keys, name))
         for key, matrix in zip(keys, matrices, strict=True):
             self._remember((key, name, bits), matrix)
@@ -289,9 +291,9 @@ class ExpertCoder:
     def coded(
         self, key: ExpertKey, bits: int, weights: Mapping[str, F32], inputs: Mapping[Side, Inputs] | None
     ) -> dict[str, QuantizedMatrix]:
-        """All matrices of an expert as `code` gives them, of weights [out, in] whose inputs the caller knows; not
-        remembered. Matrices with the same inputs are coded as one, which is faster: their rows are coded each by
-        itself."""
+        """Returns the codes of all matrices of an expert in the form of `code`, from weights [out, in] whose inputs the
+        caller knows; they are not remembered. Matrices with the same inputs are coded as one, which is faster: each row
+        is coded by itself."""
         found: dict[str, QuantizedMatrix] = {}
         for side in SIDES:
             names = [name for name in weights if side_of(name) == side]
@@ -346,11 +348,12 @@ def _nbytes(matrix: QuantizedMatrix) -> int:
     return matrix.qweight.nbytes + matrix.scale.nbytes + matrix.minimum.nbytes
 
 
-# Quantises the matrices outside the experts, for measuring (`trial`) and for writing the pack (`emit`) alike.
+# Codes of the matrices outside the experts, for measuring (`trial`) and for writing the pack (`emit`) alike.
 
 
 class DenseCoder:
-    """`dense` gives the widths; None leaves all as it is. What was quantised is kept, for the trial and the pack."""
+    """Quantises the matrices outside the experts at the widths of `dense`; None leaves them all as they are. Codes are
+    kept in memory, for the trial and the pack."""
 
     def __init__(self, checkpoint: Checkpoint, dense: Dense | None) -> None:
         self.checkpoint = checkpoint
@@ -364,7 +367,7 @@ class DenseCoder:
         return [name for name in self._tensors if self.width(name) is not None]
 
     def recorded(self) -> Dense | None:
-        """What a pack says of them: `dense` with the powers of two that matrices count."""
+        """Returns the manifest's entry on these matrices: `dense` with the matrices' powers of two."""
         if self.dense is None:
             return None
         form16 = dtype16_of(self.checkpoint)
@@ -375,9 +378,9 @@ class DenseCoder:
         return dense_width(self.checkpoint.spec, self.dense, name)
 
     def code(self, name: str) -> Projection:
-        """What a pack stores for one of `names`: a QuantizedMatrix, or weights [out, in] for 16 bits.
+        """Returns the form of one of `names` in a pack: a QuantizedMatrix, or weights [out, in] for 16 bits.
 
-        Raises CheckpointError or WeightsUnusable, naming it, for values that the width can't hold.
+        Raises CheckpointError or WeightsUnusable, naming the matrix, for values that the width can't hold.
         """
         width = self.width(name)
         assert width is not None, f"{name} is stored as in the source"
@@ -390,7 +393,7 @@ class DenseCoder:
         return self._coded[name]
 
     def stored(self) -> Iterator[tuple[str, Tensor]]:
-        """Each of `names` with its weights as a pack gives them back, float32 [out, in]."""
+        """Yields each of `names` with its weights as a pack gives them back, float32 [out, in]."""
         for name in self.names:
             yield name, self.stored_weight(name)
 
@@ -398,16 +401,16 @@ class DenseCoder:
         return torch.from_numpy(restored(self.code(name), dtype16_of(self.checkpoint)))
 
     def originals(self) -> Iterator[tuple[str, Tensor]]:
-        """The same as the checkpoint has them."""
+        """Yields each of `names` with the checkpoint's own weights, float32 [out, in]."""
         for name in self.names:
             yield name, self.source(name).float()
 
     def source(self, name: str) -> Tensor:
-        """Any tensor of the backbone, in the checkpoint's own type."""
+        """Returns a tensor of the backbone, in the checkpoint's own type."""
         return self.checkpoint.backbone_tensor(name, self._tensors[name].shape)
 
     def backbone_bytes(self) -> tuple[int, int]:
-        """Bytes of all tensors outside the experts: as a pack stores them, and as the checkpoint does."""
+        """Returns the bytes of all tensors outside the experts: in a pack, and in the checkpoint."""
         spec, stored, original = self.checkpoint.spec, 0, 0
         quantization = Quantization("", 0, dtype16_of(self.checkpoint), 0, self.dense)
         there = self.checkpoint.description.backbone
@@ -430,13 +433,14 @@ class DenseCoder:
         return matrix
 
 
-# What widths do to the weights alone, where no text says what an expert's inputs are.
+# Errors of the weights alone at each width, where no text shows an expert's inputs.
 
 SAMPLED_ROWS = 64  # of each matrix, evenly spread; rows are coded one by one, so that these stand for all
 
 
 def squared_errors(coder: ExpertCoder, key: ExpertKey, widths: Iterable[int]) -> Mapping[int, float]:
-    """Width → squared error of an expert's weights in sum, over all of its matrices, estimated from sampled rows.
+    """Returns width → the sum of squared errors of an expert's weights, over all of its matrices, estimated from
+    sampled rows.
 
     Raises CheckpointError or WeightsUnusable.
     """
@@ -450,13 +454,13 @@ def squared_errors(coder: ExpertCoder, key: ExpertKey, widths: Iterable[int]) ->
 
 
 def _rows(weight: F32) -> tuple[F32, float]:
-    """Some rows of a matrix [out, in], and how many of it each stands for."""
+    """Returns some rows of a matrix [out, in], and the number of its rows that each stands for."""
     places: Sequence[int] = np.unique(np.linspace(0, len(weight) - 1, SAMPLED_ROWS).round().astype(int)).tolist()
     return weight[places], len(weight) / len(places)
 
 
 def _error(coder: ExpertCoder, weight: F32, bits: int, power: int) -> float:
-    """Of rows of a matrix that counts a power of two."""
+    """Returns the sum of squared errors of some rows of a matrix whose power of two is `power`."""
     if bits == 16:
         stored = weight if coder.mxfp4 else restored(weight, coder.dtype16)
     else:

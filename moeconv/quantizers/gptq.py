@@ -1,4 +1,4 @@
-"""Codes one input after the other, errors made up for by what comes later (GPTQ)."""
+"""GPTQ: codes for one input after the other, where later inputs make up for the errors of earlier ones."""
 
 from __future__ import annotations
 
@@ -18,10 +18,8 @@ from moert.kernels.coding import CodeInputs, Grid, code_inputs
 from moert.pack.codec import F32, QuantizedMatrix, n_groups
 from moert.pack.layout import group_of
 
-# What GPTQ does one input after the other, and what it knows of the inputs: used for a matrix and for its
-# transpose.
-# Matrices are turned here, [n, in, out], so that what is done to one input of all rows is done to memory in one
-# piece.
+# GPTQ's steps, one input after the other, and its statistics of the inputs: for a matrix and for its transpose.
+# Matrices are turned here, [n, in, out], so that a step for one input of all rows works on one piece of memory.
 
 _DAMPING = 0.01  # of the mean diagonal
 _DOUBT = 0.5  # tokens for each input by which correlations are drawn to none
@@ -29,7 +27,8 @@ BLOCK, _SPAN = 32, 256  # inputs whose changes are passed on together: to the re
 
 
 class Hessian:
-    """`products` [n, in, in]: the damped mean of x xᵀ, its correlations as weak as the tokens are few."""
+    """The statistics of n matrices' inputs. `products` [n, in, in]: the damped mean of x xᵀ, its correlations the
+    weaker the fewer tokens it rests on."""
 
     def __init__(self, inputs: Inputs) -> None:
         moment = torch.from_numpy(inputs.moment)
@@ -54,7 +53,7 @@ class Hessian:
 
 
 def _factor(hessian: Tensor) -> Tensor:
-    """H = R Rᵀ with R upper triangular, the Cholesky factor of H from behind; then U is its inverse."""
+    """Returns U, the inverse of R in H = R Rᵀ: R is upper triangular, the Cholesky factor of H from behind."""
     size = len(hessian)
     root = torch.linalg.cholesky(hessian.flip(0, 1).double()).flip(0, 1)
     found: Tensor = torch.linalg.solve_triangular(root, torch.eye(size, dtype=root.dtype), upper=True)
@@ -65,15 +64,15 @@ _HESSIANS: WeakKeyDictionary[Inputs, Hessian] = WeakKeyDictionary()
 
 
 def hessian_of(inputs: Inputs) -> Hessian:
-    """Remembered as long as the inputs are."""
+    """Returns the Hessian of some inputs, remembered as long as the inputs exist."""
     if inputs not in _HESSIANS:
         _HESSIANS[inputs] = Hessian(inputs)
     return _HESSIANS[inputs]
 
 
 def one_by_one(values: Tensor, factor: Tensor, decide: Callable[[int, Tensor, Tensor], None]) -> None:
-    """`decide(j, values[:, j], moved)` for one input after the other, which fills in `moved` [n, out]: that times
-    factor[:, j, k] is taken from the values of every later k. values [n, in, out], factor [n, in, in]."""
+    """Calls `decide(j, values[:, j], moved)` for one input after the other, which fills in `moved` [n, out]; `moved`
+    times factor[:, j, k] is then taken from the values of every later k. values [n, in, out], factor [n, in, in]."""
 
     def settle(block: slice, moved: Tensor) -> None:
         for at, j in enumerate(range(block.start, block.stop)):
@@ -85,8 +84,8 @@ def one_by_one(values: Tensor, factor: Tensor, decide: Callable[[int, Tensor, Te
 
 
 def by_blocks(values: Tensor, factor: Tensor, settle: Callable[[slice, Tensor], None]) -> None:
-    """`settle(block, moved)` for one block of inputs after the other, which fills in `moved` [n, block, out] and sees
-    to it that inputs of the block feel those before them; see one_by_one."""
+    """Calls `settle(block, moved)` for one block of inputs after the other, which fills in `moved` [n, block, out] and
+    changes the block's own later values; values behind the block are changed here. See one_by_one."""
     size, moved = values.shape[1], torch.empty_like(values)
     for first in range(0, size, _SPAN):
         last = min(first + _SPAN, size)
@@ -98,36 +97,35 @@ def by_blocks(values: Tensor, factor: Tensor, settle: Callable[[slice, Tensor], 
 
 
 def product(left: Tensor, right: Tensor) -> Tensor:
-    """n products one by one, so that a result does not depend on what else is in the batch."""
+    """Returns n products, computed one by one, so that a result does not depend on the rest of the batch."""
     return torch.stack([a.contiguous() @ b.contiguous() for a, b in zip(left, right, strict=True)])
 
 
 def picked(values: Tensor, order: Tensor) -> Tensor:
-    """values [n, k, out], of each of the n those at `order` [n, m] → [n, m, out]."""
+    """Returns the values at the places `order` [n, m] of each of the n matrices in values [n, k, out]. [n, m, out]"""
     return values.gather(1, order[..., None].expand(-1, -1, values.shape[2]))
 
 
-# Codes for the inputs of matrices one after the other, each making up for the errors of those before it.
-# In C where there is the library of moert's kernels, in torch where there is none. Matrices are turned here, [n,
-# in, out].
+# Codes for the inputs of matrices one after the other, each making up for the errors of the earlier ones.
+# In C if moert's library of kernels is there, else in torch. Matrices are turned here, [n, in, out].
 
 
 class Rounding:
-    """Codes from 0 to `top` on a grid: scale and minimum [n, groups, out], and which of the groups an input has
+    """The rounding to codes from 0 to `top` on a grid: scale and minimum [n, groups, out], and the group of each input
     [n, in]."""
 
     def __init__(self, scale: Tensor, minimum: Tensor, group: Tensor, top: int) -> None:
         self.scale, self.minimum, self.group, self.top = scale.contiguous(), minimum.contiguous(), group, top
 
     def made(self, wanted: Tensor, factor: Tensor) -> Tensor:
-        """By GPTQ, for weights `wanted` [n, in, out], which change, and U [n, in, in] (Hessian.factor)."""
+        """Returns codes by GPTQ for weights `wanted` [n, in, out], which change, and U [n, in, in] (Hessian.factor)."""
         codes = torch.empty_like(wanted)
         self._code(wanted, factor, codes, improves=False)
         return codes
 
     def improved(self, pull: Tensor, products: Tensor, codes: Tensor) -> Tensor:
-        """Every code once, in order, set to what is best with all others as they are; `pull` [n, in, out], minus half
-        the gradient of the loss, changes. products [n, in, in]."""
+        """Returns codes, each set once, in order, to its best value with all others as they are. `pull` [n, in, out],
+        minus half the gradient of the loss, changes. products [n, in, in]."""
         codes = codes.clone()
         self._code(pull, products, codes, improves=True)
         return codes
@@ -179,16 +177,15 @@ def _positive(scale: Tensor) -> Tensor:
 
 
 # GPTQ for a matrix that is stored as its transpose: scales run along the outputs, errors still along the inputs.
-# Column i of W [out, in] is what input i adds to the outputs. Its weights share scales in groups of outputs, so
-# that inside a group all errors count alike, H[i, i] times (H the mean of x xᵀ). What is lost is trace((W - Q) H (W
-# - Q)ᵀ) all the same. The start is GPTQ (Frantar et al. 2022): columns in the order of falling H[i, i], scales
-# fitted to what each block of them has become by then, the rounding error of each made up for by those after it.
-# Then every column in turn gets the scales and codes that are best for it with all others as they are, which never
-# makes anything worse.
+# Column i of W [out, in] holds the weights of input i. They share scales in groups of outputs, so that inside a group
+# all errors count alike, H[i, i] times (H the mean of x xᵀ). The loss is trace((W - Q) H (W - Q)ᵀ) all the same. The
+# start is GPTQ (Frantar et al. 2022): columns in the order of falling H[i, i], scales fitted to the values of each
+# block of columns at its turn, the rounding error of each column made up for by the later ones. Then every column in
+# turn gets the scales and codes that are best for it with all others as they are, which never raises the loss.
 
 
 class ColumnProblem:
-    """weights [n, in, out], outputs in a group."""
+    """The problem of coding weights [n, in, out] by columns, with `size` outputs in a group."""
 
     def __init__(self, weights: Tensor, hessian: Hessian, bits: int, size: int) -> None:
         self.hessian, self.bits, self.top, self.size = hessian, bits, 2**bits - 1, size
@@ -203,7 +200,7 @@ class ColumnProblem:
         self.counts = counts.view(self.groups, size)
 
     def solved(self, sweeps: int) -> Fitted:
-        """codes [n, in, out], scale and minimum [n, in, groups]."""
+        """Returns codes [n, in, out], scale and minimum [n, in, groups]."""
         found = self.compensated()
         for _ in range(sweeps):
             found = self.swept(found)
@@ -211,7 +208,7 @@ class ColumnProblem:
         return Fitted(found.codes.view(n, rows, -1)[:, :, : self.out], found.scale, found.minimum)
 
     def compensated(self) -> Fitted:
-        """By GPTQ; codes [n, in, groups, size]."""
+        """Returns codes [n, in, groups, size], scale and minimum by GPTQ."""
         order, factor = self.hessian.order, self.hessian.factor
         rest = picked(self.weights, order)
         found = self._blank()
@@ -232,7 +229,7 @@ class ColumnProblem:
         return Fitted(codes, picked(found.scale, back), picked(found.minimum, back))
 
     def swept(self, of: Fitted) -> Fitted:
-        """Every column once, in order."""
+        """Returns the solution with every column improved once, in order."""
         codes, scale, minimum = (part.clone() for part in of)
         values = _values(codes, scale, minimum)
         pull = product(self.hessian.products, self.weights - values.flatten(2))
@@ -248,7 +245,8 @@ class ColumnProblem:
         return Fitted(codes, scale, minimum)
 
     def _column(self, target: Tensor, before: Fitted) -> Fitted:
-        """Nearest codes for target [n, groups, size] by the scales that it had, or by those that suit such codes."""
+        """Returns the nearest codes for target [n, groups, size] with their scales: the ones from before, or those
+        refitted to these codes where they are better."""
         codes = self._nearest(target, before.scale, before.minimum)
         scale, minimum = self._regressed(target, codes, before)
         refitted = Fitted(self._nearest(target, scale, minimum), scale, minimum)
@@ -261,7 +259,7 @@ class ColumnProblem:
         )
 
     def _regressed(self, target: Tensor, codes: Tensor, before: Fitted) -> tuple[Tensor, Tensor]:
-        """Scale and minimum by least squares for these codes, as float16 holds them."""
+        """Returns scale and minimum by least squares for these codes, rounded to float16."""
         number = self.counts.sum(-1)
         mean, aim = ((each * self.counts).sum(-1) / number for each in (codes, target))
         apart = (codes - mean[..., None]) * self.counts
@@ -272,7 +270,7 @@ class ColumnProblem:
         return scale, to_float16(torch.where(sound, aim - scale * mean, before.minimum))
 
     def _missed(self, target: Tensor, fitted: Fitted) -> Tensor:
-        """[n, groups]"""
+        """Returns the squared error of each group. [n, groups]"""
         return ((target - _values(*fitted)).square() * self.counts).sum(-1)
 
     def _nearest(self, target: Tensor, scale: Tensor, minimum: Tensor) -> Tensor:
@@ -280,7 +278,7 @@ class ColumnProblem:
         return ((target - minimum[..., None]) / step).round_().clamp_(0, self.top)
 
     def _grouped(self, values: Tensor) -> Tensor:
-        """[..., groups * size] → [..., groups, size]"""
+        """Returns values [..., groups * size] by group. [..., groups, size]"""
         return values.view(*values.shape[:-1], self.groups, self.size)
 
     def _blank(self) -> Fitted:
@@ -291,19 +289,18 @@ class ColumnProblem:
 
 
 def _values(codes: Tensor, scale: Tensor, minimum: Tensor) -> Tensor:
-    """codes [..., size], scale and minimum [...]"""
+    """Returns the values that codes [..., size] stand for, with scale and minimum [...]."""
     return codes * scale[..., None] + minimum[..., None]
 
 
 # Codes that keep the outputs, E |(W - Q) x|² = trace((W - Q) H (W - Q)ᵀ) with H the mean of x xᵀ.
-# The start is GPTQ (Frantar et al. 2022): columns in the order of falling H[j, j], the rounding error of each made
-# up for by those after it. Then scales and codes are improved in turn: scale and minimum of all groups of a row by
-# least squares under H, and each code to the nearest of what would be best with all others as they are (coordinate
-# descent, as in QuantEase, Behdin et al. 2023).
-# Inside, matrices are turned, [n, in, out], so that what is done to one input of all rows is done to memory in one
-# piece.
+# The start is GPTQ (Frantar et al. 2022): columns in the order of falling H[j, j], the rounding error of each made up
+# for by the later ones. Then scales and codes are improved in turn: scale and minimum of all groups of a row by least
+# squares under H, and each code to the one nearest to its best value with all others as they are (coordinate descent,
+# as in QuantEase, Behdin et al. 2023). Inside, matrices are turned, [n, in, out], so that a step for one input of all
+# rows works on one piece of memory.
 
-_SWEEPS, _SMALL = 4, 512  # for matrices of at most so many inputs; in larger ones the second wins 1 to 2% at most
+_SWEEPS, _SMALL = 4, 512  # sweeps for at most _SMALL inputs; with more, the second sweep wins 1 to 2% at most
 _LARGE_SWEEPS = {2: 2, 3: 1, 4: 0, 8: 0}
 _WORK_BYTES = 256 << 20  # for as many rows as are solved at once
 _COPIES = 12  # of their weights
@@ -312,12 +309,12 @@ _GRID_COPIES = 32  # bytes for each entry of the normal equations: in float32, i
 
 @dataclass(frozen=True)
 class GptqQuantizer:
-    """One scale for each output channel unless a group size is given.
+    """The quantiser "gptq": one scale for each output channel unless a group size is given.
 
-    Few tokens can't say how inputs correlate, and codes that believe them fit these tokens and no others: H is drawn
-    towards its diagonal, the more the fewer tokens it rests on, half way where these are half as many as inputs. With
-    no token at all it is the identity, so that all errors count alike. What H is turned into is remembered as long as
-    the `inputs` are: give the same for other widths.
+    Few tokens can't show how inputs correlate, and codes that rely on them fit these tokens and no others: H is drawn
+    towards its diagonal, the more the fewer tokens it rests on, half way if the tokens are half as many as the inputs.
+    With no token at all it is the identity, so that all errors count alike. The factors of H are remembered as long as
+    the `inputs` exist: pass the same object for other widths.
     """
 
     group_size: int
@@ -361,7 +358,7 @@ class GptqQuantizer:
 
 
 def _known(weights: F32, inputs: Inputs | None) -> Inputs:
-    """Of n matrices; those of no token where nothing is known."""
+    """Returns the inputs of n matrices; if they are None, inputs of no token."""
     if inputs is not None:
         return inputs
     n, _, in_features = weights.shape
@@ -373,13 +370,13 @@ def _sweeps(in_features: int, bits: int) -> int:
 
 
 def _by_input(values: Tensor) -> Tensor:
-    """[n, out, in] → [n, in, out]"""
+    """Returns matrices [n, out, in] turned. [n, in, out]"""
     return values.mT.contiguous()
 
 
 class _Codes(NamedTuple):
-    """codes [n, in, out], scale and minimum [n, groups, out]; `pull` [n, in, out]: H (W - Q), minus half the gradient
-    of the loss."""
+    """A solution: codes [n, in, out], scale and minimum [n, groups, out]; `pull` [n, in, out]: H (W - Q), minus half
+    the gradient of the loss."""
 
     codes: Tensor
     scale: Tensor
@@ -388,7 +385,7 @@ class _Codes(NamedTuple):
 
 
 class _Problem:
-    """weights [n, in, out], the largest code, inputs in a group."""
+    """The problem of coding weights [n, in, out], with codes up to `top` and `size` inputs in a group."""
 
     def __init__(self, weights: Tensor, hessian: Hessian, top: int, size: int) -> None:
         self.weights, self.hessian, self.top, self.size = weights, hessian, top, size
@@ -396,14 +393,15 @@ class _Problem:
         self.pulled = product(self.products, weights)
 
     def solved(self, scale: Tensor, minimum: Tensor, sweeps: int) -> Fitted:
-        """From scales and minima to start with [n, groups, out]."""
+        """Returns codes [n, out, in], scale and minimum [n, out, groups], from scales and minima to start with [n,
+        groups, out]."""
         found = self.refitted(self.compensated(scale, minimum), scale, minimum)
         for _ in range(sweeps):
             found = self.refitted(self.swept(found), found.scale, found.minimum)
         return Fitted(*(values.mT for values in (found.codes, found.scale, found.minimum)))
 
     def compensated(self, scale: Tensor, minimum: Tensor) -> Tensor:
-        """Codes by GPTQ."""
+        """Returns codes by GPTQ. [n, in, out]"""
         order = self.hessian.order
         codes = Rounding(scale, minimum, order // self.size, self.top).made(
             picked(self.weights, order), self.hessian.factor
@@ -411,14 +409,15 @@ class _Problem:
         return picked(codes, order.argsort(dim=1))
 
     def swept(self, of: _Codes) -> Tensor:
-        """Every code once, in order, set to what is best with all others as they are."""
+        """Returns codes, each set once, in order, to its best value with all others as they are. [n, in, out]"""
         n, inputs, _ = self.weights.shape
         group = (torch.arange(inputs) // self.size).expand(n, -1)
         rounding = Rounding(of.scale, of.minimum, group, self.top)
         return rounding.improved(of.pull.clone(), self.products, of.codes)
 
     def refitted(self, codes: Tensor, scale: Tensor, minimum: Tensor) -> _Codes:
-        """Scale and minimum of each row by least squares under the hessian, where that is better in float16."""
+        """Returns the codes with scale and minimum of each row by least squares under the hessian, or with the given
+        ones where these are better in float16."""
         groups, (n, _, out) = scale.shape[1], codes.shape
         of_ones = torch.stack([part.sum(2) for part in torch.split(self.products, self.size, 2)], 2)  # [n, in, groups]
         grid = torch.empty(n, out, 2 * groups, 2 * groups)
@@ -450,27 +449,27 @@ class _Problem:
         )
 
     def _missed(self, codes: Tensor, scale: Tensor, minimum: Tensor) -> Tensor:
-        """W - Q"""
+        """Returns W - Q. [n, in, out]"""
         return self.weights - (codes * self._wide(scale) + self._wide(minimum))
 
     def _by_group(self, values: Tensor) -> Tensor:
-        """[n, in, ...] summed over the inputs of each group → [n, groups, ...]"""
+        """Returns values [n, in, ...] summed over the inputs of each group. [n, groups, ...]"""
         return torch.stack([part.sum(1) for part in torch.split(values, self.size, 1)], 1)
 
     def _wide(self, per_group: Tensor) -> Tensor:
-        """[n, groups, out] → [n, in, out], or what is as good as that."""
+        """Returns values per group [n, groups, out] for each input [n, in, out]; of one group as they are."""
         if per_group.shape[1] == 1:
             return per_group
         return per_group.repeat_interleave(self.size, dim=1)[:, : self.weights.shape[1]]
 
 
 def _row_bytes(in_features: int, size: int) -> int:
-    """Memory that a row takes while its problem is solved."""
+    """Returns the bytes of memory that a row takes while its problem is solved."""
     return _COPIES * 4 * in_features + _GRID_COPIES * (2 * n_groups(in_features, size)) ** 2
 
 
 def _least_squares(grid: Tensor, aim: Tensor) -> Tensor:
-    """Solves the normal equations of rows: grid [..., k, k], aim [..., k] → [..., k]."""
+    """Returns the solutions [..., k] of the normal equations of rows: grid [..., k, k], aim [..., k]."""
     size = grid.shape[-1]
     ridge = 1e-9 * grid.diagonal(dim1=-2, dim2=-1).mean(-1)[..., None, None] * torch.eye(size)
     found: Tensor = torch.linalg.solve(grid.double() + ridge, aim.double())

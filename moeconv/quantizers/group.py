@@ -14,10 +14,9 @@ from moert.pack.codec import F32, QuantizedMatrix, n_groups, pack_codes
 from moert.pack.layout import group_of
 
 # Scale and minimum of a group by alternating least squares: round to codes, refit both to the codes, repeat.
-# The objective is the weighted squared error Σ h (w - scale * code - minimum)², h the mean square of each input,
-# which is what the output loses when inputs don't correlate. It has many local minima, so that few bits are worth
-# several starts: around the step that suits normally distributed weights, and the range between smallest and
-# largest weight.
+# The objective is the weighted squared error Σ h (w - scale * code - minimum)², h the mean square of each input, which
+# is the error of the output when inputs don't correlate. It has many local minima, so that few bits are worth several
+# starts: around the step that suits normally distributed weights, and the range between smallest and largest weight.
 
 # the step of the best evenly spaced quantiser of normally distributed values (Max 1960), in standard deviations
 _NORMAL_STEP = {2: 0.9957, 3: 0.5860, 4: 0.3352, 8: 0.0308}
@@ -27,7 +26,7 @@ _BLOCK = 1 << 18  # weights at a time: enough for two cores to share, few enough
 
 
 class Fitted(NamedTuple):
-    """codes [..., size] (whole numbers), scale and minimum [...] (values that float16 holds exactly); all float32."""
+    """Fitted groups: codes [..., size] (whole numbers), scale and minimum [...] (exact in float16); all float32."""
 
     codes: Tensor
     scale: Tensor
@@ -35,10 +34,11 @@ class Fitted(NamedTuple):
 
 
 def fit(weights: Tensor, importance: Tensor, bits: int, roughly: bool = False) -> Fitted:
-    """weights [n, rows, groups, size] and importance [n, groups, size], float32 → the best fit found for each group.
+    """Returns the best fit found for each group of weights [n, rows, groups, size] with importance [n, groups, size],
+    float32.
 
-    Never worse than rounding between the smallest and the largest weight. Padding has importance 0 and repeats a
-    weight. `roughly`: from one start and in two rounds, for what is improved on elsewhere.
+    It is never worse than rounding between the smallest and the largest weight. Padding has importance 0 and repeats a
+    weight. `roughly`: from one start and in at most two rounds, for a caller that improves the fit afterwards.
     """
     n, rows, groups, size = weights.shape
     many = max(1, _BLOCK // (rows * groups * size))
@@ -79,7 +79,7 @@ def _fit_block(weights: Tensor, h: Tensor, bits: int, roughly: bool) -> Fitted:
 
 
 class _Regression:
-    """Weighted linear regression of weights, centred on their weighted mean, on their codes."""
+    """A weighted linear regression of weights, centred on their weighted mean, on their codes."""
 
     def __init__(self, centred: Tensor, h: Tensor, total: Tensor) -> None:
         self.centred, self.h, self.total = centred, h, total
@@ -88,7 +88,8 @@ class _Regression:
         self.codes, self.product = torch.empty_like(centred), torch.empty_like(centred)
 
     def refit(self, scale: Tensor, minimum: Tensor, top: int) -> tuple[Tensor, Tensor]:
-        """Better values for the codes that these lead to; as they were where all codes are equal."""
+        """Returns scale and minimum, refitted to the codes that the given ones lead to; unchanged for a group whose
+        codes are all equal."""
         codes, product = self.codes, self.product
         _round(self.centred, scale, minimum, top, codes)
         by_h = torch.mul(codes, self.h, out=product).sum(-1)
@@ -103,18 +104,18 @@ class _Regression:
 
 
 def _round(weights: Tensor, scale: Tensor, minimum: Tensor, top: int, out: Tensor) -> None:
-    """The nearest code for each weight [..., size]; 0 where scale is 0."""
+    """Writes the nearest code for each weight [..., size] into `out`; 0 where scale is 0."""
     inverse = torch.where(scale > 0, 1 / scale, 0.0)[..., None]
     torch.sub(weights, minimum[..., None], out=out).mul_(inverse).round_().clamp_(0, top)
 
 
 def to_float16(values: Tensor) -> Tensor:
-    """Rounded to what float16 holds, as float32."""
+    """Returns values rounded to float16, as float32."""
     return values.clamp(-MAX_F16, MAX_F16).half().float()
 
 
 def _finish(weights: Tensor, h: Tensor, scale: Tensor, minimum: Tensor, top: int) -> tuple[Fitted, Tensor]:
-    """Codes against scale and minimum as float16 holds them, and the weighted squared error of each group."""
+    """Returns codes with scale and minimum rounded to float16, and the weighted squared error of each group."""
     scale, minimum = to_float16(scale), to_float16(minimum)
     codes = torch.empty_like(weights)
     _round(weights, scale, minimum, top, codes)
@@ -128,14 +129,15 @@ _FLOOR = 0.01  # of the mean importance: an input that was silent in the calibra
 
 
 def importance_of(squares: Tensor) -> Tensor:
-    """Mean squares of the inputs [n, in] → weights of the errors there, with mean 1; all 1 where nothing was seen."""
+    """Returns the weights of errors at each input [n, in], with mean 1 before `_FLOOR` is added, from the mean squares
+    of the inputs [n, in]; all 1 for a matrix that saw no token."""
     mean = squares.mean(1, keepdim=True)
     return torch.where(mean > 0, squares / torch.where(mean > 0, mean, 1.0) + _FLOOR, 1.0)
 
 
 def fit_groups(weights: Tensor, importance: Tensor, bits: int, size: int, roughly: bool = False) -> Fitted:
-    """weights [n, out, in], importance [n, in] → codes [n, out, in], scale and minimum [n, out, groups]. `roughly`: see
-    moeconv.quantizers.group.fit."""
+    """Returns codes [n, out, in], scale and minimum [n, out, groups] for weights [n, out, in] with importance [n, in].
+    `roughly`: see `fit`."""
     n, rows, in_features = weights.shape
     groups = n_groups(in_features, size)
     padding = groups * size - in_features
@@ -148,7 +150,7 @@ def fit_groups(weights: Tensor, importance: Tensor, bits: int, size: int, roughl
 
 
 def to_matrices(fitted: Fitted, bits: int, size: int) -> list[QuantizedMatrix]:
-    """codes [n, out, in], scale and minimum [n, out, groups] → n matrices."""
+    """Returns n matrices of codes [n, out, in], scale and minimum [n, out, groups]."""
     codes = fitted.codes.to(torch.uint8).numpy()
     scale, minimum = (values.numpy().astype(np.float16) for values in (fitted.scale, fitted.minimum))
     in_features = codes.shape[2]
@@ -158,14 +160,15 @@ def to_matrices(fitted: Fitted, bits: int, size: int) -> list[QuantizedMatrix]:
     ]
 
 
-# A scale and a minimum for each group of inputs of a channel, fitted by alternating least squares.
+# The quantiser with a scale and a minimum for each group of inputs of a channel, fitted by alternating least squares.
 
 
 @dataclass(frozen=True)
 class GroupQuantizer:
-    """Errors are weighted with the mean square of each input where inputs are known, else all alike.
+    """The quantiser "group": errors are weighted with the mean square of each input if inputs are known, else all
+    alike.
 
-    Few tokens make the weighting coarse, not wrong, so there is no lower bound but one token.
+    Few tokens make the weighting coarse, not wrong, so that one token is enough.
     """
 
     group_size: int
@@ -184,5 +187,6 @@ class GroupQuantizer:
         return to_matrices(fit_groups(torch.from_numpy(weights), importance, bits, size), bits, size)
 
     def columns(self, weights: F32, bits: int, inputs: Inputs | None) -> list[QuantizedMatrix]:
-        """Errors inside a column have one weight, so that the plain fit of each group is the best one."""
+        """Returns the codes of the transposes. Errors inside a column have one weight, so that the plain fit of each
+        group is the best one."""
         return self.quantize(np.ascontiguousarray(weights.transpose(0, 2, 1)), bits, None)

@@ -1,4 +1,4 @@
-"""What the experts' inputs look like: second moments, and some tokens of experts that get few."""
+"""Second moments of the experts' inputs, drawn towards a sample of their layer's tokens for experts that saw few."""
 
 from __future__ import annotations
 
@@ -20,20 +20,21 @@ from moert.pack.codec import F32
 from moert.pack.files import atomic_write
 from moert.pack.model_spec import ExpertKey, LayerKey, ModelSpec
 
-# Some tokens of a layer, of which each of its experts is told too: what an expert saw is drawn to it.
+# A sample of a layer's tokens: the moments of each of its experts are drawn towards it.
 
 SAMPLED = 4  # tokens for each input of the matrices
 _WORTH = 0.2  # of a token of the layer, beside one of the expert's own
-_TOGETHER = 0.8  # own tokens for each input that a sample counts for at most, where products are wanted
-_SQUARES = 16.0  # and where squares are, which fewer tokens tell
+_TOGETHER = 0.8  # own tokens for each input that a sample counts for at most, if a quantiser wants products
+_SQUARES = 16.0  # own tokens that a sample counts for at most, if it wants squares, which need fewer tokens
 
 
 class LayerSample:
-    """Tokens of one layer, evenly spread over all that it was asked about, padding left out: `SAMPLED * size` at most,
-    and half as many at least where there were so many. The same however the text was cut into batches."""
+    """A sample of one layer's tokens, evenly spread over all tokens of its calls, padding left out: SAMPLED tokens for
+    each input of the widest matrix at most, and at least half as many if the text has enough. It does not depend on the
+    batches."""
 
     def __init__(self, size: int, width: int) -> None:
-        """`size`: inputs of the widest matrix; `width` of what the layer is asked about."""
+        """`size`: inputs of the widest matrix; `width`: numbers in a token's input to the layer's experts."""
         self.room = SAMPLED * size
         self._stride, self._seen = 1, 0
         self._parts: list[Tensor] = [torch.empty(0, width)]
@@ -48,23 +49,23 @@ class LayerSample:
                 self._stride *= 2
 
     def tokens(self, size: int) -> Tensor:
-        """As many as tell about `size` inputs [tokens, in]"""
+        """Returns as many tokens of the sample as the moments of `size` inputs need. [tokens, in]"""
         found = torch.cat(self._parts)
         return found[:: max(1, -(-len(found) // (SAMPLED * size)))]
 
 
 def worth(tokens: int, in_features: int, wants: Wants) -> float:
-    """What one of so many sampled tokens counts beside one that the expert saw itself."""
+    """Returns the weight of one of `tokens` sampled tokens, where a token that the expert saw itself has weight 1."""
     most = _SQUARES if wants == "squares" else _TOGETHER * in_features
     return min(_WORTH, most / max(1, tokens))
 
 
-# What the experts' inputs look like on calibration text: an artefact that quantisers weigh their errors with.
+# Moments of the experts' inputs on calibration text: an artefact that quantisers weigh their errors with.
 
 SCHEMA = "2"
 Side = Literal["in", "mid"]
 SIDES: tuple[Side, ...] = ("in", "mid")
-"""What enters gate and up, and what enters down."""
+"""The inputs of gate and up, and the inputs of down."""
 
 
 def side_of(projection: str) -> Side:
@@ -72,14 +73,14 @@ def side_of(projection: str) -> Side:
 
 
 def summed(x: Tensor, wants: Wants) -> Tensor:
-    """x [tokens, in] → the sum of x xᵀ or of x**2 over the tokens, float32."""
+    """Returns the sum of x xᵀ [in, in] or of x**2 [in] over the tokens of x [tokens, in], float32."""
     x = x.float()
     return x.T @ x if wants == "products" else x.square().sum(0)
 
 
 def told(own: Tensor, rows: int, sampled: Tensor, tokens: int, wants: Wants) -> tuple[Tensor, float]:
-    """Sums over the tokens that an expert saw, and over those of its layer's sample [in] or [in, in] → the mean of
-    both, and how many tokens it counts as."""
+    """Returns the mean over an expert's own tokens and its layer's sample together, and the number of tokens that it
+    counts as. `own`, `sampled`: sums over `rows` own and `tokens` sampled tokens, [in] or [in, in]."""
     each = worth(tokens, len(own), wants)
     counted = rows + each * tokens
     return (own + each * sampled) / (counted or 1.0), counted
@@ -90,19 +91,19 @@ class MomentsError(ConversionError):
 
 
 class Sliced(Protocol):
-    """An array, or one that is still in a file."""
+    """An array in memory, or in a file that is read slice by slice."""
 
     def __getitem__(self, experts: slice, /) -> npt.NDArray[Any]: ...
 
 
 class Moments:
-    """For each expert the tokens it saw, and the mean of x**2 ("squares") or x xᵀ ("products") of its inputs x, drawn
-    to what it would be for a sample of its layer's tokens.
+    """The moments of all experts: the tokens that each saw, and the mean of x**2 ("squares") or x xᵀ ("products") of
+    its inputs x, drawn towards the mean for a sample of its layer's tokens.
 
     `tensors` maps "D03.rows" to int64 [experts], "D03.in" (inputs of gate and up) and "D03.mid" (inputs of down) to
-    float32 [experts, in] or [experts, in, in], "D03.in-counted" and "D03.mid-counted" to the tokens that these are
-    means of, float32 [experts]: arrays in memory after `collect`, which takes `moments_bytes`; parts of an open file
-    after `load`, of which no more is read than is asked for.
+    float32 [experts, in] or [experts, in, in], "D03.in-counted" and "D03.mid-counted" to the numbers of tokens behind
+    these means, float32 [experts]: arrays in memory after `collect`, which takes `moments_bytes`; parts of an open file
+    after `load`, which are read only where a method needs them.
     """
 
     def __init__(self, wants: Wants, tensors: Mapping[str, Sliced]) -> None:
@@ -110,11 +111,11 @@ class Moments:
         self.tensors = tensors
 
     def rows(self, key: ExpertKey) -> int:
-        """Tokens that the expert saw."""
+        """Returns the number of tokens that the expert saw."""
         return int(self._of(key, "rows")[0])
 
     def inputs(self, keys: Sequence[ExpertKey], projection: str) -> Inputs:
-        """Moments of the inputs of these experts' "gate", "up" or "down" matrices."""
+        """Returns the moments of the inputs of these experts' "gate", "up" or "down" matrices."""
         side = side_of(projection)
         whats = ("rows", side, f"{side}-counted")
         return Inputs(*(np.concatenate([self._of(key, what) for key in keys]) for what in whats))
@@ -133,7 +134,7 @@ class Moments:
         return digest.hexdigest()
 
     def save(self, path: Path) -> None:
-        """A safetensors file, whole or not at all; equal moments give equal bytes. Raises MomentsError."""
+        """Writes a safetensors file, whole or not at all; equal moments give equal bytes. Raises MomentsError."""
         from safetensors import SafetensorError
         from safetensors.numpy import save_file
 
@@ -154,7 +155,7 @@ class Moments:
 
     @classmethod
     def load(cls, path: Path) -> Moments:
-        """Reads the header alone. Raises MomentsError for a file that is not what `save` wrote."""
+        """Opens a file of moments and reads its header. Raises MomentsError for a file that `save` did not write."""
         from safetensors import safe_open
 
         try:
@@ -169,7 +170,7 @@ class Moments:
 
 
 def _sort_metadata(path: Path) -> None:
-    """In the header of a safetensors file: the library writes it in an order that differs from process to process."""
+    """Sorts the metadata in a safetensors file's header: the library's order differs from process to process."""
     with path.open("r+b") as stream:
         length = int.from_bytes(stream.read(8), "little")
         header = json.loads(stream.read(length))
@@ -179,13 +180,13 @@ def _sort_metadata(path: Path) -> None:
 
 
 def moments_bytes(spec: ModelSpec, wants: Wants) -> int:
-    """Memory that `collect` takes beside the model and the batch that runs."""
+    """Returns the bytes of memory that `collect` takes beside the model and the batch that runs."""
     sampled = 0 if wants == "nothing" else SAMPLED * widest(spec) * spec.expert_width
     return file_bytes(spec, wants) + len(spec.moe_layers()) * 4 * sampled
 
 
 def file_bytes(spec: ModelSpec, wants: Wants) -> int:
-    """What moments take where they are kept."""
+    """Returns the bytes of a file of moments."""
     power = {"nothing": 0, "squares": 1, "products": 2}[wants]
     an_expert = spec.expert_width**power + spec.moe.ffn.d_ff**power if power else 0
     return len(spec.moe_layers()) * 4 * spec.moe.n * an_expert
@@ -201,7 +202,8 @@ def _name(at: LayerKey, what: str) -> str:
 
 @torch.inference_mode()
 def collect(calls: ExpertCalls, run: Callable[[], object], wants: Wants) -> Moments:
-    """Sums up what every expert is given while `run()` sends text through the unquantised model, padding left out.
+    """Returns the moments of every expert's inputs while `run()` sends text through the unquantised model, padding left
+    out.
 
     `wants` is "squares" or "products".
     """
@@ -217,7 +219,7 @@ def collect(calls: ExpertCalls, run: Callable[[], object], wants: Wants) -> Mome
 
 
 class _Layer:
-    """Sums over the tokens of one layer's experts."""
+    """The sums over the tokens of each of one layer's experts, and the layer's sample."""
 
     def __init__(self, calls: ExpertCalls, place: LayerKey, wants: Wants) -> None:
         self.calls, self.place = calls, place
@@ -239,11 +241,12 @@ class _Layer:
             self._add(expert, "mid", self.calls.inner(ExpertKey(*self.place, expert), x))
 
     def _add(self, expert: int, side: Side, x: Tensor) -> None:
-        """x [tokens, in] of one expert."""
+        """Adds inputs x [tokens, in] of one expert."""
         self.sums[side][expert] += summed(x, self.wants)
 
     def mean(self, side: Side) -> tuple[F32, F32]:
-        """The mean for each expert, and what it counts as; it overwrites the sums, to save memory."""
+        """Returns the mean for each expert, and the number of tokens that it counts as [experts]; it overwrites the
+        sums, to save memory."""
         sums, counted = self.sums.pop(side), torch.zeros(len(self.rows))
         x = self.sample.tokens(sums.shape[1])
         sampled = summed(x, self.wants)

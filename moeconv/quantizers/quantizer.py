@@ -1,4 +1,4 @@
-"""What every quantizer gives and gets; the simplest, with one scale a channel; widths by role."""
+"""The protocol of quantisers; the simplest quantiser, with one scale a channel; widths by role."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from moert.pack.codec import F32, QuantizedMatrix, pack_codes, power_of
 from moert.pack.manifest import Dense
 from moert.pack.model_spec import ModelSpec
 
-# What every quantiser is: weights in, codes with scales out.
+# The protocol of every quantiser: weights in, codes with scales out.
 
 Wants = Literal["nothing", "squares", "products"]
 
@@ -23,11 +23,11 @@ MAX_F16 = 65504.0
 
 @dataclass(frozen=True, eq=False)
 class Inputs:
-    """What is known of the inputs x of n matrices.
+    """The moments of the inputs x of n matrices.
 
-    `rows` [n] counts the tokens seen. `moment` is the mean of x**2, [n, in] ("squares"), or of x xᵀ, [n, in, in]
-    ("products"); all zero for a matrix that is told of none. `counted` [n] are the tokens that it is a mean of, which
-    may be more than those seen: see moeconv.quantizers.moments.
+    `rows` [n] counts the tokens that a matrix saw. `moment` is the mean of x**2, [n, in] ("squares"), or of x xᵀ, [n,
+    in, in] ("products"); all zero for a matrix without inputs. `counted` [n] is the number of tokens behind this mean,
+    which may be larger than `rows`: see moeconv.quantizers.moments.
     """
 
     rows: npt.NDArray[np.int64]
@@ -36,13 +36,13 @@ class Inputs:
 
     @classmethod
     def of(cls, rows: npt.NDArray[np.int64], moment: F32) -> Inputs:
-        """Of the tokens seen alone."""
+        """Returns the moments whose means count only the tokens that each matrix saw."""
         return cls(rows, moment, rows.astype(np.float32))
 
 
 class Quantizer(Protocol):
-    """`group_size` is what the pack's manifest records: inputs per scale, 0 for one scale per output channel; of what
-    is coded by columns, outputs per scale, 0 for one scale per column."""
+    """A quantiser. The pack's manifest records its `group_size`: inputs per scale, 0 for one scale per output channel;
+    for matrices that are coded by columns, outputs per scale, 0 for one scale per column."""
 
     @property
     def name(self) -> str: ...
@@ -52,30 +52,31 @@ class Quantizer(Protocol):
 
     @property
     def wants(self) -> Wants:
-        """Which moments of the inputs help it; it works without any."""
+        """The moments of the inputs that improve its codes; it works without any."""
         ...
 
     def too_few(self, rows: int, in_features: int) -> bool:
-        """Whether inputs of so many tokens are too few to be used as they are; what happens then, the class says."""
+        """Returns whether `rows` tokens are too few to rely on their inputs alone."""
         ...
 
     def quantize(self, weights: F32, bits: int, inputs: Inputs | None) -> list[QuantizedMatrix]:
-        """weights [n, out, in]: n matrices of one shape; bits 2, 3, 4 or 8. Each result is that of its matrix alone.
+        """Returns the codes of n matrices of one shape, `weights` [n, out, in], at 2, 3, 4 or 8 bits. The result for a
+        matrix does not depend on the other ones.
 
         Raises WeightsUnusable for weights that are not finite or that float16 can't bracket.
         """
         ...
 
     def columns(self, weights: F32, bits: int, inputs: Inputs | None) -> list[QuantizedMatrix]:
-        """The same as their transposes [in, out], whose groups run along the outputs. `weights` and `inputs` are those
-        of the matrices themselves."""
+        """Returns the codes of the matrices' transposes [in, out], whose groups run along the outputs. `weights` and
+        `inputs` belong to the matrices themselves, as for `quantize`."""
         ...
 
 
 def times_powers(
     make: Callable[[F32, int, Inputs | None], list[QuantizedMatrix]], weights: F32, bits: int, inputs: Inputs | None
 ) -> list[QuantizedMatrix]:
-    """Matrices of weights [n, out, in] as `make` quantises them, each after it was divided by its power of two."""
+    """Returns matrices of weights [n, out, in] quantised by `make`, each after its division by its power of two."""
     powers = [power_of(one) for one in weights]
     if any(powers):
         weights = np.stack([np.ldexp(one, -power) for one, power in zip(weights, powers, strict=True)])
@@ -84,7 +85,7 @@ def times_powers(
 
 
 def check_range(weights: F32) -> None:
-    """Raises WeightsUnusable, in one line."""
+    """Raises WeightsUnusable, in one line, if a weight is not finite or beyond float16."""
     largest = float(np.abs(weights).max(initial=0.0))
     if not largest < MAX_F16:
         raise WeightsUnusable(
@@ -99,7 +100,7 @@ def check_range(weights: F32) -> None:
 class ChannelQuantizer:
     """w ≈ scale * code + minimum, with minimum = min(w) and scale = (max(w) - min(w)) / (2**bits - 1) of a channel.
 
-    Codes are rounded against the float16 values of scale and minimum, which are what is stored.
+    Codes are rounded against the float16 values of scale and minimum, which the pack stores.
     """
 
     name: str = "channel"
@@ -126,13 +127,14 @@ class ChannelQuantizer:
         return QuantizedMatrix(bits, in_features, in_features, pack_codes(codes, bits), scale, minimum)
 
 
-# Which widths the matrices outside the experts get, by role.
+# Widths of the matrices outside the experts, by role.
 
 QUANTIZER, GROUP_SIZE = "group", 64
 
 
 def dense_of(spec: ModelSpec, wanted: int | Mapping[str, int] | None) -> Dense | None:
-    """One width stands for all roles that the model has. Raises SettingsError for a role that it has not."""
+    """Returns the widths by role; one width stands for all roles that the model has. Raises SettingsError for a role
+    that the model lacks."""
     if wanted is None:
         return None
     roles = spec.roles()
@@ -147,12 +149,12 @@ def dense_of(spec: ModelSpec, wanted: int | Mapping[str, int] | None) -> Dense |
 
 
 def dense_bits_text(wanted: int | Mapping[str, int]) -> str:
-    """`wanted` as it is written on the command line."""
+    """Returns `wanted` in the form of the command line."""
     if isinstance(wanted, int):
         return str(wanted)
     return ",".join(f"{role}={width}" for role, width in wanted.items())
 
 
 def width_text(bits: Mapping[str, int]) -> str:
-    """As a person reads it: {"attention": 4, "head": 8} → "attention 4, head 8 bits"."""
+    """Returns widths as text for a person: {"attention": 4, "head": 8} → "attention 4, head 8 bits"."""
     return ", ".join(f"{role} {width}" for role, width in bits.items()) + " bits"

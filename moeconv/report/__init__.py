@@ -1,1 +1,1 @@
-"""A pack as one web page: what was measured, what was decided, and why."""
+"""A pack as one web page: the measurements, the decisions, and their reasons."""

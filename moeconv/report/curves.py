@@ -15,15 +15,16 @@ from moert.pack.manifest import ExpertEntry
 from moert.pack.model_spec import STACKS, ExpertKey, ModelSpec, StackName
 from moert.pack.paths import ContextCounts, LayerPaths, TransitionTable
 
-# What the counts of paths.safetensors say: how few paths most tokens take, and how well the next expert is guessed.
+# Figures from the counts of paths.safetensors: how few paths most tokens take, and how well the next expert is
+# guessed.
 
 F64 = npt.NDArray[np.float64]
 
 
 def path_shares(table: TransitionTable, stack: StackName) -> tuple[F64, F64] | None:
-    """(share of paths, share of tokens), both from 0 to 1, the most frequent paths first (EdgeMoE Fig. 4).
+    """Returns (share of paths, share of tokens), both from 0 to 1, the most frequent paths first (EdgeMoE Fig. 4).
 
-    The table counts paths through three successive layers with experts; those of all such layers go in. None where
+    The table counts paths through three successive layers with experts; the counts of all of them go in. None where
     the stack has fewer layers or nothing was counted.
     """
     counts = [layer.two_before.counts for layer in table.of_stack(stack) if len(layer.two_before.counts)]
@@ -35,16 +36,16 @@ def path_shares(table: TransitionTable, stack: StackName) -> tuple[F64, F64] | N
 
 
 def top_share(shares: tuple[F64, F64], share: float = 0.2) -> float:
-    """Share of tokens that take one of the `share` most frequent paths."""
+    """Returns the share of tokens that take one of the `share` most frequent paths."""
     return float(np.interp(share, *shares))
 
 
 def prediction(table: TransitionTable, top_k: int) -> list[tuple[float, float, float]] | None:
-    """Top-1, top-2 and top-3 accuracy with the experts of 0, 1 and 2 layers before known (EdgeMoE Fig. 8).
+    """Returns top-1, top-2 and top-3 accuracy with the experts of 0, 1 and 2 layers before known (EdgeMoE Fig. 8).
 
     Top-n: the expert is among the n * top_k most counted ones. Each choice is judged by the counts of all the others,
     its own left out, so a context seen once predicts nothing. With top_k > 1 one expert of each layer is taken as
-    known. Layers that have two before them; None where there is no such layer.
+    known. Only layers that have two before them count; None without one.
     """
     judged = [layer for stack in STACKS for layer in table.of_stack(stack)[2:]]
     results: list[tuple[float, float, float]] = []
@@ -62,7 +63,7 @@ def prediction(table: TransitionTable, top_k: int) -> list[tuple[float, float, f
 
 
 def _contexts(layer: LayerPaths, known: int) -> Iterator[F64]:
-    """The counts of the experts seen in each context, in order of the experts."""
+    """Yields the counts of the experts seen in each context, in order of the experts."""
     if known == 0:
         yield layer.frequency.astype(np.float64)
         return
@@ -72,7 +73,8 @@ def _contexts(layer: LayerPaths, known: int) -> Iterator[F64]:
 
 
 def _hits(counts: F64, n: int) -> float:
-    """How many of the counted choices are still among the n most counted when they themselves are taken away."""
+    """Returns the number of counted choices that are still among the n most counted when they themselves are taken
+    away."""
     ordered = np.sort(counts)[::-1]
     bar = max(1.0, ordered[n]) if len(ordered) > n else 1.0
     return float(counts[counts - 1 >= bar].sum())
@@ -82,11 +84,12 @@ def _hits(counts: F64, n: int) -> float:
 
 _SIZE = (6.0, 3.8)
 _FARTHEST = 1e6
-"""Drawn for anything beyond: no axis shows more, and drawing counts with squares."""
+"""The largest value that is drawn: no axis shows more, and drawing computes squares."""
 
 
 def loss_curve(name: str, report: ConversionReport, target_bytes: float | None) -> Chart:
-    """Predicted loss as a line, measured plans as points with their bounds; the target; the plan that was chosen."""
+    """Returns the chart of size and loss: predicted loss as a line, measured plans as points with their bounds, the
+    target, the chosen plan."""
     points = sorted(report.curve, key=lambda point: point.nbytes)
     predicted = [
         (point.nbytes / 1e6, drawn(point.predicted_loss)) for point in points if point.predicted_loss is not None
@@ -127,7 +130,8 @@ def loss_curve(name: str, report: ConversionReport, target_bytes: float | None) 
 
 
 def read_curve(name: str, found: Residence, target: Target) -> Chart:
-    """Measured plans, bytes that a token reads against loss with its bound: widths alone, and with routing."""
+    """Returns the chart of measured plans, bytes that a token reads against loss with its bound: of widths alone, and
+    with routing."""
 
     def paint(figure: Any) -> None:
         from matplotlib.ticker import PercentFormatter
@@ -158,12 +162,12 @@ def read_curve(name: str, found: Residence, target: Target) -> Chart:
 
 
 def drawn(value: float, farthest: float = _FARTHEST) -> float:
-    """The value, or the farthest one that is drawn."""
+    """Returns the value, or the farthest one that is drawn."""
     return min(max(value, -farthest), farthest)
 
 
 def _measured(axes: Any, points: Sequence[CurvePoint], colour: str) -> None:
-    """The mark at the top of a bar is the upper bound."""
+    """Draws measured plans; the mark at the top of a bar is the upper bound."""
     losses = [drawn(point.loss or 0.0) for point in points]
     above = [max(0.0, (drawn(point.upper) if point.upper is not None else loss) - loss) for point, loss in
              zip(points, losses, strict=True)]  # fmt: skip
@@ -188,7 +192,7 @@ def _chosen(axes: Any, point: CurvePoint, report: ConversionReport) -> None:
 
 
 def _range(points: Sequence[CurvePoint], report: ConversionReport) -> tuple[float, float]:
-    """Around what was measured and asked for; where only predictions are known, around the smallest of them."""
+    """Returns the range of the axis around measured losses and target; if only predictions are known, around these."""
     values = [value for point in points for value in (point.loss, point.upper) if value is not None]
     values += [report.target.value] if report.target.kind == "loss" else []
     values += [report.heldout.low, report.heldout.high] if report.heldout else []
@@ -200,7 +204,7 @@ def _range(points: Sequence[CurvePoint], report: ConversionReport) -> tuple[floa
 
 
 def path_curve(name: str, shares: Mapping[str, tuple[F64, F64]]) -> Chart:
-    """Share of tokens against share of paths, one line for each stack (EdgeMoE Fig. 4)."""
+    """Returns the chart of the share of tokens against the share of paths, a line for each stack (EdgeMoE Fig. 4)."""
 
     def paint(figure: Any) -> None:
         from matplotlib.ticker import PercentFormatter
@@ -221,7 +225,7 @@ def path_curve(name: str, shares: Mapping[str, tuple[F64, F64]]) -> Chart:
 
 
 def prediction_bars(name: str, accuracy: Sequence[tuple[float, float, float]]) -> Chart:
-    """Top-1, top-2 and top-3 accuracy by the number of layers known (EdgeMoE Fig. 8)."""
+    """Returns the chart of top-1, top-2 and top-3 accuracy by the number of known layers (EdgeMoE Fig. 8)."""
 
     def paint(figure: Any) -> None:
         from matplotlib.ticker import PercentFormatter
@@ -255,7 +259,7 @@ _FARTHEST_CELL = 1e18  # drawn for anything beyond
 
 
 def number_map(name: str, label: str, values: Mapping[ExpertKey, float], spec: ModelSpec, counts: bool) -> Chart:
-    """A heat map; experts without a value are grey. `counts`: values are tokens, drawn on a logarithmic scale."""
+    """Returns a heat map; experts without a value are grey. `counts`: values are tokens, on a logarithmic scale."""
     cells = grid(values, spec)
 
     def paint(figure: Any) -> None:
@@ -286,7 +290,8 @@ def number_map(name: str, label: str, values: Mapping[ExpertKey, float], spec: M
 
 
 def width_map(name: str, experts: tuple[ExpertEntry, ...], spec: ModelSpec) -> Chart:
-    """One panel for each projection; a single one where every expert has all its projections at the same width."""
+    """Returns a map of widths with a panel for each projection; a single one where every expert has all its projections
+    at the same width."""
     projections = spec.moe.ffn.projections
     alike = all(len(set(entry.bits.values())) == 1 for entry in experts)
     panels = {"all projections": projections[0]} if alike else {projection: projection for projection in projections}
@@ -319,7 +324,7 @@ def width_map(name: str, experts: tuple[ExpertEntry, ...], spec: ModelSpec) -> C
 
 
 def grid(values: Mapping[ExpertKey, float], spec: ModelSpec) -> F64:
-    """[layers with experts, experts], in the order of execution; NaN where there is no value."""
+    """Returns values [layers with experts, experts], in the order of execution; NaN where a value is missing."""
     rows = {place: row for row, place in enumerate(spec.moe_layers())}
     cells = np.full((len(rows), spec.moe.n), np.nan)
     for key, value in values.items():
@@ -328,7 +333,7 @@ def grid(values: Mapping[ExpertKey, float], spec: ModelSpec) -> F64:
 
 
 def _image(axes: Any, cells: F64, spec: ModelSpec, **colours: Any) -> Any:
-    """Pixels are cells: the browser enlarges them without smoothing."""
+    """Draws cells as pixels, which the browser enlarges without smoothing."""
     image = axes.imshow(np.ma.masked_invalid(cells), aspect="auto", interpolation="none", **colours)
     step = max(1, -(-len(cells) // 16))
     places = list(enumerate(spec.moe_layers()))[::step]
@@ -347,5 +352,5 @@ def _image(axes: Any, cells: F64, spec: ModelSpec, **colours: Any) -> Any:
 
 
 def _height(cells: F64, panels: int) -> float:
-    """Inches for the panels alone."""
+    """Returns the height of the panels in inches."""
     return panels * (0.45 + min(4.5, max(0.7, 0.24 * len(cells))))

@@ -16,7 +16,7 @@ from moeconv.artifacts import ConversionReport
 from moeconv.errors import ConversionError
 from moert.pack.manifest import LossEstimate, in_words
 
-# Numbers as a person reads them.
+# Numbers as text for a person.
 
 
 def percent(value: float, digits: int = 1) -> str:
@@ -24,7 +24,7 @@ def percent(value: float, digits: int = 1) -> str:
 
 
 def size(nbytes: float) -> str:
-    """In decimal units: 1 MB is 1,000,000 bytes."""
+    """Returns a number of bytes as text in decimal units: 1 MB is 1,000,000 bytes."""
     for factor, unit in ((1e9, "GB"), (1e6, "MB"), (1e3, "kB")):
         if nbytes >= 0.9995 * factor:
             shown = nbytes / factor
@@ -33,7 +33,7 @@ def size(nbytes: float) -> str:
 
 
 def many(count: int) -> str:
-    """Returns a number of weights as a person reads it."""
+    """Returns a number of weights as text for a person."""
     for factor, unit in ((10**9, "billion"), (10**6, "million")):
         if count >= factor:
             return f"{count / factor:.2f} {unit}"
@@ -48,7 +48,7 @@ def duration(seconds: float) -> str:
     return f"{seconds:.1f} s" if seconds < 10 else f"{seconds:.0f} s"
 
 
-# A drawn figure: SVG whose colours follow the page's, light or dark, and a PNG on white.
+# A drawn figure: SVG with the page's colours, light or dark, and a PNG on white.
 
 INK, SOFT, GRID, BLUE, ORANGE = "#1b1f24", "#59636e", "#d8dee4", "#0072b2", "#d55e00"
 _VARIABLES = {INK: "--ink", SOFT: "--soft", GRID: "--grid", BLUE: "--blue", ORANGE: "--orange"}
@@ -69,7 +69,7 @@ _STYLE: dict[str, Any] = {
 
 @dataclass(frozen=True)
 class Chart:
-    """`inline` belongs in a page that defines the colours, `svg` and `png` stand alone."""
+    """A drawn figure: `inline` belongs in a page that defines the colours, `svg` and `png` stand alone."""
 
     name: str
     inline: str
@@ -78,7 +78,7 @@ class Chart:
 
 
 def draw(name: str, width: float, height: float, paint: Callable[[Any], None]) -> Chart:
-    """`paint` gets an empty matplotlib Figure of this size in inches."""
+    """Returns the chart that `paint` draws on an empty matplotlib Figure of this size in inches."""
     from matplotlib import rc_context
     from matplotlib.figure import Figure
 
@@ -95,7 +95,7 @@ def draw(name: str, width: float, height: float, paint: Callable[[Any], None]) -
 
 
 def _themed(svg: str, name: str) -> str:
-    """Fixed colours become the page's variables, and ids differ from those of the page's other figures."""
+    """Returns the SVG with the page's variables for colours, and ids unlike those of the page's other figures."""
     svg = re.sub(r"<metadata>.*?</metadata>", "", svg[svg.index("<svg") :], flags=re.DOTALL)
     for colour, variable in _VARIABLES.items():
         svg = svg.replace(colour, f"var({variable})")
@@ -133,7 +133,7 @@ _METRICS = {
 
 @dataclass(frozen=True)
 class Section:
-    """`body` is HTML; `charts` are the figures in it."""
+    """A section of the page: `body` is HTML; `charts` are the figures in it."""
 
     name: str
     title: str
@@ -146,13 +146,13 @@ def paragraph(text: str, kind: str = "how") -> str:
 
 
 def figure(chart: Chart, meaning: str) -> str:
-    """HTML of one figure; `meaning` is its text for readers who cannot see it."""
+    """Returns the HTML of one figure; `meaning` is its text for readers who cannot see it."""
     svg = chart.inline.replace("<svg ", f'<svg role="img" aria-label="{escape(meaning)}" ', 1)
     return f'<figure id="figure-{chart.name}">{svg}</figure>'
 
 
 def page(report: ConversionReport, n_experts: int, sections: Sequence[Section]) -> str:
-    """The whole document; nothing in it comes from elsewhere."""
+    """Returns the whole document, which loads nothing from elsewhere."""
     style, script = (files("moeconv.report").joinpath(name).read_text("utf-8") for name in ("page.css", "page.js"))
     digest = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
     policy = f"default-src 'none'; img-src data:; style-src 'unsafe-inline'; script-src 'sha256-{digest}'"
@@ -185,7 +185,7 @@ def page(report: ConversionReport, n_experts: int, sections: Sequence[Section]) 
 
 
 def result(report: ConversionReport, n_experts: int) -> str:
-    """The outcome in plain words."""
+    """Returns the outcome of the conversion in plain words."""
     sizes = report.expert_bytes
     text = f"The {n_experts:,} experts of this model are stored in {size(sizes['pack'])}{_shares(report)}. "
     if report.calibration is None and report.heldout is None:
@@ -214,7 +214,7 @@ def result(report: ConversionReport, n_experts: int) -> str:
 
 
 def _values(name: str, measured: LossEstimate) -> str:
-    """Returns the metric there, with its unit; of a perplexity per word also that per token."""
+    """Returns the metric on the held-out text as a sentence; for a perplexity per word also the one per token."""
     text, by_tokens = (
         f"There {name} is {measured.value:.4g}, {measured.reference:.4g} unquantised",
         measured.per_token(),

@@ -63,7 +63,7 @@ def importance_section(report: ConversionReport, spec: ModelSpec) -> Section:
 
 
 def probed_bits(table: SensitivityTable) -> int | None:
-    """The least width that experts were probed at with all their projections."""
+    """Returns the least width that experts were probed at with all their projections; None without any."""
     return min((probe.bits[0] for probe in table.costs if len(set(probe.bits)) == 1), default=None)
 
 
@@ -115,7 +115,7 @@ def curve_section(report: ConversionReport, spec: ModelSpec) -> Section:
 
 
 def read_section(report: ConversionReport) -> Section:
-    """For a report with residences."""
+    """Returns the section on bytes read for a token, for a report with residences."""
     charts = [read_curve(f"read-{100 * one.share:g}", one, report.target) for one in report.residences]
     how = (
         "A token reads the experts that it needs and memory does not hold. Routing that prefers those used lately asks "
@@ -201,11 +201,12 @@ def _unseen(table: SensitivityTable, spec: ModelSpec) -> str:
 
 _SLOWEST, _SAMPLES, _LONGEST = 12, 12, 4000
 _MOST_PAIRS = 1 << 24
-"""Of equal words in two texts that are looked at to mark what differs; texts that are meant well take a tenth of it."""
+"""Most pairs of equal words in two texts that are compared to mark their differences; ordinary texts take a tenth of
+them."""
 
 
 def dense_section(report: ConversionReport, manifest: Manifest) -> Section:
-    """The matrices outside the experts: their widths, bytes and loss."""
+    """Returns the section on the matrices outside the experts: their widths, bytes and loss."""
     name, title, dense = "dense", "All but the experts", report.dense
     nbytes = manifest.files[BACKBONE].nbytes if BACKBONE in manifest.files else 0
     if dense is None:
@@ -264,7 +265,7 @@ def step_section(report: ConversionReport) -> Section:
 
 
 def _whole(step: Step) -> float:
-    """Seconds that the step would have taken without a journal."""
+    """Returns the seconds that the step would have taken without a journal."""
     return step.seconds + step.reused_seconds
 
 
@@ -295,11 +296,11 @@ def _cut(text: str) -> str:
 
 
 class _TooAlike(Exception):
-    """Of two texts that too many equal words are in to compare them."""
+    """Error for two texts with too many pairs of equal words to compare them."""
 
 
 class _Matcher(SequenceMatcher[str]):
-    """Counts what it looks at: texts of few different words, arranged for it, would take for ever."""
+    """A matcher that limits the pairs of words it compares: texts of few different words could take for ever."""
 
     b2j: dict[str, list[int]]  # word → its places on the right
 
@@ -315,7 +316,7 @@ class _Matcher(SequenceMatcher[str]):
 
 
 def marked(before: str, after: str) -> tuple[str, str]:
-    """Both texts as HTML; words that only one has are marked, unless that would take too long."""
+    """Returns both texts as HTML; words that only one has are marked, unless that would take too long."""
     left, right = re.findall(r"\s+|[^\s]+", before), re.findall(r"\s+|[^\s]+", after)
     out: tuple[list[str], list[str]] = ([], [])
     try:
@@ -361,5 +362,5 @@ def _table(kind: str, head: str, rows: str) -> str:
 
 
 def _number(value: float | None, text: str | None) -> str:
-    """A cell that sorts by its value and shows the text."""
+    """Returns a table cell that sorts by its value and shows the text."""
     return f'<td class="number" data-value="{"" if value is None else f"{value:.6g}"}">{text or "–"}</td>'

@@ -1,4 +1,4 @@
-"""Reports, read out of packs and written as pages."""
+"""Reports: read from packs and written as pages."""
 
 from __future__ import annotations
 
@@ -31,16 +31,17 @@ from moert.pack.model_spec import ModelSpec
 from moert.pack.paths import PATHS, TransitionTable
 from moert.pack.reader import Pack, pack_around
 
-# report.json of a pack, as the value that the conversion wrote. Packs come from strangers: nothing is believed.
+# Reading report.json of a pack. Packs come from strangers: every value is checked.
 
 MAX_REPORT_BYTES = 1 << 26
-"""Of a model with 30,000 experts, each projection of each probed at four widths, it has half of that."""
+"""The largest report.json that is read. For a model with 30,000 experts and each projection probed at four widths, it
+has half of these bytes."""
 
 
 def read_report(pack: Pack) -> ConversionReport:
-    """Every field of the value must be there, but for those with a default, which only some packs have; fields that are
-    not known are left out. Raises ConversionError if the pack has no report.json or one that this version does not
-    read."""
+    """Returns the report of a pack. Every field must be there, but for those with a default, which only some packs
+    have; unknown fields are left out. Raises ConversionError if the pack has no report.json or one that this version
+    does not read."""
     entry = pack.manifest.files.get(REPORT)
     if entry is None:
         raise ConversionError(
@@ -71,7 +72,7 @@ def read_report(pack: Pack) -> ConversionReport:
 
 
 def check_about(report: ConversionReport, spec: ModelSpec) -> None:
-    """That what it says of experts is said of experts of this model. Raises ConversionError."""
+    """Raises ConversionError for a report on experts that this model does not have."""
     table = report.sensitivity
     if table is None:
         return
@@ -81,7 +82,7 @@ def check_about(report: ConversionReport, spec: ModelSpec) -> None:
         raise ConversionError(f"{REPORT} speaks of expert {strange}, which the pack has not: convert the model again")
 
 
-# From a pack to a directory: index.html, and its figures beside it as SVG and PNG.
+# Writing a report as a directory: index.html, with its figures beside it as SVG and PNG.
 
 INDEX, FIGURES = "index.html", "figures"
 _FIGURE = re.compile(r"[a-z0-9-]+\.(svg|png)")
@@ -113,7 +114,7 @@ def write_report(pack: Pack, out: Path) -> list[Path]:
 
 
 def _contents(pack: Pack) -> dict[str, bytes]:
-    """Relative path → contents of every file."""
+    """Returns the contents of every file by its relative path."""
     report, manifest = read_report(pack), pack.manifest
     check_about(report, manifest.model)
     table = None
@@ -142,7 +143,7 @@ def _contents(pack: Pack) -> dict[str, bytes]:
 
 
 def _check_target(out: Path) -> None:
-    """Only what a report consists of is ever replaced, and no pack gets a file."""
+    """Raises ConversionError for a target inside a pack, and for one that holds anything but a report."""
     if (pack := pack_around(out)) is not None:
         raise ConversionError(f"{out} lies in the pack {pack}: choose another --out")
     if out.is_symlink() or (out.exists() and not out.is_dir()):
@@ -171,7 +172,7 @@ def _write(root: Path, contents: dict[str, bytes]) -> None:
 
 
 def _swap(collected: Path, out: Path) -> None:
-    """Puts the new report in place; the old one comes back if that fails."""
+    """Puts the new report in place of the old one, which comes back if that fails."""
     if not out.exists():
         os.rename(collected, out)
         return

@@ -1,1 +1,1 @@
-"""What is read of the model that is converted: its files, its architecture, and its experts once it is in memory."""
+"""Readers of the model to convert: its files, its architecture, and its experts and routers once it is in memory."""

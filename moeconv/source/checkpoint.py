@@ -34,13 +34,13 @@ TOKENIZER_FILES = (
     TOKENIZER, "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json", "vocab.json",
     "merges.txt", "spiece.model", "chat_template.jinja",
 )  # fmt: skip
-_COMPUTED = (".rotary_emb.inv_freq",)  # what old versions of transformers stored, and compute now
+_COMPUTED = (".rotary_emb.inv_freq",)  # tensors that old versions of transformers stored, and new ones compute
 _DTYPES = {"torch.bfloat16": "BF16", "torch.float16": "F16", "torch.float32": "F32"}
 
 
 @dataclass
 class Checkpoint:
-    """An open checkpoint. Make one with `Checkpoint.open` of what lies on disk, or `Checkpoint.of` other tensors."""
+    """An open checkpoint. `Checkpoint.open` makes one of files on disk, `Checkpoint.of` one of other tensors."""
 
     path: Path
     config: Mapping[str, Any]
@@ -51,14 +51,14 @@ class Checkpoint:
 
     @classmethod
     def open(cls, path_or_hub_id: str | Path, names_only: bool = False) -> Checkpoint:
-        """Opens a local directory, or fetches (or finds in the cache) a model of that id. `names_only`: no tensor is
-        read, and none of the files that an index names need be there. Raises CheckpointError."""
+        """Opens a local directory, or fetches (or finds in the cache) a model of the hub. `names_only`: no tensor is
+        read, and files that an index names may be missing. Raises CheckpointError."""
         path = find(str(path_or_hub_id))
         return cls.of(path, FileTensors(path, names_only), names_only)
 
     @classmethod
     def of(cls, path: Path, tensors: Tensors, names_only: bool = False) -> Checkpoint:
-        """`path` has the config and the tokenizer. Raises CheckpointError."""
+        """Returns the checkpoint of some tensors; `path` has its config and its tokenizer. Raises CheckpointError."""
         _check_sizes(path)
         outline = Outline.read(path / CONFIG)
         description = outline.description.as_stored(tensors.names)
@@ -76,13 +76,13 @@ class Checkpoint:
 
     @property
     def notes(self) -> list[str]:
-        """What there is to say before it is converted, a line each."""
+        """The notes for a person before the conversion, a line each."""
         why = [self._made[1]] if self.spelled is None and self._made[1] else []
         return [*self.description.notes, *self.left_out, *why]
 
     @property
     def left_out(self) -> list[str]:
-        """What the pack will leave out of what the checkpoint holds, a line each."""
+        """The parts of the checkpoint that the pack will leave out, a line each."""
         left_out = [
             what
             for pattern, what in self.description.left_out.items()
@@ -95,12 +95,12 @@ class Checkpoint:
 
     @cached_property
     def spelled(self) -> str | None:
-        """What stands for tokenizer.json, if there is none and something can."""
+        """The text in place of tokenizer.json; None if the file is there, or no text can replace it."""
         return None if (self.path / TOKENIZER).is_file() else self.family.spelled(self.spec) or self._made[0]
 
     @cached_property
     def _made(self) -> tuple[str | None, str]:
-        """A tokenizer.json that is made of the tokenizer's other files, and why there is none."""
+        """A tokenizer.json made of the tokenizer's other files, and the reason if none can be made."""
         try:
             return made(self.path), ""
         except TokenizerUnfit as error:
@@ -113,7 +113,7 @@ class Checkpoint:
 
     @cached_property
     def source_dtype(self) -> str:
-        """ "BF16", "F16" or "F32": how the experts are stored; "BF16" where their numbers are coded."""
+        """The type of the stored experts: "BF16", "F16" or "F32"; "BF16" if their numbers are coded."""
         first = self.description.experts(self.spec.expert_keys()[0], "up")
         if first.form is not None:
             return "BF16"
@@ -126,11 +126,11 @@ class Checkpoint:
 
     @cached_property
     def tokenizer_files(self) -> list[str]:
-        """Names of the tokenizer's files, relative to `path`."""
+        """The names of the tokenizer's files, relative to `path`."""
         return [name for name in TOKENIZER_FILES if (self.path / name).is_file()]
 
     def expert(self, key: ExpertKey) -> dict[str, F32]:
-        """Projection → weights [out, in] of one expert."""
+        """Returns projection → weights [out, in] of one expert. Raises CheckpointError."""
         weights = {}
         for projection in self.spec.moe.ffn.projections:
             source = self.description.experts(key, projection)
@@ -139,7 +139,7 @@ class Checkpoint:
         return weights
 
     def touch(self, key: ExpertKey) -> None:
-        """Reads one expert and forgets it: the system keeps in memory what it can. Raises CheckpointError."""
+        """Reads one expert and drops it: the system keeps its pages in memory if it can. Raises CheckpointError."""
         import torch
 
         for projection in self.spec.moe.ffn.projections:
@@ -148,7 +148,7 @@ class Checkpoint:
                 self.tensors.fetch(name, source.index).contiguous().view(torch.uint8).flatten()[::_PAGE].sum()
 
     def biases(self, key: ExpertKey) -> dict[str, F32]:
-        """Projection → bias [out] of one expert; nothing where experts have none. Raises CheckpointError."""
+        """Returns projection → bias [out] of one expert; empty if experts have none. Raises CheckpointError."""
         biases, of_bias = {}, self.description.biases
         for projection in self.spec.moe.ffn.projections if of_bias is not None else ():
             assert of_bias is not None
@@ -161,7 +161,7 @@ class Checkpoint:
         return biases
 
     def model(self, dtype: torch.dtype) -> torch.nn.Module:
-        """The model as transformers runs it, in eval mode. Raises CheckpointError."""
+        """Returns the model as transformers runs it, in eval mode. Raises CheckpointError."""
         import torch
 
         from moeconv.source.archs.weights import fill_backbone
@@ -182,7 +182,7 @@ class Checkpoint:
         return model
 
     def check_finite(self) -> None:
-        """Reads every expert. Raises CheckpointError naming the first with a value that is not finite."""
+        """Reads every expert. Raises CheckpointError naming the first one with a value that is not finite."""
         for key in self.spec.expert_keys():
             for projection, weight in self.expert(key).items():
                 if not np.isfinite(weight).all():
@@ -191,7 +191,7 @@ class Checkpoint:
                     )
 
     def backbone_tensor(self, canonical: str, shape: tuple[int, ...]) -> torch.Tensor:
-        """One tensor that stays unquantised, by its canonical name, in its own dtype."""
+        """Returns a tensor of the backbone, by its canonical name, in its own dtype. Raises CheckpointError."""
         import torch
 
         if canonical in self.description.computed:
@@ -199,13 +199,14 @@ class Checkpoint:
         return self._shaped(self.description.backbone[canonical], shape)
 
     def stored_tensor(self, canonical: str, shape: tuple[int, ...]) -> torch.Tensor:
-        """The same as a pack stores it where it has no width: in its own dtype, or bfloat16 where it is coded."""
+        """Returns a tensor of the backbone as a pack stores it without a width: in its own dtype, or bfloat16 if its
+        numbers are coded in the checkpoint."""
         tensor, source = self.backbone_tensor(canonical, shape), self.description.backbone.get(canonical)
         return tensor if source is None or source.form is None else tensor.bfloat16()
 
     @cached_property
     def sha256(self) -> str:
-        """Hash of the configs and of every weight file, in order of name."""
+        """The hash of the configs and of every weight file, in order of name."""
         digest = hashlib.sha256()
         configs = [self.path / CONFIG, self.path / GENERATION_CONFIG]
         for file in (path for path in configs if path.is_file()):
@@ -256,7 +257,8 @@ class Checkpoint:
             )
 
     def _check_shapes(self, shapes: Mapping[str, tuple[int, ...]]) -> None:
-        """What reading a tensor would find, from headers alone: before memory is taken for what config.json says."""
+        """Raises CheckpointError if a tensor's shape differs from config.json's. It reads headers alone, so that no
+        memory is taken for sizes that config.json claims."""
         for source, shape in self._placed():
             found = shapes.get(source.name)
             if found is None or source.form is not None:
@@ -273,7 +275,7 @@ class Checkpoint:
                 )
 
     def _placed(self) -> Iterator[tuple[Source, tuple[int, ...]]]:
-        """Where each tensor of the pack comes from, and its shape there."""
+        """Yields the source of each tensor of the pack, and its shape in the pack."""
         described, spec = self.description, self.spec
         for name, source in described.backbone.items():
             yield source, spec.tensors[name].shape
@@ -292,7 +294,7 @@ class Checkpoint:
 
 
 def _check_sizes(path: Path) -> None:
-    """A pack takes these files as they are, and has bounds of its own. Raises CheckpointError."""
+    """Raises CheckpointError if a file that a pack takes as it is exceeds the pack's limit."""
     for name in (CONFIG, GENERATION_CONFIG, *TOKENIZER_FILES):
         if (path / name).is_file():
             try:

@@ -1,4 +1,4 @@
-"""The experts of a loaded model, run in one way for every measurement: grouped, counted, and as a probe wants them."""
+"""The experts of a loaded model, run in one way for every measurement: grouped, counted, with a probe's weights."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ Weights = tuple[Tensor, ...]
 """One expert's matrices [out, in], in the order of `ffn.projections`."""
 
 Biases = tuple[Tensor, ...]
-"""Those [out] of one expert's matrices, in the same order; none where it has none."""
+"""One expert's biases [out], in the order of its matrices; empty if it has none."""
 
 _ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
     "relu": nn.functional.relu,
@@ -31,22 +31,22 @@ _ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
 
 @dataclass(frozen=True)
 class Call:
-    """What one layer's experts were asked: x [tokens, d_model], chosen [tokens, top_k] (-1: none, as for tokens that
-    are not there), and the router's weights of these choices [tokens, top_k]."""
+    """A call of one layer's experts: x [tokens, d_model], chosen [tokens, top_k] (-1: no expert, as for padding), and
+    the router's weights of these choices [tokens, top_k]."""
 
     x: Tensor
     chosen: Tensor
     weights: Tensor
 
     def rows(self, num_experts: int) -> Tensor:
-        """How many rows each expert got. [num_experts]"""
+        """Returns the number of rows that each expert gets. [num_experts]"""
         return torch.bincount(self.chosen[self.chosen >= 0], minlength=num_experts)
 
 
 @dataclass(frozen=True)
 class Substitute:
-    """Row r of the batch belongs to probe `probe_of_row[r]`, for which another set of weights stands in for one expert
-    of the layer `place`."""
+    """Weights for probes: row r of the batch belongs to probe `probe_of_row[r]`, for which other weights stand in for
+    one expert of the layer `place`."""
 
     place: LayerKey
     probe_of_row: Tensor  # [rows]
@@ -55,45 +55,45 @@ class Substitute:
 
 
 class Rerouting(Protocol):
-    """Routes in the place of a model's routers: by what was used lately (moeconv.source.routers), or by a function
-    of the tokens (moeconv.foresight.network)."""
+    """Routing in place of a model's routers: cache-aware (moeconv.source.routers), or by a hash function of the tokens
+    (moeconv.foresight.network)."""
 
     def route(self, at: LayerKey, chosen: Tensor, weights: Tensor, real: Tensor) -> tuple[Tensor, Tensor]:
-        """What the model's own router chose, and weighs [tokens, top_k], of sequences filled up on the right: real
-        [sequences, places] says where there is a token. Returns what is chosen instead."""
+        """Returns experts and weights to use in place of those of the model's own router, `chosen` and `weights`, all
+        [tokens, top_k]. The tokens are sequences padded on the right; real [sequences, places] is true for tokens."""
         ...
 
     def writing(self, sequences: int) -> AbstractContextManager[object]:
-        """Inside the block calls go on with these sequences, of which `keep` leaves some."""
+        """Makes calls inside a with block continue the same sequences, which `keep` may reduce."""
         ...
 
     def keep(self, rows: Tensor) -> None:
-        """Only these [sequences] go on."""
+        """Keeps these of the sequences [sequences] only."""
         ...
 
 
 class Naming(Protocol):
-    """Says beforehand which neurons of an expert are computed (moeconv.foresight.neurons)."""
+    """A predictor of the neurons of an expert that are computed (moeconv.foresight.neurons)."""
 
     def computed(self, key: ExpertKey, x: Tensor) -> Tensor:
-        """Of what enters an expert, x [rows, d_model]: where neurons are not left out. bool [rows, d_ff]"""
+        """Returns, for an expert's inputs x [rows, d_model], true where neurons are computed. bool [rows, d_ff]"""
         ...
 
 
 class Supply(Protocol):
-    """Where the experts' matrices come from."""
+    """A source of experts' matrices and biases."""
 
     def weights(self, key: ExpertKey) -> Weights: ...
 
     def biases(self, key: ExpertKey) -> Biases: ...
 
     def expect(self, keys: Sequence[ExpertKey]) -> None:
-        """These are asked for next, in this order."""
+        """Prepares for calls of `weights` with these keys, in this order."""
         ...
 
 
 class OwnExperts:
-    """Those of a model in memory: views of its parameters, so that writing to them changes it."""
+    """The experts of a model in memory: views of its parameters, so that writing to them changes the model."""
 
     def __init__(self, model: Any, family: Family, spec: ModelSpec) -> None:
         projections = spec.moe.ffn.projections
@@ -117,9 +117,10 @@ class OwnExperts:
 
 
 class ExpertCalls:
-    """Takes over the experts of all layers. `rows` counts rows computed, each by one expert. `rerouting`, if there is
-    one, may choose other experts than the routers did; `attended` says for each row of a decoder which row of the
-    encoder it looks at (None: the same). `supply`: the model's own weights where None is given."""
+    """The runner of a model's experts, in place of the model's own code in all layers. `rows` counts computed rows,
+    each by one expert. `rerouting`, unless None, may choose other experts than the routers did; `attended` gives for
+    each row of a decoder the row of the encoder that it attends to (None: the same row). `supply`: None for the model's
+    own weights."""
 
     def __init__(self, model: Any, family: Family, spec: ModelSpec, supply: Supply | None = None) -> None:
         self.spec = spec
@@ -137,7 +138,7 @@ class ExpertCalls:
             family.experts_module(model, place).forward = partial(self._run, place)
 
     def flops(self, rows: int) -> int:
-        """Operations in `rows` expert rows: two for each weight."""
+        """Returns the operations in `rows` expert rows: two for each weight."""
         return rows * 2 * self.spec.weights_per_expert()
 
     def weights(self, key: ExpertKey) -> Weights:
@@ -145,8 +146,8 @@ class ExpertCalls:
 
     @contextmanager
     def answering(self, answer: Callable[[LayerKey, Call], Tensor | None]) -> Iterator[None]:
-        """Inside the block what this gives [tokens, d_model] stands for what a layer's experts would give; they are run
-        where it gives None."""
+        """Puts the results of `answer` [tokens, d_model] in place of the experts' own inside a with block; experts run
+        only if it returns None."""
         self._answer = answer
         try:
             yield
@@ -155,7 +156,7 @@ class ExpertCalls:
 
     @contextmanager
     def watching(self, watch: Callable[[LayerKey, Call], None]) -> Iterator[None]:
-        """Shows what each layer's experts are asked inside the block."""
+        """Calls `watch` with each call of a layer's experts inside a with block."""
         self._watch = watch
         try:
             yield
@@ -164,7 +165,8 @@ class ExpertCalls:
 
     @contextmanager
     def writing(self, sequences: int) -> Iterator[Callable[[Tensor], None]]:
-        """Inside the block calls go on with so many sequences; what it gives keeps some of them [sequences]."""
+        """Makes calls inside a with block continue the same sequences; gives the function that keeps some of them
+        [sequences]."""
         if self.rerouting is None:
             yield lambda rows: None
             return
@@ -173,7 +175,7 @@ class ExpertCalls:
 
     @contextmanager
     def rerouted(self, rerouting: Rerouting) -> Iterator[None]:
-        """Inside the block that routes."""
+        """Routes by `rerouting` inside a with block."""
         before, self.rerouting = self.rerouting, rerouting
         try:
             yield
@@ -182,7 +184,7 @@ class ExpertCalls:
 
     @contextmanager
     def naming(self, naming: Naming) -> Iterator[None]:
-        """Inside the block neurons that it leaves out count as zero."""
+        """Makes neurons that `naming` leaves out count as zero inside a with block."""
         self._naming = naming
         try:
             yield
@@ -191,7 +193,7 @@ class ExpertCalls:
 
     @contextmanager
     def attending(self, rows: Tensor) -> Iterator[None]:
-        """Inside the block a decoder's rows look at these [rows] of what the encoder read last."""
+        """Makes a decoder's rows attend to these rows [rows] of the encoder's last input, inside a with block."""
         self.attended = rows
         try:
             yield
@@ -205,14 +207,15 @@ class ExpertCalls:
 
     @contextmanager
     def recording(self) -> Iterator[dict[LayerKey, Call]]:
-        """Collects what each layer's experts were asked last inside the block."""
+        """Collects the last call of each layer's experts inside a with block."""
         seen: dict[LayerKey, Call] = {}
         with self.watching(seen.__setitem__):
             yield seen
 
     @contextmanager
     def only(self, active: Tensor | None, substitute: Substitute | None = None) -> Iterator[None]:
-        """Inside the block experts run for the tokens where `active` [rows, tokens] holds; others get zeros."""
+        """Runs experts only for the tokens where `active` [rows, tokens] holds, inside a with block; other tokens get
+        zeros."""
         before = self._active, self._substitute
         self._active, self._substitute = active, substitute
         try:
@@ -221,19 +224,20 @@ class ExpertCalls:
             self._active, self._substitute = before
 
     def inner(self, key: ExpertKey, x: Tensor, weights: Weights | None = None) -> Tensor:
-        """What enters an expert's down matrix, by its own weights if no others are given. x [rows, d_model] → [rows,
-        d_ff]"""
+        """Returns the inputs of an expert's down matrix [rows, d_ff] for x [rows, d_model], by its own weights if no
+        others are given."""
         return expert_inner(
             x, self.weights(key) if weights is None else weights, self.supply.biases(key), self.spec.moe.ffn
         )
 
     def given(self, place: LayerKey | None, call: Call) -> Tensor:
-        """What a layer's experts give for a call. [tokens, d_model]"""
+        """Returns the output of a layer's experts for a call. [tokens, d_model]"""
         assert place is not None
         return self._grouped(call, [place.expert(number) for number in range(self.spec.moe.n)], {})
 
     def ffn(self, key: ExpertKey, x: Tensor, weights: Weights) -> Tensor:
-        """One expert's feed-forward with these weights. x [rows, d_model] → [rows, d_model]; counted."""
+        """Returns the output of one expert with these weights [rows, d_model] for x [rows, d_model], and counts its
+        rows."""
         self.rows += len(x)
         ffn, biases = self.spec.moe.ffn, self.supply.biases(key)
         if self._naming is None:
@@ -262,15 +266,16 @@ class ExpertCalls:
         return self._grouped(Call(x, chosen, weights), keys, given)
 
     def _grouped(self, call: Call, keys: Sequence[ExpertKey], given: Mapping[int, Weights]) -> Tensor:
-        """Rows sorted by expert, so that each expert runs once; a row's experts are summed in order of their number.
-        `given`: weights of some of `keys`, by their place there; the others have their own."""
+        """Returns the output of experts for a call [tokens, d_model]. Rows are sorted by expert, so that each expert
+        runs once; a token's experts are summed in order of their number. `given`: weights of some of `keys`, by their
+        place there; the other experts have their own."""
         x, chosen, weights = call.x, call.chosen, call.weights
         flat = chosen.reshape(-1)
         order = flat.argsort(stable=True)[int((flat < 0).sum()) :]
         counts = torch.bincount(flat[order], minlength=len(keys)).tolist()
         self.supply.expect([keys[at] for at, count in enumerate(counts) if count and at not in given])
         tokens = order // chosen.shape[1]
-        rows, start = x[tokens], 0  # what goes in, and then in its place what comes out
+        rows, start = x[tokens], 0  # inputs, which outputs then replace
         for expert, count in enumerate(counts):
             if count:
                 mine = given[expert] if expert in given else self.supply.weights(keys[expert])
@@ -280,17 +285,17 @@ class ExpertCalls:
 
 
 def expert_ffn(x: Tensor, weights: Weights, ffn: Ffn, biases: Biases = ()) -> Tensor:
-    """See moert.pack.parts.Ffn and Act. x [rows, d_model] → [rows, d_model]."""
+    """Returns the output of an expert [rows, d_model] for x [rows, d_model]: see moert.pack.parts.Ffn and Act."""
     return expert_outer(expert_inner(x, weights, biases, ffn), weights, biases)
 
 
 def expert_outer(inner: Tensor, weights: Weights, biases: Biases) -> Tensor:
-    """What the down matrix makes of it. inner [rows, d_ff] → [rows, d_model]."""
+    """Returns the output of the down matrix [rows, d_model] for inner [rows, d_ff]."""
     return nn.functional.linear(inner, weights[-1], biases[-1] if biases else None)
 
 
 def expert_inner(x: Tensor, weights: Weights, biases: Biases, ffn: Ffn) -> Tensor:
-    """What enters the down matrix: x [rows, d_model] → [rows, d_ff]."""
+    """Returns the inputs of the down matrix [rows, d_ff] for x [rows, d_model]."""
     limit = ffn.act.limit
     first, *others = (
         nn.functional.linear(x, weight, biases[place] if biases else None)
@@ -310,7 +315,7 @@ def _activated(act: Act, x: Tensor) -> Tensor:
 
 
 def _substituted(chosen: Tensor, substitute: Substitute, num_experts: int) -> Tensor:
-    """Choices [tokens, top_k] in which a row's probed expert is replaced by the number of its substitute."""
+    """Returns choices [tokens, top_k] in which the number of its substitute replaces a row's probed expert."""
     rows = len(substitute.probe_of_row)
     probe = substitute.probe_of_row.repeat_interleave(len(chosen) // rows)[:, None]
     return torch.where(chosen == substitute.expert_of_probe[probe], num_experts + probe, chosen)

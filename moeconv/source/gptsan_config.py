@@ -1,4 +1,4 @@
-"""The settings of GPTSAN-japanese, as a class of transformers."""
+"""The settings of GPTSAN-japanese, as a class for transformers."""
 
 from __future__ import annotations
 

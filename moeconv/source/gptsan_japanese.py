@@ -1,4 +1,4 @@
-"""GPTSAN-japanese as a torch module: transformers runs it no more since version 5. It computes what 4.57.6 does."""
+"""GPTSAN-japanese as a torch module: transformers dropped it in version 5. The results are those of 4.57.6."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ Pasts = list[tuple[Tensor, Tensor]]
 
 
 class Seen(NamedTuple):
-    """What layers know of the tokens: `mask` [rows, 1, tokens, keys], true where a token sees a key; their places
-    [tokens]; and what is kept of those before, if anything is."""
+    """The facts about tokens that all layers share: `mask` [rows, 1, tokens, keys], true where a token sees a key;
+    their places [tokens]; and keys and values of earlier tokens, if any are kept."""
 
     mask: Tensor
     places: Tensor
@@ -23,19 +23,19 @@ class Seen(NamedTuple):
 
 
 class Output(NamedTuple):
-    """Of the layers, [rows, tokens, d_model]."""
+    """The final states of the layers [rows, tokens, d_model]."""
 
     last_hidden_state: Tensor
 
 
 class Logits(NamedTuple):
-    """[rows, tokens, vocab_size]"""
+    """The logits [rows, tokens, vocab_size]."""
 
     logits: Tensor
 
 
 class Attention(nn.Module):
-    """Without biases."""
+    """Attention without biases."""
 
     def __init__(self, config: GptsanJapaneseConfig) -> None:
         super().__init__()
@@ -45,7 +45,7 @@ class Attention(nn.Module):
         )
 
     def forward(self, x: Tensor, seen: Seen, layer: int) -> Tensor:
-        """x [rows, tokens, d_model] → the same shape"""
+        """Returns the attention's output for x, both [rows, tokens, d_model]."""
         split = (*x.shape[:2], self.heads, -1)
         q, k, v = (made(x).view(split).transpose(1, 2) for made in (self.q_proj, self.k_proj, self.v_proj))
         if seen.pasts is not None:
@@ -66,7 +66,8 @@ class Experts(nn.Module):
         self.down = nn.Parameter(torch.empty(config.num_experts, config.d_model, config.d_ff))
 
     def forward(self, x: Tensor, chosen: Tensor, weights: Tensor) -> Tensor:
-        """x [tokens, d_model]; chosen, -1 for none, and weights [tokens, 1] → weight · expert(x), 0 for none"""
+        """Returns weight · expert(x), 0 for no expert, for x [tokens, d_model], chosen (-1: none) and weights [tokens,
+        1]."""
         found = torch.zeros_like(x)
         for expert in sorted({*chosen[chosen >= 0].tolist()}):
             tokens = (chosen[:, 0] == expert).nonzero()[:, 0]
@@ -76,8 +77,8 @@ class Experts(nn.Module):
 
 
 class SparseNetwork(nn.Module):
-    """x + norm(what one expert makes of x + tanh(bypass · x)). An expert takes the first `expert_capacity` tokens of a
-    row that choose it; for others x stands for what it would make."""
+    """x + norm(weight · expert(x) + tanh(bypass · x)), for one expert. An expert takes the first `expert_capacity`
+    tokens of a row that choose it; for other tokens x stands in for expert(x)."""
 
     def __init__(self, config: GptsanJapaneseConfig) -> None:
         super().__init__()
@@ -88,7 +89,7 @@ class SparseNetwork(nn.Module):
         self.norm = nn.LayerNorm(config.d_model, eps=config.layer_norm_epsilon)
 
     def forward(self, x: Tensor) -> Tensor:
-        """x [rows, tokens, d_model] → the same shape"""
+        """Returns the network's output for x, both [rows, tokens, d_model]."""
         weights, chosen = self.router(x).softmax(dim=-1).max(dim=-1, keepdim=True)
         taken = nn.functional.one_hot(chosen[..., 0], self.router.out_features).cumsum(dim=1)  # counted from 1
         full = taken.gather(2, chosen) > self.capacity
@@ -107,12 +108,13 @@ class DenseNetwork(nn.Module):
         self.norm = nn.LayerNorm(config.d_model, eps=config.layer_norm_epsilon)
 
     def forward(self, x: Tensor) -> Tensor:
-        """x [rows, tokens, d_model] → the same shape"""
+        """Returns the network's output for x, both [rows, tokens, d_model]."""
         return x + self.norm(self.wo(nn.functional.silu(self.wi(x))))  # type: ignore[no-any-return]
 
 
 class Block(nn.Module):
-    """x + norm(attention(x)), and a network. The first without experts gets `positions` of its own before that."""
+    """x + norm(attention(x)), and a network. The first block without experts adds `positions` of its own before
+    that."""
 
     def __init__(self, config: GptsanJapaneseConfig, layer: int) -> None:
         super().__init__()
@@ -124,7 +126,7 @@ class Block(nn.Module):
         self.network = SparseNetwork(config) if sparse else DenseNetwork(config)
 
     def forward(self, x: Tensor, seen: Seen) -> Tensor:
-        """x [rows, tokens, d_model] → the same shape"""
+        """Returns the block's output for x, both [rows, tokens, d_model]."""
         if self.positions is not None:
             x = x + self.positions(seen.places)
         x = x + self.norm(self.attention(x, seen, self.layer))
@@ -133,7 +135,7 @@ class Block(nn.Module):
 
 
 class Layers(nn.Module):
-    """From tokens to the states that the head multiplies."""
+    """All layers: from tokens to the states that the head multiplies."""
 
     def __init__(self, config: GptsanJapaneseConfig) -> None:
         super().__init__()
@@ -148,10 +150,10 @@ class Layers(nn.Module):
         attention_mask: Tensor | None = None, token_type_ids: Tensor | None = None,
         past_key_values: Pasts | None = None, use_cache: bool = False,
     ) -> Output:  # fmt: skip
-        """`input_ids` [rows, tokens], or `inputs_embeds` [rows, tokens, d_model], which go into the first block as they
-        are. None sees those of which attention_mask [rows, keys] has 0, which stand at the end of a row; all see those
-        of which token_type_ids [rows, tokens] has 1. `past_key_values`: a list in which keys and values are kept; there
-        is no other, whatever `use_cache` says."""
+        """Returns the final states. `input_ids` [rows, tokens], or `inputs_embeds` [rows, tokens, d_model], which go
+        into the first block as they are. Keys with 0 in attention_mask [rows, keys], at the end of a row, are seen by
+        no token; keys with 1 in token_type_ids [rows, tokens] by all. `past_key_values`: the list in which keys and
+        values are kept, whatever `use_cache` says."""
         given = input_ids if inputs_embeds is None else inputs_embeds
         assert given is not None
         tokens, before = given.shape[1], past_key_values[0][0].shape[2] if past_key_values else 0
@@ -171,7 +173,7 @@ class Layers(nn.Module):
 
 
 class GptsanJapanese(nn.Module):
-    """With its head, which is the embedding and has a bias."""
+    """The model with its head, whose matrix is the embedding's, and which has a bias."""
 
     config_class = GptsanJapaneseConfig
 
@@ -183,12 +185,12 @@ class GptsanJapanese(nn.Module):
         self.tie()
 
     def tie(self) -> None:
-        """One matrix in both places."""
+        """Makes head and embedding share one matrix."""
         self.lm_head.weight = self.model.embed_tokens.weight
 
     def get_output_embeddings(self) -> nn.Linear:
         return self.lm_head
 
     def forward(self, input_ids: Tensor, **more: Any) -> Logits:
-        """`more`: see Layers."""
+        """Returns the logits. `more`: see Layers."""
         return Logits(self.lm_head(self.model(input_ids, **more).last_hidden_state))

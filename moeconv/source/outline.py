@@ -1,4 +1,4 @@
-"""What a model's config.json says, without any weights, and its parts in words."""
+"""The outline of a model: its config.json without any weights, and its parts in words."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from moert.pack.errors import ManifestInvalid
 from moert.pack.model_spec import Layer, ModelSpec, Stack
 from moert.pack.parts import Attention, Experts, Ffn, FixedState, GatedDelta, Latent, Mamba, Mamba2, Router, ShortConv
 
-# Where the files of a checkpoint may lie: inside its folder, or where the hub's cache keeps what that links to.
+# Allowed places of a checkpoint's files: inside its folder, or in the hub's cache where the folder's links lead.
 
 _READ = (".json", ".safetensors", ".model", ".txt", ".jinja", ".tiktoken", ".py")
 _SNAPSHOTS, _BLOBS = "snapshots", "blobs"
@@ -25,16 +25,16 @@ _KEPT = ("models--", "datasets--")  # how the folders of the hub's cache begin
 
 
 def is_plain(name: str) -> bool:
-    """Whether the name of a file leads nowhere but into the folder that it is said of."""
+    """Returns whether a file's name stays inside the folder that it is relative to."""
     pure = PurePosixPath(name)
     sound = name.isprintable() and not set("\\:").intersection(name) and 0 < len(name) <= 200
     return sound and bool(pure.parts) and not pure.is_absolute() and ".." not in pure.parts
 
 
 def leads_out(folder: Path, path: Path) -> bool:
-    """Whether a link on the way to `path`, which lies in `folder`, leads out of that. Those of the hub's cache lead
-    from snapshots/REVISION to blobs beside it, and its older downloads into any folder to the cache's blobs: these are
-    meant so."""
+    """Returns whether a link on the way to `path`, which lies in `folder`, leads out of the folder. Two kinds of links
+    are allowed: the hub's cache links from snapshots/REVISION to blobs beside it, and its older downloads link from any
+    folder to the cache's blobs."""
     try:
         real, root = path.resolve(), folder.resolve()
         blobs = (root.parent.parent / _BLOBS).resolve()
@@ -46,17 +46,18 @@ def leads_out(folder: Path, path: Path) -> bool:
 
 
 def stray(folder: Path) -> Path | None:
-    """The first of the folder's files, as far as they are read, that is a link out of it. Raises OSError."""
+    """Returns the first of the folder's files, among those that are read, that is a link out of it; None if there is
+    none. Raises OSError."""
     with os.scandir(folder) as entries:
         links = sorted(entry.name for entry in entries if entry.is_symlink() and entry.name.endswith(_READ))
     return next((folder / name for name in links if leads_out(folder, folder / name)), None)
 
 
-# What a model's parts are, in words: one short phrase for each thing that not all families have.
+# A model's parts in words: one short phrase for each feature that not all families have.
 
 
 def features(spec: ModelSpec) -> list[str]:
-    """Phrases without an order of rank; each says a thing once, of however many layers."""
+    """Returns phrases for a model's features, without an order of rank; each feature once, of however many layers."""
     layers = [stack[at] for stack in spec.stacks.values() for at in range(len(stack))]
     mixers = [*_fixed_states(layers), *_attention(layers), *_positions(spec, layers)]
     return list(dict.fromkeys([*mixers, *_experts(spec, layers), *_stream(spec, layers)]))
@@ -208,7 +209,7 @@ def _stream(spec: ModelSpec, layers: Sequence[Layer]) -> Iterator[str]:
         yield f"logits within {spec.head.softcap:g}"
 
 
-# A model as its config.json says it is, without its weights.
+# The outline of a model, read from its config.json.
 
 CONFIG, GENERATION_CONFIG, CODED = "config.json", "generation_config.json", "hf_quant_config.json"
 MAX_JSON_BYTES = 1 << 27  # of any JSON file; the index of the largest model published has an eighth of it
@@ -218,7 +219,7 @@ INDEX, SINGLE = "model.safetensors.index.json", "model.safetensors"
 _SETTINGS = (CONFIG, GENERATION_CONFIG, CODED)
 _OF_TEXT = ("*.json", "*.model", "*.tiktoken", "*.txt", "*.jinja", "tokenization_*.py")
 _COPIES = ("original/*", "consolidated*", "metal/*", "onnx/*", "openvino/*")
-"""Of weights in other forms, beside those that transformers reads."""
+"""Files with copies of the weights in other forms, beside those that transformers reads."""
 
 
 class CheckpointError(ConversionError):
@@ -227,7 +228,7 @@ class CheckpointError(ConversionError):
 
 @dataclass(frozen=True)
 class Outline:
-    """`config` and `generation_config` as JSON objects, and what its family makes of them."""
+    """The outline of a model: `config` and `generation_config` as JSON objects, and its family's description of it."""
 
     config: Mapping[str, Any]
     generation_config: Mapping[str, Any]
@@ -236,7 +237,7 @@ class Outline:
 
     @classmethod
     def read(cls, file: Path) -> Outline:
-        """Of a config.json, and the generation_config.json beside it, if there is one. Raises CheckpointError."""
+        """Returns the outline of a config.json, and of a generation_config.json beside it. Raises CheckpointError."""
         config = json_object(file)
         if config is None:
             raise CheckpointError(f"{file.parent} has no {file.name}: give a directory with a Hugging Face model")
@@ -251,7 +252,7 @@ class Outline:
 
     @classmethod
     def of(cls, config: Mapping[str, Any], generation_config: Mapping[str, Any], file: Path) -> Outline:
-        """`file`: what messages say of where it lies. Raises CheckpointError."""
+        """Returns the outline of both objects. `file`: the config.json's path, for messages. Raises CheckpointError."""
         family = FAMILIES.get(str(config.get("model_type")))
         if family is None:
             raise CheckpointError(
@@ -266,7 +267,7 @@ class Outline:
             raise CheckpointError(f"{file} is not a valid {family.model_type} config: {line(error)}") from None
         except (ConversionError, ImportError):
             raise
-        except Exception as error:  # of arithmetic with what config.json says, here and in transformers
+        except Exception as error:  # of arithmetic with config.json's values, here and in transformers
             raise CheckpointError(
                 f"{file} is not a valid {family.model_type} config ({type(error).__name__}: {line(error)})"
             ) from error
@@ -279,7 +280,7 @@ class Outline:
 
 
 def _check(spec: ModelSpec, file: Path) -> None:
-    """Raises CheckpointError for what no pack could say."""
+    """Raises CheckpointError for a model that no pack can describe."""
     try:
         read(ModelSpec, plain(spec), f"{file} can't be converted: the model", closed=True)
     except ManifestInvalid as error:
@@ -291,8 +292,8 @@ def _check(spec: ModelSpec, file: Path) -> None:
 
 
 def find(path_or_hub_id: str, weights: bool = True) -> Path:
-    """A local directory, or that of a hub model, which is fetched (or found in the cache); of it only
-    settings and index, if not its `weights` too. Raises CheckpointError."""
+    """Returns a local directory, or the directory of a hub model, which is fetched (or found in the cache): without
+    `weights` only its settings and index. Raises CheckpointError."""
     path = Path(path_or_hub_id)
     if path.is_dir():
         if (link := stray(path)) is not None:
@@ -306,7 +307,8 @@ def find(path_or_hub_id: str, weights: bool = True) -> Path:
 
 
 def _from_hub(hub_id: str, weights: bool) -> Path:
-    """The folder of its files in the hub's cache: of several copies of its weights only those that are read."""
+    """Returns the folder of a hub model's files in the cache; of several copies of its weights only the one that is
+    read is fetched. Raises CheckpointError."""
     from huggingface_hub import snapshot_download
 
     def fetched(patterns: Sequence[str], revision: str | None = None) -> Path:
@@ -329,7 +331,7 @@ def _from_hub(hub_id: str, weights: bool) -> Path:
 
 
 def indexed_files(path: Path, index: Mapping[str, Any]) -> Mapping[str, str]:
-    """Name of each tensor → the file that holds it, inside the folder `path`, as its index says. Raises
+    """Returns name of each tensor → the name of its file, inside the folder `path`, from the folder's index. Raises
     CheckpointError."""
     found = index.get("weight_map")
     if not isinstance(found, dict) or not all(isinstance(file, str) for file in found.values()):
@@ -340,7 +342,7 @@ def indexed_files(path: Path, index: Mapping[str, Any]) -> Mapping[str, str]:
 
 
 def json_object(path: Path) -> dict[str, Any] | None:
-    """The object in a JSON file; None if there is no such file. Raises CheckpointError."""
+    """Returns the object in a JSON file; None if the file is missing. Raises CheckpointError."""
     try:
         value = parse(bounded(path, MAX_JSON_BYTES), finite=False)
     except FileNotFoundError:
@@ -353,6 +355,6 @@ def json_object(path: Path) -> dict[str, Any] | None:
 
 
 def line(error: BaseException, longest: int = 200) -> str:
-    """The message of an error on one line of moderate length."""
+    """Returns the message of an error on one line of moderate length."""
     text = " ".join(str(error).split()) or type(error).__name__
     return text if len(text) <= longest else text[:longest] + "…"

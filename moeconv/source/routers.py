@@ -1,4 +1,4 @@
-"""What a model's routers read and what they make of it; routing that prefers experts which were used lately."""
+"""The routers of a loaded model: their inputs, scores and choices; and cache-aware routing in their place."""
 
 from __future__ import annotations
 
@@ -18,15 +18,15 @@ from moert.pack.manifest import Preference
 from moert.pack.model_spec import LayerKey
 from moert.pack.parts import Experts, Router
 
-# The routers of a loaded model: what they read, heard while it runs, and what they make of it.
-# What a layer's router reads is heard at the module that has its matrix, and scores are made of it as the pack will
-# have them (moert.pack.parts.Router).
+# The routers of a loaded model: their inputs, recorded while it runs, and the scores that follow from these.
+# The input of a layer's router is recorded at the module that has the router's matrix, and scores are computed from it
+# as the pack will do (moert.pack.parts.Router).
 
 F32 = npt.NDArray[np.float32]
 
 
 class RouterWeights(NamedTuple):
-    """Of one layer's router, as they were when it was asked for."""
+    """The weights of one layer's router, read when `router_of` was called."""
 
     part: Router
     weight: Tensor
@@ -36,7 +36,7 @@ class RouterWeights(NamedTuple):
 
 
 class Routers:
-    """Those of some layers; `heard` [tokens, d_model] is what each read last while they are listened to."""
+    """The routers of some layers. `heard` [tokens, d_model] is the last input of each, inside `listening`."""
 
     def __init__(self, model: Any, description: Description, places: Sequence[LayerKey]) -> None:
         self.heard: dict[LayerKey, Tensor] = {}
@@ -78,19 +78,20 @@ def router_of(model: Any, description: Description, at: LayerKey) -> RouterWeigh
 
 
 def numbers_of(x: Tensor, layer: RouterWeights) -> Tensor:
-    """What scores are made of: x [tokens, d_model] → [tokens, experts]"""
+    """Returns the router's numbers [tokens, experts] for x [tokens, d_model], from which scores are made."""
     return torch.nn.functional.linear(x, layer.weight, layer.bias)
 
 
 def scores_of(numbers: Tensor, layer: RouterWeights) -> Tensor:
-    """numbers [..., experts] → [..., experts]"""
+    """Returns the scores [..., experts] of numbers [..., experts]."""
     if layer.part.score == "softmax":
         return numbers.softmax(-1)
     return numbers.sigmoid() if layer.part.score == "sigmoid" else numbers
 
 
 def deciding_of(scores: F32, layer: RouterWeights) -> F32:
-    """scores [..., experts] → what experts are chosen by, -infinity for those of groups that are left out."""
+    """Returns the numbers by which experts are chosen [..., experts], of scores [..., experts]; -infinity for experts
+    of groups that are left out."""
     deciding = scores if layer.choice_bias is None else scores + layer.choice_bias
     if (groups := layer.part.groups) is None:
         return deciding
@@ -102,7 +103,8 @@ def deciding_of(scores: F32, layer: RouterWeights) -> F32:
 
 
 def weights_of(scores: Tensor, chosen: Tensor, layer: RouterWeights) -> Tensor:
-    """scores [tokens, experts], chosen [tokens, top_k], the first choice first → what chosen experts are weighed by."""
+    """Returns the weights of chosen experts [tokens, top_k], from scores [tokens, experts] and chosen [tokens, top_k],
+    the first choice first."""
     part = layer.part
     weights = _mixed_sparsely(scores, chosen, part.jitter) if part.score == "sparsemixer" else scores.gather(1, chosen)
     if part.score == "sigmoid_of_chosen":
@@ -115,7 +117,8 @@ def weights_of(scores: Tensor, chosen: Tensor, layer: RouterWeights) -> Tensor:
 
 
 def _mixed_sparsely(scores: Tensor, chosen: Tensor, jitter: float) -> Tensor:
-    """Of the sparse mixer: each choice has its share of the softmax over those that are left and near it."""
+    """Returns the weights of the sparse mixer [tokens, top_k]: each choice has its share of the softmax over the
+    experts that are left and near it."""
     left, weights = scores.clone(), []
     for place in range(chosen.shape[1]):
         best = chosen[:, place : place + 1]
@@ -126,28 +129,29 @@ def _mixed_sparsely(scores: Tensor, chosen: Tensor, jitter: float) -> Tensor:
     return torch.cat(weights, dim=1)
 
 
-# Routing that prefers experts which a sequence has used lately, in a loaded model: token after token as moert
-# decides.
-# Within a layer a decision depends on those for earlier tokens of the same sequence in that layer alone, so that a
-# pass over whole texts decides as a run token by token does.
+# Cache-aware routing in a loaded model: it prefers experts that a sequence has used lately.
+# It decides token after token, as moert does. A decision depends only on the decisions of the same layer for earlier
+# tokens of the same sequence, so that a pass over whole texts decides as a run token by token does.
 
 I64 = npt.NDArray[np.int64]
 
 
 class Recency:
-    """What some sequences have used of one layer: stamps [sequences, experts], the larger the later, below 0 never."""
+    """The last uses of one layer's experts by some sequences: stamps [sequences, experts], the larger the later, below
+    0 for no use."""
 
     def __init__(self, sequences: int, experts: int) -> None:
         self.stamps: I64 = np.full((sequences, experts), -1, np.int64)
         self._clock = 0
 
     def among_last(self, k: int) -> npt.NDArray[np.bool_]:
-        """[sequences, experts]: the k used last; of one token, first those with smaller numbers."""
+        """Returns, as booleans [sequences, experts], the k experts used last; among those of one token, smaller numbers
+        come first."""
         least = -np.partition(-self.stamps, k - 1, axis=1)[:, k - 1 : k]
         return (self.stamps >= least) & (self.stamps >= 0)
 
     def use(self, chosen: I64, going: npt.NDArray[np.bool_]) -> None:
-        """Each sequence that is `going` [sequences] has a token that goes to chosen [sequences, top_k]."""
+        """Notes that a token of each sequence in `going` [sequences] goes to the experts chosen [sequences, top_k]."""
         self._clock += 1
         n = self.stamps.shape[1]
         stamps = self._clock * n + (n - 1 - chosen)
@@ -156,11 +160,11 @@ class Recency:
 
 
 class Preferring:
-    """Puts a preference in the place of the routers of a model's decoder while it is `on`.
+    """Cache-aware routing in place of the routers of a model's decoder, while it is `on`.
 
-    Of what was routed since: `missed` counts for each layer how often each expert [experts] was asked for that was not
-    among the preferred, `tokens` those that chose, and `gap` is how much better, on the mean, the experts that a token
-    takes are than as many that come next.
+    Counts since then: `missed` counts for each layer how often each expert [experts] was chosen without being among the
+    preferred ones, `tokens` the routed tokens, and `gap` is how much better, on the mean, the experts that a token
+    takes are than the next ones, as many again.
     """
 
     def __init__(self, model: Any, description: Description) -> None:
@@ -174,12 +178,12 @@ class Preferring:
 
     @property
     def places(self) -> list[LayerKey]:
-        """The layers with experts of the decoder."""
+        """The decoder's layers with experts."""
         return [at for at in self._spec.moe_layers() if at.stack == "decoder"]
 
     @contextmanager
     def on(self, preference: Preference | None) -> Iterator[None]:
-        """Inside the block routing prefers; None: it is exact."""
+        """Makes routing cache-aware for the length of a with block; None: it stays exact."""
         if preference is None:
             yield
             return
@@ -224,7 +228,8 @@ class Preferring:
         return found, weights_of(torch.from_numpy(scores.reshape(-1, shape[-1])), found, layer)
 
     def _decide(self, at: LayerKey, deciding: F32, recency: Recency, real: npt.NDArray[np.bool_]) -> I64:
-        """deciding [sequences, places, experts] → chosen [sequences, places, top_k], the first choice first."""
+        """Returns chosen [sequences, places, top_k], the first choice first, from deciding [sequences, places,
+        experts]."""
         preference, top_k = self._preference, self._routers.layers[at].part.top_k
         assert preference is not None
         bonus = np.float32(preference.bonus[self.places.index(at)])
@@ -244,7 +249,8 @@ class Preferring:
 
 
 def _best(numbers: F32, raised: F32, top_k: int, sure: int) -> I64:
-    """numbers, raised [rows, experts] → [rows, top_k]: the `sure` largest numbers, then the largest sums."""
+    """Returns the experts [rows, top_k] with the `sure` largest numbers, then with the largest sums of `numbers` and
+    `raised`, both [rows, experts]."""
     first = np.argsort(-numbers, axis=1, kind="stable")[:, : min(sure, top_k)]
     sums = numbers + raised
     np.put_along_axis(sums, first, -np.inf, axis=1)
@@ -253,7 +259,8 @@ def _best(numbers: F32, raised: F32, top_k: int, sure: int) -> I64:
 
 
 def _gaps(numbers: F32, top_k: int) -> F32:
-    """numbers [rows, experts] → [rows]: the mean of the top_k largest, less that of as many behind them."""
+    """Returns the mean of the top_k largest numbers of each row, less the mean of the next ones, as many again [rows],
+    for numbers [rows, experts]."""
     ordered = -np.sort(-np.where(np.isfinite(numbers), numbers, 0), axis=1)
     behind = ordered[:, top_k : 2 * top_k]
     gaps: F32 = ordered[:, :top_k].mean(axis=1) - (behind.mean(axis=1) if behind.shape[1] else 0)

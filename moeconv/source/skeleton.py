@@ -1,4 +1,4 @@
-"""A decoder whose weights are not in memory: what lies outside its layers stays, a layer is filled in while it runs."""
+"""A decoder whose weights are not in memory: tensors outside its layers stay, a layer is filled in while it runs."""
 
 from __future__ import annotations
 
@@ -18,17 +18,17 @@ from moeconv.source.outline import CheckpointError
 from moert.pack.model_spec import ModelSpec
 
 Weight = Callable[[str], Tensor]
-"""Canonical name → that tensor of the backbone, in any type of numbers."""
+"""Canonical name → this tensor of the backbone, in any type of numbers."""
 
 
 def by_layers(family: Family, spec: ModelSpec) -> bool:
-    """Whether there is a way through a model layer by layer, and back."""
+    """Returns whether a model can be run layer by layer."""
     return spec.encoder is None and family.by_layers
 
 
 class Skeleton:
-    """`model` is transformers' own, in float32 where it is filled. Experts are never filled: ExpertCalls has theirs
-    from elsewhere. `weight` is asked anew each time that a layer is filled."""
+    """A model of transformers, `model`, whose layers are filled in while they run, in float32. Experts are never
+    filled: ExpertCalls gets their weights from its supply. `weight` is called each time that a layer is filled."""
 
     def __init__(self, family: Family, config_dir: Path, description: Description, weight: Weight) -> None:
         """Raises CheckpointError for a model that can't be run by its layers."""
@@ -54,7 +54,7 @@ class Skeleton:
 
     @contextmanager
     def layer(self, at: int) -> Iterator[None]:
-        """Inside the block the layer has its weights, but for its experts."""
+        """Fills in a layer's weights, but for its experts, for the length of a with block."""
         with self._filled(self.layers[at]):
             yield
 
@@ -81,7 +81,7 @@ class Skeleton:
                     module._parameters[own] = _promise(parameter)
 
     def _fill(self, modules: Iterable[tuple[str, nn.Module]]) -> None:
-        """Gives these modules (by their names in the model) their own parameters and stored buffers."""
+        """Fills in the own parameters and stored buffers of these modules, given with their names in the model."""
         parents = set()
         for name, module in modules:
             if module in self._experts:
@@ -97,7 +97,7 @@ class Skeleton:
                     place.write(tensor_of(self.model, place.name), self.weight(canonical).float())
 
     def _places(self) -> Iterator[tuple[str, Source]]:
-        """Where each tensor goes, copies of others too."""
+        """Yields each tensor's canonical name and its place in the model, for copies of other tensors too."""
         copies = dict(self.description.repeated)
         for canonical, place in self.description.parameters.items():
             yield canonical, place
@@ -111,7 +111,7 @@ class Skeleton:
 
 @contextmanager
 def _without_weights() -> Iterator[None]:
-    """Modules made inside the block have parameters that take no memory; buffers are made as always."""
+    """Makes modules that are built inside a with block have parameters without memory; buffers are made as always."""
     register = nn.Module.register_parameter
 
     def registered(module: nn.Module, name: str, parameter: nn.Parameter | None) -> None:
@@ -125,5 +125,5 @@ def _without_weights() -> Iterator[None]:
 
 
 def _promise(parameter: nn.Parameter) -> nn.Parameter:
-    """A parameter of the same shape, without numbers."""
+    """Returns a parameter of the same shape, without numbers."""
     return nn.Parameter(parameter.detach().to("meta"), requires_grad=False)

@@ -1,4 +1,4 @@
-"""Where a model's tensors come from: its files, read lazily, believed only where the bytes are there."""
+"""Sources of a model's tensors: its files, read lazily, whose headers are checked against their sizes."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ from moert.pack.documents import MAX_BYTES, brief
 if TYPE_CHECKING:
     import torch
 
-# The header of a safetensors file: its tensors and their shapes, believed only if the file has the bytes for them.
+# The header of a safetensors file: its tensors and their shapes, accepted only if the file has the bytes for them.
 
 MAX_HEADER_BYTES = 100_000_000
-"""As the library that reads the tensors has it."""
+"""The limit of the library that reads the tensors."""
 _MOST_VALUES = 1 << 23
 _METADATA = "__metadata__"
 _BITS = {
@@ -32,7 +32,7 @@ Shape = tuple[int, ...]
 
 
 class HeaderWrong(ValueError):
-    """What is the matter with a header. The message is a part of a line."""
+    """A header that is not sound. The message is a part of a line."""
 
 
 class _Slot(NamedTuple):
@@ -43,7 +43,8 @@ class _Slot(NamedTuple):
 
 
 def shapes_of(file: Path) -> Mapping[str, Shape]:
-    """Name → shape of each tensor. Reads the header alone. Raises HeaderWrong or OSError."""
+    """Returns name → shape of each tensor of a safetensors file. Reads the header alone. Raises HeaderWrong or
+    OSError."""
     with open(file, "rb") as handle:
         nbytes = os.fstat(handle.fileno()).st_size
         length = int.from_bytes(handle.read(8), "little")
@@ -83,19 +84,18 @@ def _slots(document: Mapping[str, Any]) -> Iterator[_Slot]:
 
 
 def _counts(value: Any) -> Shape | None:
-    """None for what are none."""
+    """Returns a list of counts as a tuple; None for any other value."""
     sound = isinstance(value, list) and all(type(each) is int and 0 <= each <= MAX_BYTES for each in value)
     return tuple(value) if sound else None
 
 
-# Where the tensors of a checkpoint come from: safetensors files, whose headers are read at once, all else when it
-# is needed.
+# The tensors of a checkpoint in safetensors files, whose headers are read at once, all else when it is needed.
 
 _CHUNK = 1 << 20
 
 
 class Digest(Protocol):
-    """What hashlib gives."""
+    """A hash of hashlib."""
 
     def update(self, data: bytes, /) -> None: ...
 
@@ -107,30 +107,30 @@ class Tensors(Protocol):
     def names(self) -> Collection[str]: ...
 
     def fetch(self, name: str, index: int | None = None) -> torch.Tensor:
-        """One tensor, or one index of its first dimension, in its own dtype. Raises CheckpointError."""
+        """Returns one tensor, or one index of its first dimension, in its own dtype. Raises CheckpointError."""
         ...
 
     def digest(self, into: Digest) -> None:
-        """Adds every byte that decides them."""
+        """Adds every byte that the tensors depend on to a hash."""
         ...
 
 
 class FileTensors:
-    """Those of a folder as Hugging Face lays it out: one file, or several with an index."""
+    """The tensors of a folder in Hugging Face's layout: one file, or several with an index."""
 
     def __init__(self, path: Path, names_only: bool = False) -> None:
-        """`names_only`: none of the files that an index names need be there. Raises CheckpointError."""
+        """`names_only`: files that an index names may be missing. Raises CheckpointError."""
         self.path = path
         listed = _listed(path, names_only)
         self.files: Mapping[str, Path] = listed.files  # name of a tensor → the file that holds it
         self.shapes: Mapping[str, Shape] = listed.shapes
         self.as_saved = listed.as_saved
-        """Whether transformers takes the same tensors: an index has metadata, and no other file holds one of them."""
+        """True if transformers takes the same tensors: an index has metadata, and no other file holds one of them."""
         self._open: dict[Path, Any] = {}
 
     @property
     def absent(self) -> list[str]:
-        """Names of the files with tensors that are not there."""
+        """The names of missing files with tensors."""
         return sorted(str(file.relative_to(self.path)) for file in set(self.files.values()) if not file.is_file())
 
     @property
@@ -170,7 +170,7 @@ class FileTensors:
 
 
 def add_file(digest: Digest, file: Path) -> None:
-    """Its name, size and bytes."""
+    """Adds a file's name, size and bytes to a hash."""
     digest.update(f"{file.name}:{file.stat().st_size}\n".encode())
     with open(file, "rb") as handle:
         while chunk := handle.read(_CHUNK):
@@ -178,12 +178,12 @@ def add_file(digest: Digest, file: Path) -> None:
 
 
 def has_weights(path: Path) -> bool:
-    """Whether a directory has more than a config."""
+    """Returns whether a directory has weights, and not only a config."""
     return (path / INDEX).is_file() or (path / SINGLE).is_file()
 
 
 class _Listed(NamedTuple):
-    """Name of each tensor → its file, and its shape where that file is there."""
+    """Name of each tensor → its file, and its shape if the file is there."""
 
     files: dict[str, Path]
     shapes: dict[str, Shape]
@@ -191,7 +191,7 @@ class _Listed(NamedTuple):
 
 
 def _listed(path: Path, names_only: bool) -> _Listed:
-    """Raises CheckpointError."""
+    """Returns the tensors of a folder. Raises CheckpointError."""
     single = path / SINGLE
     if single.is_file():  # as transformers prefers it
         shapes = _shapes(single)
@@ -203,7 +203,8 @@ def _listed(path: Path, names_only: bool) -> _Listed:
 
 
 def _indexed(path: Path, index: Mapping[str, Any], names_only: bool) -> _Listed:
-    """Where several files hold a tensor, the index says which of them counts."""
+    """Returns the tensors of a folder with an index; if several files hold a tensor, the index decides. Raises
+    CheckpointError."""
     shapes: dict[str, Shape] = {}
     as_saved, weight_map = isinstance(index.get("metadata"), dict), indexed_files(path, index)
     held: dict[str, list[str]] = {}
@@ -233,14 +234,14 @@ def _shapes(file: Path) -> dict[str, Shape]:
         raise CheckpointError(f"{file} is damaged ({line(error)}): fetch the checkpoint again") from None
 
 
-# Reading ahead: the next part of a checkpoint is brought into memory while work on the present one goes on.
+# Reading ahead: the next part of a checkpoint is read into memory while work on the present one goes on.
 
 T = TypeVar("T")
 
 
 def read_ahead(items: Iterable[T], touch: Callable[[T], object]) -> Iterator[T]:
-    """Each item in turn, while a thread touches the one after it. What `touch` raises is left to the one who reads the
-    item itself; an item may be given before its touch has ended."""
+    """Yields each item in turn, while a thread touches the next one. Errors of `touch` are dropped: they will recur
+    when the item itself is read. An item may be yielded before its touch has ended."""
 
     def quietly(item: T) -> None:
         with suppress(Exception):

@@ -1,1 +1,1 @@
-"""What each expert costs when it alone has another width: probes, who does them, and when to stop."""
+"""The sensitivity of each expert, alone at another width: probes, the workers that measure them, and when to stop."""

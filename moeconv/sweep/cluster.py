@@ -1,4 +1,4 @@
-"""Work that can be shared out, and who does it: this process, or a Ray cluster."""
+"""Work that can be shared out, and its workers: in this process, or on a Ray cluster."""
 
 from __future__ import annotations
 
@@ -16,15 +16,16 @@ from typing import Any, Protocol, TypeVar
 from moeconv.errors import ConversionError
 from moert.pack.files import placed
 
-# What work that can be shared out is made of: a job, its tasks, workers, and runners that bring them together.
+# The parts of shared work: a job, its tasks, workers, and runners that bring them together.
 
 
 class Task(Protocol):
-    """Anything picklable that knows where it is cheap to do."""
+    """A picklable piece of work that names the worker on which it is cheap."""
 
     @property
     def affinity(self) -> str:
-        """What a worker prepares for it, in words, like "block 3": a worker goes on with tasks of the same."""
+        """The preparation that a worker needs for the task, in words, like "block 3": a worker goes on with tasks of
+        the same preparation."""
         ...
 
 
@@ -36,7 +37,7 @@ _Gives = TypeVar("_Gives", covariant=True)
 
 
 class Worker(Protocol[_Takes, _Gives]):
-    """Made from a job, in the process where it stays; making it may be expensive."""
+    """A worker, made from a job in the process where it stays; making it may be expensive."""
 
     def measure(self, task: _Takes) -> _Gives: ...
 
@@ -45,18 +46,18 @@ Runner = Callable[[JobT, Sequence[TaskT]], Iterator[tuple[TaskT, FoundT]]]
 """Yields each task with its result as soon as it is done, in any order."""
 
 
-# The connection to a Ray cluster: one that is there already, or one that is started here.
+# The connection to a Ray cluster: one that runs already, or one that is started here.
 
 _ANSWER_S = 5.0
-_STORE_BYTES = 128 << 20  # what passes through are token ids and scores
+_STORE_BYTES = 128 << 20  # only token ids and scores pass through
 
 
 class ClusterError(ConversionError):
-    """No cluster, no process on it, or a task that it can't do. The message is one line."""
+    """Error of a cluster: it does not answer, has no process, or can't do a task. The message is one line."""
 
 
 def connected(address: str) -> tuple[Any, bool]:
-    """Ray, and whether the connection is ours to close."""
+    """Returns Ray, and whether this connection must be closed here. Raises ClusterError."""
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
     os.environ.setdefault("RAY_DEDUP_LOGS_SKIP_REGEX", ".")  # its news of lost processes would go to our stdout
     try:
@@ -73,8 +74,8 @@ def connected(address: str) -> tuple[Any, bool]:
         if there is None:
             ray.init(address="local", include_dashboard=False, object_store_memory=_STORE_BYTES, **quiet)
         else:
-            ray.init(address=address, **quiet)  # "auto" as such: only then does Ray look for its token by itself
-    except Exception as error:  # Ray has no common error for what can go wrong here
+            ray.init(address=address, **quiet)  # "auto" unchanged: only then does Ray look for its token by itself
+    except Exception as error:  # Ray has no common error for failures here
         ray.shutdown()
         raise ClusterError(
             f"--cluster {address}: can't connect ({last_line(error)}): its Ray and Python must be those of this "
@@ -85,7 +86,8 @@ def connected(address: str) -> tuple[Any, bool]:
 
 
 def _running() -> str | None:
-    """The address that the environment names; else the one that `ray start` left on this machine, if it answers."""
+    """Returns the address that the environment names; else the one that `ray start` left on this machine, if it
+    answers; else None."""
     if named := os.environ.get("RAY_ADDRESS"):
         return named
     with suppress(OSError):
@@ -106,14 +108,14 @@ def _answers(address: str) -> bool:
 
 
 def last_line(error: BaseException | None) -> str:
-    """The kind of an error and the last line that is not empty of what it says."""
+    """Returns the kind of an error and the last line of its message that is not empty."""
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     return f"{type(error).__name__}: {lines[-1]}" if lines else type(error).__name__
 
 
-# Tasks on a Ray cluster: one process for each core that it lends, and no end of the work when one of them dies.
-# Ray places the processes and starts them again. Results come back to the process that asked, so that a journal is
-# written in one place.
+# Tasks on a Ray cluster: one process for each core that it lends; the work goes on when one of them dies.
+# Ray places the processes and starts them again. Results come back to this process, so that a journal is written in
+# one place.
 
 ATTEMPTS = 3
 
@@ -122,7 +124,7 @@ ATTEMPTS = 3
 def ray_runner(
     address: str, make: Callable[[JobT], Worker[TaskT, FoundT]], *reads: Path, patience_s: float = 120.0
 ) -> Iterator[Runner[JobT, TaskT, FoundT]]:
-    """A runner on the cluster at `address`, in a with block; `make` must be importable on its nodes.
+    """Yields a runner on the cluster at `address`; `make` must be importable on its nodes.
 
     "auto" is the cluster of RAY_ADDRESS or of `ray start` on this machine, or else one started here, which ends with
     the block; others are host:port of a cluster that this machine is a node of, or ray://host:port. Workers stay from
@@ -147,8 +149,8 @@ class _Process:
     _worker: Worker[Any, Any] | None = None
 
     def greet(self, make: Callable[[Any], Worker[Any, Any]], cluster: str, reads: list[str]) -> str:
-        """The name of the machine. Raises ClusterError for what can't be read there, and other errors if `make` can't
-        be imported."""
+        """Returns the name of the machine. Raises ClusterError for a path that can't be read there, and other errors if
+        `make` can't be imported."""
         host = socket.gethostname()
         if unread := [path for path in reads if not os.access(path, os.R_OK)]:
             raise ClusterError(
@@ -158,8 +160,8 @@ class _Process:
         return host
 
     def measure(self, task: Any, make: Callable[[Any], Worker[Any, Any]], lent: tuple[Any]) -> Any:
-        """Each task brings what a worker is made from, since a process that was started again knows nothing: `lent`
-        holds a reference of the job, which only the first task fetches."""
+        """Returns the result of a task. Each task brings `make` and the job, since a process that was started again
+        knows neither: `lent` holds a reference to the job, which only the first task fetches."""
         import ray
 
         if self._worker is None:
@@ -169,7 +171,7 @@ class _Process:
 
 @dataclass
 class _Member:
-    """An actor, the machine that it last greeted from, and what it is prepared for."""
+    """An actor, the machine that it last greeted from, and the affinity of its last task."""
 
     actor: Any
     host: str = ""
@@ -180,8 +182,8 @@ class _Member:
 class _Pool:
     """The actors of one connection: free, or in a call of a task (known by its place in the list) or of a greeting.
 
-    Ray starts a lost process again as soon as there is a core for it, and repeats the greeting until then. Its task
-    does not wait for that, since cores are lost with a node: whoever is free first does it.
+    Ray starts a lost process again as soon as a core is free for it, and repeats the greeting until then. The lost
+    task does not wait for this, since cores are lost with a node: the first free actor does it.
     """
 
     ray: Any
@@ -196,7 +198,7 @@ class _Pool:
     calls: dict[Any, tuple[_Member, int | None]] = field(default_factory=dict)
 
     def run(self, job: Any, tasks: Sequence[Any]) -> Iterator[tuple[Any, Any]]:
-        """See `ray_runner`."""
+        """Yields each task with its result; see `ray_runner`."""
         if job is not self.job or self._at_work():  # another job, or a call that its caller left in the middle
             self.dismiss()
             self.job, self.job_ref = job, self.ray.put(job)
@@ -226,7 +228,7 @@ class _Pool:
                 yield tasks[place], found
 
     def dismiss(self) -> None:
-        """Stops every process. What it was doing is lost."""
+        """Stops every process. The tasks at work are lost."""
         for member in (*self.free, *(member for member, _ in self.calls.values())):
             with suppress(Exception):  # it may be gone, and so may the cluster
                 self.ray.kill(member.actor)
@@ -236,7 +238,8 @@ class _Pool:
         return any(place is not None for _, place in self.calls.values())
 
     def _recruit(self, wanted: int) -> None:
-        """As many actors as the cluster has cores and the work has tasks; at least one, so that it can grow."""
+        """Starts actors: one for each core of the cluster and at most one for each task; at least one, since a cluster
+        may still grow."""
         cores = int(self.ray.cluster_resources().get("CPU", 0))
         for _ in range(len(self.calls) + len(self.free), max(1, min(cores, wanted))):
             self._greet(_Member(self.actor.remote()))
@@ -251,7 +254,7 @@ class _Pool:
         self.calls[member.actor.measure.remote(tasks[place], self.make, (self.job_ref,))] = member, place
 
     def _ended(self) -> Any:
-        """The next call that ends."""
+        """Returns the next call that ends. Raises ClusterError if no process starts."""
         while True:
             if ended := self.ray.wait(list(self.calls), num_returns=1, timeout=self.patience_s)[0]:
                 return ended[0]
@@ -262,7 +265,8 @@ class _Pool:
                 )
 
     def _mend(self, error: Any, member: _Member, task: Any = None, failures: int = 0) -> None:
-        """After a greeting or a task that failed. Raises what trying again would not help."""
+        """Puts a member to use again after a greeting or a task that failed. Raises errors that another try would not
+        help."""
         cause = error.cause if isinstance(error, self.ray.exceptions.RayTaskError) else None  # else its process ended
         if isinstance(cause, ConversionError):  # the same anywhere
             raise cause from None
@@ -287,13 +291,14 @@ class _Pool:
 
 
 def next_of(waiting: Sequence[str], affinity: str) -> int:
-    """Which task a worker takes, by what those that wait are cheap at: its own, or else where the most wait (pure)."""
+    """Returns the place of the task that a worker takes, by the affinities of the waiting ones: its own affinity, or
+    else the one with most waiting tasks. Pure."""
     if affinity not in waiting:
         affinity = Counter(waiting).most_common(1)[0][0]
     return waiting.index(affinity)
 
 
-# Who does tasks: this process, or a cluster.
+# The runner of tasks: in this process, or on a cluster.
 
 
 @contextmanager
@@ -303,8 +308,9 @@ def runner_for(
     reads: Sequence[Path],
     here: Callable[[JobT], Worker[TaskT, FoundT]] | None = None,
 ) -> Iterator[Runner[JobT, TaskT, FoundT]]:
-    """`cluster` is the address of a Ray cluster whose nodes can all import `make` and read `reads`; None does tasks in
-    this process, by what `here` makes of a job, if it is given, from what is in memory already. Raises ClusterError."""
+    """Yields a runner. `cluster` is the address of a Ray cluster; all its nodes must import `make` and read `reads`.
+    With None, tasks run in this process, by a worker that `here` makes, if given, from the model in memory. Raises
+    ClusterError."""
     if cluster is None:
         yield _local(here or make)
         return

@@ -1,4 +1,4 @@
-"""What each expert costs, from gradients: every expert at every width in a few passes."""
+"""The sensitivity of each expert from gradients: every expert at every width in a few passes."""
 
 from __future__ import annotations
 
@@ -25,18 +25,17 @@ from moeconv.source.experts import Call, ExpertCalls, Weights, expert_ffn
 from moeconv.source.skeleton import by_layers
 from moert.pack.model_spec import ExpertKey, LayerKey, ModelSpec
 
-# How much all experts of a layer cost together at a width, measured: it sets the scale of what gradients say of
-# them.
-# From what enters a layer on, some windows go through the rest of the model once for each width, all layers'
-# variants side by side, so that every layer is read once.
+# The measured cost of all experts of a layer together at a width: it sets the scale of their costs by gradients.
+# From the states that enter a layer on, some windows go through the rest of the model once for each width, the
+# variants of all layers side by side, so that every layer is read once.
 
 WINDOWS = 8
 
 
 @dataclass(frozen=True)
 class Measured:
-    """Nats in sum over the windows, for each layer with experts and each pattern; and what it took, in expert rows and
-    in time."""
+    """The nats of each layer with experts and each pattern, summed over the windows; and the operations in expert rows
+    and the time that they took."""
 
     nats: Mapping[LayerKey, tuple[float, ...]]
     flops: int
@@ -44,7 +43,7 @@ class Measured:
 
 
 class LayerScales:
-    """`patterns` are the widths that all experts of a layer get at once."""
+    """The measurement of whole layers; `patterns` are the widths that all experts of a layer get at once."""
 
     def __init__(self, model: LayeredModel, texts: Texts, patterns: Sequence[Bits], windows: int = WINDOWS) -> None:
         self.model, self.patterns = model, patterns
@@ -54,7 +53,8 @@ class LayerScales:
         self.at_work = model.spec.moe_layers("decoder")
 
     def run(self, journal: Journal, about: str, bar: Bar) -> Measured:
-        """Behind a pass of all of the text whose states were kept. Raises ConversionError."""
+        """Returns the measured costs of layers; a pass of all of the text must have kept its states. Raises
+        ConversionError."""
         name = identity(about, "scales", self.places.tolist(), [list(bits) for bits in self.patterns])
 
         def measured() -> dict[str, Any]:
@@ -87,13 +87,13 @@ class LayerScales:
         return found
 
     def _variants(self, at: int) -> list[int]:
-        """First rows of those that set out at a layer."""
+        """Returns the first rows of the variants that set out at a layer."""
         before = sum(one.layer < at for one in self.at_work) * len(self.patterns)
         here = len(self.patterns) if any(one.layer == at for one in self.at_work) else 0
         return [(before + number) * len(self.places) for number in range(here)]
 
     def _go_on(self, moving: Passage, at: int, left: Leaving) -> None:
-        """What set out at layers before goes through this one, whose experts are as they were."""
+        """Sends the variants that set out at earlier layers through this one, with unquantised experts."""
         rows = sum(one.layer < at for one in self.at_work) * len(self.patterns) * len(self.places)
         if not rows:
             return
@@ -105,7 +105,7 @@ class LayerScales:
                 left[batch] = final if at + 1 == self.n_layers else hidden
 
     def _set_out(self, states: Passage, at: int, left: Leaving) -> None:
-        """The layer with all of its experts at each pattern of widths."""
+        """Sends the windows through the layer with all of its experts at each pattern of widths."""
         for start, bits in zip(self._variants(at), self.patterns, strict=False):
             widths = uniform(self.model.spec, ORIGINAL) | {
                 key: bits for key in self.model.spec.expert_keys() if key.at == ("decoder", at)
@@ -130,14 +130,14 @@ class LayerScales:
         return [nats[start : start + width] for start in range(0, len(nats), width)]
 
 
-# What each expert costs at every width, from one forward and a few backward passes: the Fisher form of the
+# The cost of each expert at every width, from one forward and a few backward passes: the Fisher form of the
 # divergence.
-# For a small change d_t of what an expert gives for token t, the divergence of all later predictions is 1/2
+# For a small change d_t of an expert's output for token t, the divergence of all later predictions is 1/2
 # E[(sum_t G_t . d_t)^2], with G the gradient of sum_s log p(y_s) at the output of that layer's experts, and y drawn
 # from the model's own distribution. Here d_t = p_t (FFN_q(x_t) - FFN(x_t)), p the router's weight. Sums go over the
-# tokens of one text (a window, or a target and the input to it); texts add up. What the routers of later layers
-# would decide otherwise no gradient sees: see `scales`. `Gradients` goes through a model layer by layer; see
-# `fisher_pairs` for models that read one text and write another.
+# tokens of one text (a window, or a target and the input to it); texts add up. No gradient sees that routers of later
+# layers would choose other experts: LayerScales measures that. `Gradients` goes through a model layer by layer,
+# `PairGradients` through models that read one text and write another.
 
 DRAWS = 16
 _STATES_A_DRAW = (
@@ -146,14 +146,15 @@ _STATES_A_DRAW = (
 
 
 def have_gradients(family: Family, spec: ModelSpec) -> bool:
-    """Whether there is a way back through such a model: by its layers, or in memory through both of its stacks."""
+    """Returns whether gradients can go back through a model: by its layers, or in memory through both of its
+    stacks."""
     return spec.encoder is not None or by_layers(family, spec)
 
 
 @dataclass(frozen=True)
 class LayerCosts:
-    """Of one layer's experts: tokens that each saw [experts], and nats above the base in sum over all texts for each
-    pattern of widths [patterns][experts]."""
+    """The costs of one layer's experts: tokens that each expert saw [experts], and nats above the base, summed over all
+    texts, for each pattern of widths [patterns][experts]."""
 
     rows: tuple[int, ...]
     costs: tuple[tuple[float, ...], ...]
@@ -161,7 +162,7 @@ class LayerCosts:
 
 @dataclass(frozen=True)
 class Costs:
-    """Those of all layers with experts, and what they took, in expert rows and in time."""
+    """The costs of all layers with experts, and the operations in expert rows and the time that they took."""
 
     layers: Mapping[LayerKey, LayerCosts]
     flops: int
@@ -169,16 +170,17 @@ class Costs:
 
 
 class ExpertCosts(Protocol):
-    """One way to find them."""
+    """One way to find the costs of all experts."""
 
     def run(self, journal: Journal, about: str, bar: Bar) -> Costs:
-        """`about` names the text, the widths and what decides their codes. Raises ConversionError."""
+        """Returns the costs; `about` names the text, the widths and all that decides their codes. Raises
+        ConversionError."""
         ...
 
 
 class Totals:
-    """What the experts of one layer cost, added up. `patterns` are the widths that each expert is tried at, alone; the
-    first is the base, above which the others' costs are. `rows` [experts], `nats` [patterns, experts]."""
+    """The costs of the experts of one layer, added up. `patterns` are the widths that each expert is tried at, alone;
+    costs count from the first one, the base. `rows` [experts], `nats` [patterns, experts]."""
 
     def __init__(self, calls: ExpertCalls, coder: ExpertCoder, patterns: Sequence[Bits]) -> None:
         self.calls, self.coder, self.patterns = calls, coder, patterns
@@ -186,8 +188,7 @@ class Totals:
         self.nats = torch.zeros(len(patterns), calls.spec.moe.n, dtype=torch.float64)
 
     def code(self, at: LayerKey) -> None:
-        """All experts of the layer together, which takes less time than one by one; where codes are kept they are
-        there."""
+        """Codes all experts of the layer together, which takes less time than one by one, unless kept codes exist."""
         if self.coder.kept is not None:
             return
         keys = [at.expert(number) for number in range(len(self.rows))]
@@ -197,8 +198,8 @@ class Totals:
 
     @torch.no_grad()
     def add(self, key: ExpertKey, x: Tensor, given: Tensor, at_given: Tensor, text: Tensor) -> None:
-        """What enters an expert [rows, d_model], what it gives [rows, d_model], the gradients of each draw at that
-        [draws, rows, d_model], and which text each row is of [rows]."""
+        """Adds the costs of an expert, by its inputs [rows, d_model], its outputs `given` [rows, d_model], the
+        gradients of each draw at them [draws, rows, d_model], and the number of each row's text [rows]."""
         texts, base = int(text.max()) + 1, torch.zeros(())
         self.rows[key.expert] += len(x)
         for number, bits in enumerate(self.patterns):
@@ -213,9 +214,9 @@ class Totals:
         return {"rows": self.rows.tolist(), "costs": self.nats.tolist()}
 
     def _rise(self, bits: Bits, sums: Tensor, base: Tensor) -> float:
-        """Nats above the base, by the sums [draws, texts] of an expert's effect there and at these widths. For what
-        is narrower the change from one to the other counts: it ranks better than the difference of their squares
-        (0.78 on wiki at 3 bits), and its size is set by what the layer costs as a whole."""
+        """Returns nats above the base, by the sums [draws, texts] of an expert's effect at the base and at these
+        widths. For narrower widths the change from one to the other counts: it ranks better than the difference of
+        their squares (0.78 on wiki at 3 bits), and the measured cost of the whole layer sets its size."""
         if max(bits) > max(self.patterns[0]):
             return float(0.5 * (sums.square() - base.square()).sum(1).mean())
         return float(0.5 * (sums - base).square().sum(1).mean())
@@ -226,8 +227,8 @@ class Totals:
 
 
 def drawn(head: Head, hidden: Tensor, draws: int, chance: torch.Generator) -> Iterator[Tensor]:
-    """For each draw from the model's own distributions the gradient of its log-likelihood at the last states of one
-    text. [places, d_model]"""
+    """Yields, for each draw from the model's own distributions, the gradient of its log-likelihood at the last states
+    of one text [places, d_model]."""
     hidden = hidden.detach().clone().requires_grad_()
     with torch.enable_grad():
         log_p = head.log_probabilities(hidden)
@@ -238,12 +239,12 @@ def drawn(head: Head, hidden: Tensor, draws: int, chance: torch.Generator) -> It
 
 
 def chance_of(seed: int, text: int) -> torch.Generator:
-    """What a text's draws are made with, whatever else is in its batch."""
+    """Returns the generator of a text's draws, which does not depend on the rest of its batch."""
     return torch.Generator().manual_seed(seed * 1_000_003 + text)
 
 
 class Gradients:
-    """A pass back through the layers; `patterns` are those of Totals."""
+    """Costs by a pass back through the layers; `patterns` are those of Totals."""
 
     def __init__(self, model: LayeredModel, texts: Texts, patterns: Sequence[Bits], draws: int, seed: int) -> None:
         self.model, self.texts, self.patterns, self.draws, self.seed = model, texts, patterns, draws, seed
@@ -251,7 +252,7 @@ class Gradients:
         self.n_layers = len(model.skeleton.layers)
 
     def run(self, journal: Journal, about: str, bar: Bar) -> Costs:
-        """From the last layer to the first; a run that was killed goes on at its layer."""
+        """Returns the costs, from the last layer to the first; a run that was killed goes on at its layer."""
         model = self.model
         name = identity(about, "gradients", self.draws, self.seed, [list(bits) for bits in self.patterns])
         names = {at: identity(name, str(at)) for at in model.spec.moe_layers("decoder")}
@@ -287,7 +288,8 @@ class Gradients:
         back.remove()
 
     def _begin(self, states: Passage, back: Passage) -> None:
-        """Gradients at the model's last states, for y drawn from its own distribution at every scored place."""
+        """Writes the gradients at the model's last states, for y drawn from its own distribution at every scored
+        place."""
         finals = states.entering(self.n_layers)
         with back.leaving(1) as fresh, self.model.head() as head:
             for row in range(len(self.ids)):
@@ -299,12 +301,12 @@ class Gradients:
                     fresh[torch.tensor([draw * len(self.ids) + row])] = left
 
     def _part(self, gradients: Tensor, batch: Tensor) -> Tensor:
-        """[draws, rows of the batch, tokens, d_model]"""
+        """Returns the gradients of a batch [draws, rows of the batch, tokens, d_model]."""
         return gradients.view(self.draws, len(self.ids), *gradients.shape[1:])[:, batch]
 
 
 class _Layer:
-    """One layer on its way back."""
+    """One layer of a pass back."""
 
     def __init__(self, of: Gradients, at: int) -> None:
         self.of, self.model, self.at = of, of.model, at
@@ -312,7 +314,7 @@ class _Layer:
         self.key: LayerKey | None = keys.get(at)
         self.ffn = self.model.spec.moe.ffn
         self.adds = self.model.spec.decoder[at].adds_experts and at + 1 < of.n_layers
-        """Whether gradients are the same whatever the experts give: not where that goes through a norm."""
+        """Whether gradients do not depend on the experts' outputs: they do where the outputs go through a norm."""
         self._started, self._rows = time.perf_counter(), of.model.calls.rows
         self.totals = Totals(self.model.calls, self.model.coder, of.patterns)
 
@@ -325,8 +327,8 @@ class _Layer:
         return {**self.totals.found(), **spent}
 
     def back(self, states: Passage, batch: Tensor, above: Tensor, fresh: Leaving) -> None:
-        """`above` [draws, rows, tokens, d_model] are the gradients at what leaves the layer; those at what enters it go
-        to `fresh`."""
+        """Takes a batch back through the layer. `above` [draws, rows, tokens, d_model] are the gradients at the states
+        that leave the layer; the gradients at the states that enter it go to `fresh`."""
         of, draws = self.of, self.of.draws
         asked: list[tuple[Call, Tensor]] = []
 
@@ -357,8 +359,8 @@ class _Layer:
             fresh[draw * len(of.ids) + batch] = gradient.detach()
 
     def _experts(self, call: Call, gradients: Tensor, batch: Tensor) -> tuple[Tensor, Tensor]:
-        """Adds up what each expert costs; gradients [draws, tokens, d_model] at what the experts give → those at their
-        inputs and at the router's weights."""
+        """Adds up the cost of each expert, by gradients [draws, tokens, d_model] at the experts' outputs; returns the
+        gradients at their inputs and at the router's weights."""
         assert self.key is not None
         by_x = torch.zeros_like(gradients)
         by_weights = torch.zeros(self.of.draws, *call.weights.shape)
@@ -385,7 +387,7 @@ class _Layer:
 
 
 def _through(start: Tensor, ends: Sequence[tuple[Tensor, Tensor]]) -> Tensor:
-    """The gradient at `start` of what was made of it, each with its own gradient; zeros where nothing was."""
+    """Returns the gradient at `start` through `ends`, results with their gradients; zeros where none depends on it."""
     made = [(end, gradient) for end, gradient in ends if end.requires_grad]
     if not made:
         return torch.zeros_like(start)
@@ -395,16 +397,16 @@ def _through(start: Tensor, ends: Sequence[tuple[Tensor, Tensor]]) -> Tensor:
 
 
 def layer_costs(entry: Mapping[str, Any]) -> LayerCosts:
-    """What Totals found, out of the journal."""
+    """Returns the costs that Totals found, from an entry of the journal."""
     return LayerCosts(tuple(entry["rows"]), tuple(map(tuple, entry["costs"])))
 
 
-# What each expert of an encoder-decoder model costs, by gradients: `fisher` and `scales` for pairs of texts.
+# The cost of each expert of an encoder-decoder model by gradients, and of its whole layers: for pairs of texts.
 # The decoder reads each sample's target, as it does where divergences are measured one expert at a time. Gradients
-# go back through the decoder, and through its attention to the input into the encoder, so that experts of both
-# stacks are beside each other. The model is in memory.
+# go back through the decoder, and through its attention to the input into the encoder, so that the costs of both
+# stacks' experts compare. The model is in memory.
 
-SCALE_TOKENS = 2048  # of targets, that whole layers are measured on
+SCALE_TOKENS = 2048  # of targets that whole layers are measured on
 
 
 @dataclass(frozen=True)
@@ -423,8 +425,8 @@ class Part:
 
 
 class PairGradients:
-    """A pass forth and back through a model in memory, for as many samples at once as fit `batch_bytes`. `patterns` are
-    those of Totals."""
+    """Costs by a pass forward and back through a model in memory, for as many samples at once as fit `batch_bytes`.
+    `patterns` are those of Totals."""
 
     def __init__(
         self, trial: Trial, scorer: GeneratedScorer, patterns: Sequence[Bits], draws: int, seed: int, batch_bytes: int
@@ -434,7 +436,7 @@ class PairGradients:
         self.parts = [part for bucket in scorer.buckets for part in _parts(scorer, bucket, most)]
 
     def run(self, journal: Journal, about: str, bar: Bar) -> Costs:
-        """Part by part; a run that was killed goes on with the first that it lacks."""
+        """Returns the costs, part by part; a run that was killed goes on with the first part that it lacks."""
         name = identity(about, "gradients of pairs", self.draws, self.seed, [list(bits) for bits in self.patterns])
         found = []
         for part in self.parts:
@@ -470,7 +472,7 @@ class PairGradients:
         return {"layers": layers, **spent}
 
     def _above(self, part: Part, final: Tensor) -> Iterator[Tensor]:
-        """Gradients at the last states [rows, tokens, d_model], of each draw."""
+        """Returns the gradients at the last states [rows, tokens, d_model], draw by draw."""
         found = torch.zeros(self.draws, *final.shape)
         for row, item in enumerate(part.items):
             real = part.real[row]
@@ -480,7 +482,7 @@ class PairGradients:
         return iter(found)
 
     def _costs(self, at: LayerKey, call: Call, gradients: Tensor, texts: int) -> dict[str, Any]:
-        """Of one layer's experts; gradients [draws, tokens, d_model] at what they give."""
+        """Returns the costs of one layer's experts, by gradients [draws, tokens, d_model] at their outputs."""
         calls, totals = self.trial.calls, Totals(self.trial.calls, self.trial.coder, self.patterns)
         totals.code(at)
         text = torch.arange(texts).repeat_interleave(len(call.x) // texts)
@@ -493,14 +495,15 @@ class PairGradients:
 
 
 class PairScales:
-    """What all experts of a layer cost together, measured with the samples of the scorer, whose metric must not
-    generate. `patterns` are the widths that they get at once."""
+    """The measured cost of all experts of a layer together, on the samples of a scorer with a metric that does not
+    generate text. `patterns` are the widths that they get at once."""
 
     def __init__(self, trial: Trial, scorer: GeneratedScorer, patterns: Sequence[Bits]) -> None:
         self.trial, self.scorer, self.patterns = trial, scorer, patterns
 
     def run(self, journal: Journal, about: str, bar: Bar) -> Measured:
-        """Layer by layer; a run that was killed goes on with the first that it lacks. Raises ConversionError."""
+        """Returns the measured costs, layer by layer; a run that was killed goes on with the first layer that it lacks.
+        Raises ConversionError."""
         name = identity(about, "scales of pairs", self.scorer.n_samples, [list(bits) for bits in self.patterns])
         found = {}
         for at in self.trial.spec.moe_layers():
@@ -530,32 +533,32 @@ class PairScales:
 
 
 def narrower(patterns: Sequence[Bits]) -> list[Bits]:
-    """What layers are measured at: the patterns below the base, or the base where there is none."""
+    """Returns the patterns that layers are measured at: those not above the base, or the base itself without any."""
     return [bits for bits in patterns[1:] if max(bits) <= max(patterns[0])] or [patterns[0]]
 
 
 def scaled_as_one(
     costs: LayerCosts, patterns: Sequence[Bits], measured: Sequence[float], share: float
 ) -> list[list[float]]:
-    """Nats above the base of each pattern and expert. `measured` is what the layer costs at each of the `narrower`
+    """Returns nats above the base [patterns][experts]. `measured` is the layer's cost at each of the `narrower`
     patterns, on a `share` of the text.
 
-    One factor for all widths of a layer, and no base taken away: on hundreds of short texts what a layer costs hangs on
-    few tokens that routers behind it send elsewhere, at 4 bits hardly less than at 2. Ranks of g2p's experts at 2 and
-    3 bits, beside an exact sweep of six times as many texts: a factor for each width 0.58 and 0.30, no factor 0.67 and
-    0.41, this one 0.67 and 0.46.
+    One factor serves all widths of a layer, and no base is taken away: on hundreds of short texts a layer's cost
+    depends on few tokens that routers behind it send elsewhere, at 4 bits hardly less than at 2. Agreement of ranks of
+    g2p's experts at 2 and 3 bits with an exact sweep of six times as many texts: a factor for each width 0.58 and 0.30,
+    no factor 0.67 and 0.41, this one 0.67 and 0.46.
     """
     asked = narrower(patterns)
     rows = [row for bits, row in zip(patterns, costs.costs, strict=True) if bits in asked]
     if asked == [patterns[0]]:
-        rows = [tuple(-cost for cost in costs.costs[-1])]  # about what the base costs
+        rows = [tuple(-cost for cost in costs.costs[-1])]  # about the cost of the base
     together = share * sum(map(sum, rows))
     factor = sum(measured) / together if together * sum(measured) > 0 else 1.0
     return [[cost * factor for cost in row] for row in costs.costs]
 
 
 def _parts(scorer: GeneratedScorer, bucket: Bucket, most_tokens: int) -> Iterator[Part]:
-    """A bucket's samples in parts of so many tokens, or of one sample; of choices only the right one."""
+    """Yields a bucket's samples in parts of at most `most_tokens`, or of one sample; of choices only the right one."""
     right = torch.from_numpy(scorer.items.right[bucket.items].copy()).nonzero()[:, 0]
     width = bucket.inputs.shape[1] + bucket.targets.shape[1]
     for items in torch.split(right, max(1, most_tokens // width)):
@@ -566,13 +569,13 @@ def _parts(scorer: GeneratedScorer, bucket: Bucket, most_tokens: int) -> Iterato
 
 
 def _token_bytes(spec: ModelSpec, draws: int) -> int:
-    """What a token takes at most until its batch has gone back: its states in every layer of a stack, and its gradients
-    there, of all draws."""
+    """Returns the most bytes that a token takes until its batch has gone back: for its states in every layer of a
+    stack, and the gradients of all draws there."""
     return max(map(len, spec.stacks.values())) * (token_bytes(spec) + 4 * draws * spec.d_model)
 
 
 def _sum(entries: Sequence[Mapping[str, Any]]) -> LayerCosts:
-    """Of all parts."""
+    """Returns the costs of a layer, summed over all parts."""
     rows = torch.tensor([entry["rows"] for entry in entries]).sum(0)
     costs = torch.tensor([entry["costs"] for entry in entries], dtype=torch.float64).sum(0)
     return layer_costs({"rows": rows.tolist(), "costs": costs.tolist()})

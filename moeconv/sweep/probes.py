@@ -1,4 +1,4 @@
-"""One expert changed: only what follows from it is computed again."""
+"""Probes: one expert is changed, and only the states that it affects are computed again."""
 
 from __future__ import annotations
 
@@ -19,17 +19,17 @@ from moeconv.measure.trial import Trial
 from moeconv.source.experts import Call, Substitute
 from moert.pack.model_spec import LayerKey, ModelSpec
 
-# Measures what one changed expert costs: as exact as a full evaluation, from the few rows that can differ.
-# All experts but one are as in the base, whose layer boundaries are kept. A changed expert moves only the rows
-# routed to it: w · (FFN_q(x) − FFN(x)) is added to them where the layer ends. What comes after is computed again
-# only for samples with such rows, and, where attention is causal, from the first such row on. An expert without
+# Probes measure the cost of one changed expert: as exact as a full evaluation, from the few rows that can differ.
+# All experts but one are as in the base, which keeps its states between layers. A changed expert moves only the rows
+# routed to it: w · (FFN_q(x) − FFN(x)) is added to them where the layer ends. The layers above are computed again
+# only for samples with moved rows, and, where attention is causal, from the first moved row on. An expert without
 # rows is free.
 
 
 @dataclass(frozen=True)
 class Found:
-    """The scores with this expert changed, and what it took: operations in expert rows, and samples whose
-    text hung on a tie that the order of summation decides."""
+    """The scores with one expert changed, the operations in expert rows that they took, and the number of samples with
+    a text that depended on a tie that the order of summation decides."""
 
     probe: Probe
     scores: Scores
@@ -38,28 +38,30 @@ class Found:
 
 
 class Prober(Protocol):
-    """Answers probes on the samples of one scorer."""
+    """A measurer of probes on the samples of one scorer."""
 
     def prepare(self) -> Scores:
-        """Runs the model in full, as it stands, and keeps what probes start from. This state is the base."""
+        """Runs the model in full, as it stands, and keeps the states that probes start from; returns its scores. This
+        run is the base."""
         ...
 
     def probe(self, probes: Sequence[Probe]) -> list[Found]:
-        """Answers to probes of one layer, in their order."""
+        """Returns the scores of probes of one layer, in their order."""
         ...
 
     def rows_of(self) -> dict[LayerKey, list[int]]:
-        """For each layer with experts, how many rows the base gave to each expert."""
+        """Returns, for each layer with experts, the number of rows that the base gave to each expert."""
         ...
 
 
-# The rows of a layer that a changed expert moves, and by how much.
+# The rows of a layer that a changed expert moves, and their changes.
 
 
 @dataclass(frozen=True)
 class Change:
-    """Probe number `probe` adds `delta` [rows, d_model] to the layer's output at (sequence, position) of each row;
-    rows are sorted by sequence. `sequences` are those with any such row, `first` the first changed position in each."""
+    """The change of a layer's output by probe number `probe`, which adds `delta` [rows, d_model] at (sequence,
+    position) of each row; rows are sorted by sequence. `sequences` are those with a changed row, `first` the first
+    changed position in each."""
 
     probe: int
     sequence: Tensor  # [rows]
@@ -74,7 +76,8 @@ class Change:
 
 
 def changes(trial: Trial, call: Call, width: int, probes: Sequence[Probe]) -> list[Change]:
-    """`call` is what the base asked of the layer, over sequences of `width` tokens each."""
+    """Returns the change by each probe; `call` is the base's call of the layer's experts, over sequences of `width`
+    tokens each."""
     base_outputs: dict[int, Tensor] = {}
     add = trial.spec.stacks[probes[0].key.stack][probes[0].key.layer].ffn_join.add
     found = []
@@ -105,12 +108,12 @@ class Pairs:
         return len(self.probe)
 
     def listed(self) -> Iterator[tuple[int, int]]:
-        """(probe, sequence) of each."""
+        """Returns the (probe, sequence) of each pair."""
         return zip(self.probe.tolist(), self.sequence.tolist(), strict=True)
 
 
 def pairs_of(found: Sequence[Change], most: int) -> list[Pairs]:
-    """Every (probe, sequence) pair in batches of at most `most`, pairs of one sequence beside each other."""
+    """Returns every (probe, sequence) pair in batches of at most `most`, pairs of one sequence beside each other."""
     if not any(len(change.sequences) for change in found):
         return []
     probe = torch.cat([torch.full_like(change.sequences, change.probe) for change in found])
@@ -121,7 +124,8 @@ def pairs_of(found: Sequence[Change], most: int) -> list[Pairs]:
 
 
 def entering(after: Tensor, pairs: Pairs, found: Sequence[Change]) -> Tensor:
-    """Hidden states that leave the changed layer. `after` [sequences, tokens, d_model] → [pairs, tokens, d_model]."""
+    """Returns the hidden states that leave the changed layer [pairs, tokens, d_model]; `after` [sequences, tokens,
+    d_model]: those of the base."""
     hidden = after[pairs.sequence]
     for row, (probe, sequence) in enumerate(pairs.listed()):
         rows = found[probe].rows_in(sequence)
@@ -130,14 +134,14 @@ def entering(after: Tensor, pairs: Pairs, found: Sequence[Change]) -> Tensor:
 
 
 def changed_rows(pairs: Pairs, found: Sequence[Change], width: int) -> Tensor:
-    """Which rows the changed expert moves itself. [pairs, tokens]"""
+    """Returns which rows the changed expert itself moves [pairs, tokens]."""
     changed = torch.zeros((len(pairs), width), dtype=torch.bool)
     for row, (probe, sequence) in enumerate(pairs.listed()):
         changed[row, found[probe].position[found[probe].rows_in(sequence)]] = True
     return changed
 
 
-# Texts that must be written anew from some point on, and how many of them go together.
+# Texts that must be written anew from some token on, and their batches.
 
 WRITTEN_ROWS = 256  # rows that are written anew in one batch,
 WRITTEN_TOKENS = 16384  # and tokens of their inputs
@@ -145,7 +149,7 @@ WRITTEN_TOKENS = 16384  # and tokens of their inputs
 
 @dataclass(frozen=True)
 class Rewrite:
-    """A row whose text changes from the end of `prefix` on."""
+    """A row with a text that changes from the end of `prefix` on."""
 
     probe: int
     place: int
@@ -155,7 +159,7 @@ class Rewrite:
 
 
 def batches(rewrites: Sequence[Rewrite]) -> Iterator[list[Rewrite]]:
-    """Rows that start at like places."""
+    """Yields batches of rows with prefixes of about the same length."""
     part: list[Rewrite] = []
     widest = 0
     for rewrite in sorted(rewrites, key=lambda rewrite: len(rewrite.prefix)):
@@ -172,11 +176,13 @@ def batches(rewrites: Sequence[Rewrite]) -> Iterator[list[Rewrite]]:
 
 BATCH_TOKENS = 8192
 Leaving = Callable[[Tensor, Pairs], Tensor]
-"""(what leaves the changed layer in the base, pairs) → what leaves it in each pair. [pairs, tokens, d_model]"""
+"""(states that leave the changed layer in the base, pairs) → states that leave it in each pair [pairs, tokens,
+d_model]."""
 
 
 class TextProber:
-    """Positions are compared with `first`: nothing before the first changed row of a window can differ."""
+    """A prober on running text and choices. Positions are compared with `first`: no state before the first changed row
+    of a window can differ."""
 
     def __init__(self, trial: Trial, scorer: TextScorer) -> None:
         self.trial = trial
@@ -197,7 +203,7 @@ class TextProber:
                 final = self.scorer.run(batch, lambda layer, hidden: outputs[layer].append(hidden))
             finals.append(final[self.texts.scored[batch]])
             parts.append(seen)
-        # what is joined is let go of, layer by layer: all of it twice would be twice what `kept_bytes` says
+        # parts are freed layer by layer as they are joined: both together would take twice `kept_bytes`
         while outputs:
             self.after.append(torch.cat(outputs.pop(0)))
         for place in list(parts[0]):
@@ -229,7 +235,8 @@ class TextProber:
         ]
 
     def _leaving(self, at: LayerKey, probes: Sequence[Probe], after: Tensor, pairs: Pairs) -> Tensor:
-        """What leaves a layer that does more with its experts' outputs than to add them: run anew."""
+        """Returns the states that leave a layer which does more with its experts' outputs than to add them: it is run
+        again."""
         weights = [self.trial.weights(probe.key, probe.bits) for probe in probes]
         experts = torch.tensor([probe.key.expert for probe in probes])
         left: list[Tensor] = []
@@ -258,12 +265,13 @@ class TextProber:
         hidden = leaving(self.after[layer], pairs)
         with self.trial.calls.only(active):
             final = self.scorer.stack.run({"inputs_embeds": hidden}, layer + 1, keep_the_rest)
-        # nothing attends to what leaves the last layer: there, only the changed rows themselves differ
+        # nothing attends to the states that leave the last layer: there, only the changed rows themselves differ
         where = changed_rows(pairs, found, active.shape[1]) if layer == self.n_layers - 1 else active
         self._replace(pairs, where & self.texts.scored[pairs.sequence], final, nats, kls)
 
     def _replace(self, pairs: Pairs, where: Tensor, final: Tensor, nats: Tensor, kls: Tensor) -> None:
-        """Puts what is computed anew at `where` [pairs, tokens] in the place of the base's, in sums over windows."""
+        """Puts the scores of states computed again at `where` [pairs, tokens] in the place of the base's, in sums over
+        windows."""
         row, position = where.nonzero(as_tuple=True)
         new_nats, new_kls = self._judge(final[where], pairs.sequence[row], position)
         for sums, base, new in ((nats, self.nats, new_nats), (kls, self.kls, new_kls)):
@@ -272,7 +280,7 @@ class TextProber:
             sums[pairs.probe, pairs.sequence] = values.sum(dim=1)
 
     def _judge(self, hidden: Tensor, sequence: Tensor, position: Tensor) -> tuple[Tensor, Tensor]:
-        """Nats and divergences [rows] of final states [rows, d_model] at these places."""
+        """Returns nats and divergences [rows] of final states [rows, d_model] at these places."""
         reference = self.scorer.reference
         here = None if reference is None else reference[self._reference_row[sequence, position]]
         nats, kls = self.scorer.head.judge(hidden, self.texts.ids[sequence, position + 1], here)
@@ -280,14 +288,14 @@ class TextProber:
 
 
 def _joined(calls: list[Call]) -> Call:
-    """The calls of all batches as one."""
+    """Returns the calls of all batches as one."""
     return Call(*(torch.cat([getattr(call, name) for call in calls]) for name in Call.__annotations__))
 
 
 # Probes on encoder-decoder models: likelihood of targets, and generated text.
-# What the base writes is decoded once more in a single pass beside the targets. With a changed expert, the same
-# pass over these known tokens finds the first that is no longer the likeliest; text is written anew from there on
-# only.
+# The text that the base writes is decoded once more in a single pass beside the targets. With a changed expert, the
+# same pass over these known tokens finds the first that is no longer the likeliest; text is written anew only from
+# that token on.
 
 WAITING_TOKENS = 32768  # encoded tokens that may wait until there are enough rows for full batches
 NEAR_TIE = 1e-4  # in logits
@@ -295,17 +303,18 @@ NEAR_TIE = 1e-4  # in logits
 
 @dataclass
 class Base:
-    """A bucket's base run. Sequences are all items of the bucket, and what it wrote where that is no item."""
+    """A bucket's base run. Sequences are all items of the bucket, and the texts that it wrote where they are no
+    items."""
 
     bucket: Bucket
     written: list[list[int]]  # [rows]
     tokens: Tensor  # [sequences, tokens], -1 where there is none
     of_row: Tensor  # [sequences]: which row of the bucket each belongs to
     item: Tensor  # [sequences]: its place in the scorer's items, -1 for none
-    output_of: Tensor  # [sequences]: whether it is what the row's base wrote
+    output_of: Tensor  # [sequences]: whether it is the text that the base wrote for the row
     encoded: Tensor  # [rows, source tokens, d_model]
     calls: dict[LayerKey, Call]
-    after: dict[str, list[Tensor]]  # by stack: what left each layer, over rows or over sequences
+    after: dict[str, list[Tensor]]  # by stack: the states that left each layer, over rows or over sequences
     nats: Tensor  # [sequences, tokens], float64
     kls: Tensor
     best: Tensor  # [sequences, tokens]: the likeliest token
@@ -317,7 +326,7 @@ class Base:
 
 @dataclass
 class Answers:
-    """What is collected for a list of probes; text to write anew is written when all passes are done."""
+    """The results for a list of probes; text to write anew is written when all passes are done."""
 
     nats: Tensor  # [probes, items]
     kls: Tensor
@@ -326,8 +335,9 @@ class Answers:
 
 
 class Rerun(NamedTuple):
-    """Row r is `sequence[r]` under `probe[r]`, computed anew at `where` [rows, tokens]: its last hidden states `final`
-    [rows, tokens, d_model], and `encoded` [rows, ...] where what was read is not the base's."""
+    """Sequences that were run again: row r is `sequence[r]` under `probe[r]`, computed anew at `where` [rows, tokens],
+    with its last hidden states `final` [rows, tokens, d_model], and `encoded` [rows, ...] where the encoder's states
+    are not the base's."""
 
     probe: Tensor
     sequence: Tensor
@@ -342,7 +352,7 @@ class Seq2SeqProber:
         self.scorer = scorer
         self.model = scorer.model
         self.writes = scorer.metric.generates
-        # a pass over all tokens drops what writing them one by one does not: it does not tell what is written
+        # a pass over all tokens drops some that writing one by one does not: it can't tell the text that is written
         self.starts_over = self.writes and not self.model.resumable(scorer.max_new_tokens)
         lengths = torch.from_numpy(scorer.items.tokens).long()
         self._reference_start = lengths.cumsum(0) - lengths  # of each item, in the scorer's reference
@@ -359,7 +369,8 @@ class Seq2SeqProber:
         return self.scorer.scores_of(self.item_nats, self.item_kls, self.written)
 
     def rows_of(self) -> dict[LayerKey, list[int]]:
-        """Encoder rows of the inputs, decoder rows of the targets and of what was written."""
+        """Returns, for each layer, the rows of each expert: of the inputs in the encoder, of targets and written text
+        in the decoder."""
         count = self.trial.spec.moe.n
         return {
             place: torch.stack([base.calls[place].rows(count) for base in self.bases]).sum(dim=0).tolist()
@@ -420,10 +431,10 @@ class Seq2SeqProber:
         return base
 
     def _judge(self, base: Base, hidden: Tensor, sequence: Tensor, position: Tensor) -> tuple[Tensor, ...]:
-        """Nats, divergences, likeliest tokens and their lead [rows], of final states [rows, d_model]."""
+        """Returns nats, divergences, likeliest tokens and their lead [rows], of final states [rows, d_model]."""
         reference = self.scorer.reference
         if reference is not None:
-            # a text that is no item has no reference: what is compared there is not used
+            # a text that is no item has no reference: its comparison is not used
             last = len(reference.negentropy) - 1
             rows = self._reference_start[base.item[sequence].clamp(min=0)] + position
             reference = reference[rows.clamp(max=last)]
@@ -470,7 +481,7 @@ class Seq2SeqProber:
                 {"inputs_embeds": entering(after[layer], pairs, found)}, active, base.encoded[rows],
                 base.bucket.mask[rows], layer + 1, _keeping(after, active, pairs),
             )  # fmt: skip
-            # nothing attends to what leaves the last layer: there, only the changed rows themselves differ
+            # nothing attends to the states that leave the last layer: there, only the changed rows themselves differ
             where = changed_rows(pairs, found, len(positions)) if layer + 1 == len(after) else active
             rerun = Rerun(pairs.probe, pairs.sequence, where, final)
             yield self._compare(base, rerun, answers, offset)
@@ -479,7 +490,7 @@ class Seq2SeqProber:
             yield [_from_start(base, probe, row, base.encoded[row], offset) for probe, row in every]
 
     def _compare(self, base: Base, rerun: Rerun, answers: Answers, offset: int) -> list[Rewrite]:
-        """Puts nats and divergences where they belong, and finds the outputs that change."""
+        """Puts nats and divergences in the place of the base's; returns the outputs that change, to be written anew."""
         probe, sequence, where, final, encoded = rerun
         row, position = where.nonzero(as_tuple=True)
         new_nats, new_kls, best, lead = self._judge(base, final[where], sequence[row], position)
@@ -528,7 +539,8 @@ def _from_start(base: Base, probe: int, row: int, encoded: Tensor, offset: int) 
 
 
 def _sequences(bucket: Bucket, written: list[list[int]]) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """All that is decoded in one pass: the items, and of each row what was written where that is none of its items."""
+    """Returns all sequences that are decoded in one pass (see Base): the items, and each row's written text where it is
+    none of its items."""
     items = [[token for token in row if token >= 0] for row in bucket.targets.tolist()]
     known = {
         (row, tuple(ids)): place for place, (row, ids) in enumerate(zip(bucket.of_row.tolist(), items, strict=True))
@@ -555,15 +567,15 @@ def _keeping(after: list[Tensor], active: Tensor, pairs: Pairs):  # type: ignore
     return keep
 
 
-# How much a sweep keeps in memory beside the model, and in how many blocks its samples fit a bound.
+# Memory of a sweep beside the model, and the number of blocks in which its samples fit a bound.
 
 _STATES_A_TOKEN = 12  # hidden states alive at once while a batch runs
 _FLOAT = 4
 
 
 def kept_bytes(spec: ModelSpec, volume: Volume) -> int:
-    """Bytes kept of a base run: for each token and layer what left the layer and what its experts were asked; and what
-    is scored."""
+    """Returns the bytes kept of a base run: for each token and layer, the states that leave the layer and the inputs of
+    its experts; and the scored states."""
     a_layer = (spec.d_model + spec.expert_width) * _FLOAT + 16 * spec.moe.router.top_k
     encoder_layers = len(spec.encoder) if spec.encoder else 0
     layers = volume.encoder_tokens * encoder_layers + volume.decoder_tokens * len(spec.decoder)
@@ -572,8 +584,8 @@ def kept_bytes(spec: ModelSpec, volume: Volume) -> int:
 
 
 def batch_bytes(spec: ModelSpec) -> int:
-    """Most bytes that the running batch takes. While text is written, every decoder layer keeps its keys and values of
-    the inputs, twice when finished rows leave the batch."""
+    """Returns the most bytes that the running batch takes. While text is written, every decoder layer keeps its keys
+    and values of the inputs, twice when finished rows leave the batch."""
     states = BATCH_TOKENS * spec.d_model * _FLOAT * _STATES_A_TOKEN + 3 * LOGIT_BYTES
     if spec.encoder is None:
         return states
@@ -583,7 +595,8 @@ def batch_bytes(spec: ModelSpec) -> int:
 
 
 def blocks_for(spec: ModelSpec, volume: Volume, memory_bytes: int) -> int:
-    """The fewest blocks in which a sweep stays within `memory_bytes`. Raises SettingsError."""
+    """Returns the fewest blocks in which a sweep stays within `memory_bytes`. Raises SettingsError if it is too
+    little."""
     kept, batch = kept_bytes(spec, volume), batch_bytes(spec)
     room = memory_bytes - batch
     least = batch + math.ceil(2 * kept / volume.samples)  # blocks are not quite equal

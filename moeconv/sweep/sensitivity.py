@@ -1,4 +1,4 @@
-"""What each expert costs at each width, out of the journal or measured."""
+"""The sensitivity of each expert at each width, from the journal or measured."""
 
 from __future__ import annotations
 
@@ -33,14 +33,14 @@ from moert.pack.manifest import Dense
 from moert.pack.model_spec import ExpertKey, ModelSpec
 from moert.pack.tensors import TOKENIZER
 
-# The part of a sweep that one process does: everything it must know, and answers to the tasks it is given.
+# The part of a sweep that one process does: its job, and its worker.
 
 
 @dataclass(frozen=True)
 class SweepJob:
-    """What a worker is made from. Samples are measured in `blocks`, so that what is kept of a base run is bounded.
-    `moments` is the file of what the quantizer knows of the experts' inputs, None if it needs nothing. `dense` has the
-    widths of all other matrices, `neurons` is as of ExpertCoder."""
+    """The job that a worker is made from. Samples are measured in `blocks`, so that the kept states of a base run are
+    bounded. `moments` is the file of the moments of the experts' inputs, None if the quantizer needs none. `dense` has
+    the widths of all other matrices, `neurons` is as in ExpertCoder."""
 
     model: Path
     quantizer: str
@@ -57,19 +57,20 @@ class SweepJob:
 
 @dataclass(frozen=True)
 class Task:
-    """Probes of one layer on one block of the samples; without any, the block's own figures are asked for."""
+    """Probes of one layer on one block of the samples; without probes, the figures of the block's base run."""
 
     block: int
     probes: tuple[Probe, ...] = ()
 
     @property
     def affinity(self) -> str:
-        """What a worker prepares for it: the base run of its block."""
+        """The preparation of a worker: the base run of the task's block."""
         return f"block {self.block}"
 
 
 class SweepWorker:
-    """Holds the model and the base run of one block at a time. `trial` is taken over if there is one already."""
+    """A worker of a sweep, with the model and the base run of one block at a time. `trial`: one that exists already;
+    None: a new one is made from the job."""
 
     def __init__(self, job: SweepJob, trial: Trial | None = None) -> None:
         self.job = job
@@ -80,13 +81,14 @@ class SweepWorker:
             self.trial, tokenizer, job.samples, find_metric(job.metric), job.extent, job.blocks
         )
         self._references: dict[int, Evaluation] = {}  # by block: scores of the unquantised model
-        self._files: dict[int, IO[bytes]] = {}  # by block: what divergences are measured against; kept on disk
+        self._files: dict[int, IO[bytes]] = {}  # by block: the reference of divergences, kept on disk
         self._block: int | None = None
         self._prober: Prober | None = None
         self._base: Evaluation
 
     def measure(self, task: Task) -> list[dict[str, Any]]:
-        """For each probe an Evaluation as JSON; without probes one entry: reference, base, and rows of every expert."""
+        """Returns an Evaluation as JSON for each probe; without probes one entry: reference, base, and rows of every
+        expert."""
         self._enter(task.block)
         assert self._prober is not None
         if not task.probes:
@@ -106,8 +108,8 @@ class SweepWorker:
             self.trial.coder.prepare(batch)
 
     def _enter(self, block: int) -> None:
-        """Makes this block's base run, in place of another's. A block that is entered for the first time needs the
-        unquantised model before: only blocks that lack a measurement cost that."""
+        """Makes this block's base run, in place of another's. A block that is entered for the first time is run
+        through the unquantised model first: only blocks that lack a measurement cost that."""
         if block == self._block:
             return
         self._leave()
@@ -126,7 +128,7 @@ class SweepWorker:
         self._prober, self._block = prober, block
 
     def _leave(self) -> None:
-        """Lets go of what is kept of a block."""
+        """Frees the kept states of a block."""
         self._prober = self._block = None
         for scorer in self.scorers:
             scorer.reference = None
@@ -139,7 +141,8 @@ class SweepWorker:
 
 
 def _written(rows: ReferenceRows) -> IO[bytes]:
-    """A file without a name, so that nothing is left of it when this process ends, however it ends."""
+    """Returns the rows in a file without a name, which vanishes when this process ends, however it ends. Raises
+    ConversionError."""
     try:
         file = tempfile.TemporaryFile(buffering=0)  # noqa: SIM115 - it lives as long as the worker
         for part in (rows.mean_row, rows.negentropy):
@@ -164,7 +167,7 @@ def _trial(job: SweepJob) -> Trial:
     return Trial(LoadedModel(checkpoint, DenseCoder(checkpoint, job.dense)), coder)
 
 
-# The sweep: what each expert costs when it alone has another width than the base (EdgeMoE §3.2, Fig. 7a).
+# The sweep: the cost of each expert when it alone has another width than the base (EdgeMoE §3.2, Fig. 7a).
 
 BASE_BITS = 4
 PROBES_A_TASK = 16
@@ -174,7 +177,8 @@ SweepRunner = Runner[SweepJob, Task, list[dict[str, Any]]]
 
 @dataclass(frozen=True)
 class RaceRules:
-    """With probability 1 - `delta`, no probe's place in the ranking is off by more than `span` of all places."""
+    """The promise of a race: with probability 1 - `delta`, no probe's place in the ranking by `signal` is off by more
+    than `span` of all places."""
 
     signal: str
     delta: float
@@ -182,7 +186,7 @@ class RaceRules:
 
 
 def probes_for(spec: ModelSpec, widths: Sequence[int], per_projection: bool) -> list[Probe]:
-    """Every expert at each width that is not the base's: whole, or one of its projections at a time."""
+    """Returns the probes of every expert at each width but the base's: whole, or one of its projections at a time."""
     n = len(spec.moe.ffn.projections)
     parts = [(place,) for place in range(n)] if per_projection else [tuple(range(n))]
     patterns: list[Bits] = [
@@ -195,7 +199,7 @@ def probes_for(spec: ModelSpec, widths: Sequence[int], per_projection: bool) -> 
 
 
 class Sweep:
-    """The measurements of one list of probes: what the journal lacks is run, everything is read from it."""
+    """The measurements of one list of probes: those that the journal lacks are run, then all are read from it."""
 
     def __init__(
         self, journal: Journal, job: SweepJob, metric: Metric, probes: Sequence[Probe], rules: RaceRules | None
@@ -206,11 +210,11 @@ class Sweep:
         self._blocks_of = {probe: list(range(job.blocks)) for probe in probes}  # fewer where racing stopped early
 
     def missing(self) -> int:
-        """Number of measurements of a full sweep that the journal lacks."""
+        """Returns the number of measurements of a full sweep that the journal lacks."""
         return sum(self._get(block, probe) is None for probe in self.probes for block in range(self.job.blocks))
 
     def run(self, runner: SweepRunner, bar: Bar) -> None:
-        """Raises SettingsError for a metric that can't be raced by."""
+        """Runs the sweep into the journal. Raises SettingsError for a metric that a race can't rank by."""
         if self.rules is not None and self.rules.signal == "metric" and self.metric.columns > 2:
             raise SettingsError(f"--racing by {self.metric.name} can't be done, sample by sample: use --signal kl")
         if self.rules is None:
@@ -221,7 +225,7 @@ class Sweep:
             self._race(runner, bar, self.rules)
 
     def _race(self, runner: SweepRunner, bar: Bar, rules: RaceRules) -> None:
-        """Probes of one kind (the same widths) race against each other."""
+        """Runs the sweep as races, one for the probes of each kind (the same widths)."""
         self._do(runner, bar, [Task(block) for block in range(self.job.blocks) if self._get(block) is None])
         sizes = [len(self._base(block).nats) for block in range(self.job.blocks)]
         kinds: dict[Bits, list[Probe]] = {}
@@ -243,10 +247,10 @@ class Sweep:
         self._blocks_of = measured
 
     def _tasks(self, block: int, probes: Sequence[Probe]) -> list[Task]:
-        """What the journal lacks of these probes; and of the block itself.
+        """Returns the tasks for those of these probes, and of the block's own figures, that the journal lacks.
 
         Probes are bundled in the same way each time, and a bundle that lacks one is done again as a whole: the last
-        digits of a result may depend on what else is in a batch, and a resumed run should end in the same bytes.
+        digits of a result may depend on the rest of its batch, and a resumed run should end in the same bytes.
         """
         kinds: dict[tuple[str, int, Bits], list[Probe]] = {}
         for probe in probes:
@@ -267,7 +271,7 @@ class Sweep:
             self.journal.add_all(dict(zip(names, found, strict=True)))
             bar.update(len(task.probes))
 
-    # What came out ----------------------------------------------------------------------------------------------------
+    # Results ----------------------------------------------------------------------------------------------------------
 
     def table(self) -> SensitivityTable:
         blocks = range(self.job.blocks)
@@ -277,7 +281,8 @@ class Sweep:
         return SensitivityTable(self.job.base_bits, measured, costs, self._coverage())
 
     def cost(self) -> SweepCost:
-        """What was spent, now or before, beside full evaluations of every probe on all samples."""
+        """Returns the cost of the sweep, in this run and before, beside full evaluations of every probe on all
+        samples."""
         found = {probe: [self._evaluation(block, probe) for block in self._blocks_of[probe]] for probe in self.probes}
         blocks = [(self._reference(block), self._base(block)) for block in range(self.job.blocks)]
         spent = [record for records in found.values() for record in records] + [base for _, base in blocks]
@@ -293,11 +298,11 @@ class Sweep:
         )
 
     def reference_value(self) -> float:
-        """The metric of the unquantised model on the sweep's samples."""
+        """Returns the metric of the unquantised model on the sweep's samples."""
         return self.metric.value(joined([self._reference(block) for block in range(self.job.blocks)]).columns())
 
     def _cost(self, probe: Probe) -> tuple[float, float, float]:
-        """Rise of each of SIGNALS above the base, in their order."""
+        """Returns the rise of each of SIGNALS above the base, in their order."""
         blocks = self._blocks_of[probe]
         reference = joined([self._reference(block) for block in blocks])
         base = joined([self._base(block) for block in blocks]).summary(self.metric, reference)
@@ -305,7 +310,7 @@ class Sweep:
         return found.loss - base.loss, found.nll - base.nll, found.kl - base.kl
 
     def _rises(self, block: int, probe: Probe, signal: str) -> F64:
-        """The signal of each sample above the base's. [samples]"""
+        """Returns the signal of each sample above the base's [samples]."""
         base, found = self._base(block), self._evaluation(block, probe)
         if signal == "metric":
             rise = found.columns()[:, 0] - base.columns()[:, 0]

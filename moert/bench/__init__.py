@@ -1,1 +1,1 @@
-"""The command `moert bench`: how fast a pack runs on this device, and how close that is to what is possible."""
+"""The command `moert bench`: how fast a pack runs on this device, and how near that is to the possible speed."""

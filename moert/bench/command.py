@@ -26,8 +26,8 @@ PERCENTILES = (50, 90, 99)
 
 
 def summarize(measured: BenchRun, hardware: dict[str, Any], pack_sha256: str) -> dict[str, Any]:
-    """Returns seconds, bytes and shares of 1. `pack_sha256` is the hash of manifest.json, which has one of every other
-    file."""
+    """Returns the plain values of a measurement: seconds, bytes and shares of 1. `pack_sha256` is the hash of
+    manifest.json, which has the hashes of all other files."""
     samples = measured.samples
     first_s, later_s = sum(sample.first_s for sample in samples), [s for sample in samples for s in sample.later_s]
     prompt_tokens = sum(sample.prompt_tokens for sample in samples)
@@ -76,8 +76,8 @@ def _share(demands: int, measured: BenchRun) -> float:
 
 
 def _settings(measured: BenchRun) -> dict[str, Any]:
-    """Returns the settings of a run, with the values that `auto` stood for; no eviction where all
-    experts fit. Limits are given as they were asked for, and in bytes."""
+    """Returns the settings of a run, with the values that `auto` stood for; no eviction where all experts fit. Limits
+    are given as the user gave them, and in bytes."""
     settings, limit = measured.settings.engine, measured.settings.engine.limit
     memory = limit if isinstance(limit, MemoryLimit) else None
     room = limit if isinstance(limit, CacheLimit) else None
@@ -110,8 +110,8 @@ def asked(limit: MemoryLimit | CacheLimit) -> str:
 
 def _bound(measured: BenchRun) -> dict[str, Any]:
     """Returns the least time of a run. Computing is the time of the same run with all experts in memory, or if that was
-    not tried or took no less, the time of this one without waiting for them. The speed of the drive was measured at
-    another moment too, and the time of a run is possible: the bound is never above that. No policy can avoid
+    not tried or took no less, the time of this run without waiting for experts. The drive's speed was measured at
+    another moment, and the time of a run is possible: so the bound is never above it. No policy can avoid
     `least_bytes`; Belady's rule reads `belady_bytes`: None where experts are not kept whole."""
     whole = measured.settings.engine.neurons == EXACT
     simulated = measured.settings.engine.device.startswith("sim:")  # then waiting is of another clock
@@ -145,7 +145,7 @@ def tokens_sha256(samples: Sequence[Sequence[int]]) -> str:
 
 
 def summary_lines(summary: dict[str, Any]) -> list[str]:
-    """Returns the same in lines for people."""
+    """Returns the same values in lines for people."""
     nbytes, bound, latency = summary["bytes"], summary["bound"], summary["token_latency_s"]
     hardware, device = summary["hardware"], summary["device"]
     lines = [

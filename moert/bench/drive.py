@@ -1,4 +1,5 @@
-"""`moert bench --drive`: how fast the drives of packs are, by the size of a read and the number of them at once."""
+"""`moert bench --drive`: how fast the drives of packs are, by the size of a read and the number of simultaneous
+reads."""
 
 from __future__ import annotations
 
@@ -24,11 +25,12 @@ FIRING = (0.03, 0.1, 0.4)
 
 @dataclass(frozen=True)
 class Figure:
-    """Series of (place, value), all with the same places where they have any; `places` and `values` say what they are.
+    """A chart: series of (place, value), all with the same places where they have any; `places` and `values` name the
+    two.
 
     Lines have percentages for places, on the x axis, or whole numbers ("counts"); bars have names. Where places are
-    shares of all values ("shares"), values lie along the x axis and shares grow upwards. `caption`: what is seen, of
-    which packs, on which machine.
+    shares of all values ("shares"), values lie along the x axis and shares grow upwards. `caption`: names the subject,
+    the packs and the machine.
     """
 
     name: str
@@ -56,8 +58,8 @@ class Figure:
 
 @dataclass(frozen=True)
 class DriveRun:
-    """`pieces`: share of the neurons that fire → bytes of a piece of columns → seconds in which a token's come; empty
-    for experts whose neurons are never exactly zero."""
+    """The measurement of a pack's drive. `pieces`: share of the neurons that fire → bytes of a piece of columns →
+    seconds in which a token's pieces come; empty for experts whose neurons are never exactly zero."""
 
     label: str
     curve: Curve
@@ -134,7 +136,7 @@ def _advice(found: DriveRun) -> list[str]:
 
 
 def bench_drives(packs: Sequence[Path], as_json: bool) -> Iterator[DriveRun]:
-    """Measures the drive of each pack, prints what was found and yields it. Raises PackError, RunError."""
+    """Measures the drive of each pack, prints the measurement and yields it. Raises PackError, RunError."""
     for path in packs:
         Pack.open(path)
     for path in packs:

@@ -1,4 +1,4 @@
-"""Runs a pack on some prompts and counts, times and bounds everything that `moert bench` prints."""
+"""Measures runs of a pack on some prompts: all counts, times and bounds that `moert bench` prints."""
 
 from __future__ import annotations
 
@@ -26,12 +26,12 @@ from moert.pack.model_spec import ExpertKey
 from moert.pack.reader import Pack
 from moert.stats import DeviceUse, RunStats
 
-# How fast a run could have been at most, and what a policy that knows the future would have hit. Pure.
+# Bounds: the least time of a run, and the hits of a policy that knows the future. Pure.
 
 
 @dataclass(frozen=True)
 class FurthestFirst:
-    """What Belady's rule reads in a trace: always evicting what is needed again last."""
+    """The reads of Belady's rule in a trace: always evicting the expert that is needed again last."""
 
     demands: int
     misses: int
@@ -45,11 +45,11 @@ class FurthestFirst:
 def furthest_first(
     trace: Sequence[Demand], nbytes: Mapping[ExpertKey, int], cache_bytes: int, held: Sequence[ExpertKey] = ()
 ) -> FurthestFirst:
-    """Replays the trace, with `held` in memory before it.
+    """Replays the trace by Belady's rule, with `held` in memory before it.
 
-    The best that eviction can do where all experts have the same size. With mixed sizes another choice may read a
-    little less, so that this is a figure to compare with and no bound: `least_bytes` is that. Raises ValueError if an
-    expert alone is larger than the cache.
+    The rule is the best eviction where all experts have the same size. With mixed sizes another choice may read a
+    little less, so that this is a figure to compare with and no bound: `least_bytes` is the bound. Raises ValueError if
+    an expert alone is larger than the cache.
     """
     before = [Demand(key.at, (key.expert,)) for key in held]  # as if each had been read before
     read = reads_of_belady([*before, *trace], nbytes, cache_bytes)[len(before) :]
@@ -57,11 +57,12 @@ def furthest_first(
 
 
 def bound_s(compute_s: float, least_bytes: int, bytes_per_s: float | None) -> float:
-    """The least time: reading and computing can at best overlap entirely. None: reading costs no time."""
+    """Returns the least time [s]: reading and computing can at best overlap entirely. Without a speed reading costs no
+    time."""
     return max(compute_s, least_bytes / bytes_per_s if bytes_per_s else 0.0)
 
 
-# What no cache could have avoided reading, of experts of any sizes: PFOO-L. Pure.
+# The bytes that no cache could have avoided reading, of experts of any sizes: PFOO-L. Pure.
 # Berger, Beckmann, Harchol-Balter: Practical Bounds on Optimal Caching with Variable Object Sizes (2018), section
 # 5. An expert that is found in memory has taken up its bytes at every demand since its last one. All of them
 # together have no more room than the cache at all demands together. Saving as many bytes as that allows is a
@@ -73,8 +74,9 @@ I64 = npt.NDArray[np.int64]
 def least_bytes(
     trace: Sequence[Demand], nbytes: Mapping[ExpertKey, int], capacity_bytes: int, held: Collection[ExpertKey] = ()
 ) -> int:
-    """Bytes that any policy reads, whatever it keeps and however early it reads, if it holds `held` at first and runs
-    experts in the order of the trace. Raises ValueError if a demanded expert alone is larger than the capacity."""
+    """Returns the bytes that any policy reads, whatever it keeps and however early it reads, if it holds `held` at
+    first and runs experts in the order of the trace. Raises ValueError if a demanded expert alone is larger than the
+    capacity."""
     keys = [key for demand in trace for key in demand.expert_keys()]
     if not keys:
         return 0
@@ -90,7 +92,7 @@ def least_bytes(
 
 
 def _waits(demands: I64, held: npt.NDArray[np.bool_]) -> I64:
-    """[demands]: how many other demands there were since the same expert's last one, or since the start for one that
+    """Returns how many other demands came [demands] since the same expert's last one, or since the start for one that
     is `held` [experts] then; -1 for the first demand of any other."""
     order = demands.argsort(kind="stable")
     before = np.empty_like(demands)
@@ -104,8 +106,8 @@ def _waits(demands: I64, held: npt.NDArray[np.bool_]) -> I64:
 
 
 def _most_saved(sizes: I64, waits: I64, room: int) -> int:
-    """A hit saves its size and takes up size × wait of the room: those with the shortest waits come first, the last one
-    in part."""
+    """Returns the most bytes that hits can save. A hit saves its size and takes up size × wait of the room: hits with
+    the shortest waits come first, the last one in part."""
     order = waits.argsort(kind="stable")
     sizes, waits = sizes[order], waits[order]
     taken = np.cumsum(sizes * waits)
@@ -116,7 +118,7 @@ def _most_saved(sizes: I64, waits: I64, room: int) -> int:
     return saved
 
 
-# Runs a pack on some prompts and keeps every figure that `moert bench` speaks of.
+# The run of a pack on some prompts, with every figure that `moert bench` prints.
 
 TEXTS = (
     "The river rises in the hills north of the town and runs south for about thirty miles until it meets the sea.",
@@ -124,9 +126,9 @@ TEXTS = (
     "She studied music in Vienna, wrote two operas before she was twenty, and taught singing for the rest of her life.",
     "The oldest part of the church is its tower, which was begun in the twelfth century and never quite finished.",
 )
-"""What is read where no prompt is given."""
+"""Texts that are read where no prompt is given."""
 WARM_TEXT = "Copper was mined on the island for two centuries, and the old shafts are still open to anyone with a lamp."
-"""What is read before anything is measured, and never measured itself."""
+"""The text that is read before any measurement, and never measured itself."""
 _TEXT_TOKENS = 24  # of each, and of made-up ones where the pack has no tokenizer
 _DISK_S = 1.0
 _ROOM = 1.5  # free memory, as a multiple of the experts, in which everything else finds room too
@@ -134,7 +136,7 @@ _ROOM = 1.5  # free memory, as a multiple of the experts, in which everything el
 
 @dataclass(frozen=True)
 class BenchSettings:
-    """How a pack is run. Each prompt gets exactly `new_tokens`: no token ends a text."""
+    """The settings of a measurement. Each prompt gets exactly `new_tokens`: no token ends a text."""
 
     engine: EngineSettings = field(default_factory=EngineSettings)
     new_tokens: int = 32
@@ -142,8 +144,8 @@ class BenchSettings:
 
 @dataclass(frozen=True)
 class Sample:
-    """One prompt: `first_s` to the first token, `later_s` for each one after it. `room_bytes`: the most that experts
-    had meanwhile."""
+    """The run of one prompt: `first_s` to the first token, `later_s` for each one after it. `room_bytes`: the most room
+    that experts had meanwhile."""
 
     prompt_tokens: int
     tokens: tuple[int, ...]
@@ -158,16 +160,17 @@ class Sample:
 
 @dataclass(frozen=True)
 class BenchRun:
-    """What was counted while the samples ran. `hits_in_flight` of the `hits` were still being read when they were
-    demanded. `least_bytes` is what no policy could have avoided reading, `furthest_first` what Belady's rule reads,
-    `disk_bytes_per_s` how fast this drive is read without the engine, `resident_s` the time of the same samples with
-    all experts in memory, None if that was not tried.
+    """The counts and times of the samples' run. `hits_in_flight` of the `hits` were still being read when they were
+    demanded. `least_bytes` are the bytes that no policy could have avoided reading, `furthest_first` the reads of
+    Belady's rule, `disk_bytes_per_s` the speed at which this drive is read without the engine, `resident_s` the time of
+    the same samples with all experts in memory, None if that was not tried.
 
-    `open_s` is the time to open the pack, and `first_request_s` that to the first token of the first request of all:
-    with the look at the drive and the choice of an eviction policy, and nothing in memory. `memory_bytes`, `eviction`,
-    `io`, `threads` and `kernels` are what the settings came to; `eviction` is None where all experts fit. `trace` and
-    `nbytes` are for replays. `device`: what was done there since the engine was opened; where it is simulated, all
-    times but `open_s` and `stall_s` are its own."""
+    `open_s` is the time to open the pack, and `first_request_s` the time to the first token of the first request of
+    all: with the look at the drive and the choice of an eviction policy, and nothing in memory. `memory_bytes`,
+    `eviction`, `io`, `threads` and `kernels` are the values that the settings came to; `eviction` is None where all
+    experts fit. `trace` and `nbytes` are for replays. `device`: its work since the engine was opened; where it is
+    simulated, all times but `open_s` and `stall_s` are its own.
+    """
 
     pack: Pack
     settings: BenchSettings
@@ -214,11 +217,12 @@ def measure(
     disk_bytes_per_s: float | None = None,
     notify: Notify | None = None,
 ) -> BenchRun:
-    """Runs `texts`, or the built-in ones, once the engine is warm (see `_warm`). No expert is in the page cache at the
-    start.
+    """Measures a run of `texts`, or the built-in ones, once the engine is warm (see `_warm`). No expert is in the page
+    cache at the start.
 
-    If nobody says how fast the drive is, that is measured at the end, and so is the same run with all experts in
-    memory, where they fit there whatever the settings say. `notify`: see Engine.open. Raises PackError, RunError.
+    Where `disk_bytes_per_s` is not given, the speed of the drive is measured at the end, and so is the same run with
+    all experts in memory, where they fit there whatever the settings say; a simulated device has the speed of its own
+    drive instead. `notify`: see Engine.open. Raises PackError, RunError.
     """
 
     pack = Pack.open(path)
@@ -270,8 +274,8 @@ def measure(
 
 
 def _warm(engine: Engine, new_tokens: int) -> Sample:
-    """Runs a text that is not measured: one that has just run finds more in memory than a new one would. Where all
-    experts fit, those that are still missing are read then, so that nothing is left to read. Gives the request."""
+    """Runs a text that is not measured itself, and returns its sample: a text that has just run would find more in
+    memory than a new one. Where all experts fit, the missing ones are read then, so that nothing is left to read."""
     first = _sample(engine, _tokens(engine, [WARM_TEXT], new_tokens)[0], new_tokens)
     if engine.cache.capacity_bytes >= engine.budget.expert_bytes:
         read_all(engine)
@@ -279,14 +283,14 @@ def _warm(engine: Engine, new_tokens: int) -> Sample:
 
 
 def read_all(engine: Engine) -> None:
-    """Every expert that is not in memory yet is read, where all have room: what runs then reads nothing."""
+    """Reads every expert that is not in memory yet, where all have room: later runs then read nothing."""
     for entry in engine.pack.manifest.experts:
         with engine.cache.lease([entry.key]) as lease:
             lease.all()
 
 
 def _resident_s(path: Path, settings: BenchSettings, prompts: Sequence[list[int]]) -> float | None:
-    """Seconds for all prompts, measured alike, with all experts in memory; None if they don't fit."""
+    """Returns the seconds for all prompts, measured alike, with all experts in memory; None if they don't fit."""
     free, experts = machine_memory().free_bytes, Pack.open(path).manifest.experts
     if free is None or free < _ROOM * sum(entry.file_bytes for entry in experts):
         return None
@@ -321,13 +325,13 @@ def _sample(engine: Engine, ids: list[int], new_tokens: int) -> Sample:
 
 
 def prompts_of(engine: Engine, texts: Sequence[str] | None, new_tokens: int) -> list[list[int]]:
-    """Token ids of what a run reads: `texts`, or the built-in ones."""
+    """Returns the token ids of a run's prompts: `texts`, or the built-in ones."""
     return [engine.encode(text) for text in texts] if texts else _tokens(engine, TEXTS, new_tokens)
 
 
 def _tokens(engine: Engine, texts: Sequence[str], new_tokens: int) -> list[list[int]]:
-    """Token ids of texts, shortened to what the model can take; made up, for each text others, where the pack has no
-    tokenizer."""
+    """Returns the token ids of texts, shortened to the length that the model can take; where the pack has no tokenizer,
+    made-up ones that differ from text to text."""
     from moert.errors import TokenizerMissing
 
     most = _TEXT_TOKENS

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 Part = Literal["answer", "thinking", "hidden"]
 Marks = Mapping[str, Part]
-"""What stands in a text → what follows it, up to the next of them."""
+"""Marks in a text, each with the part that follows it, up to the next mark."""
 
 _USUAL: Marks = {"<think>": "thinking", "</think>": "answer"}
 _CONVENTIONS: Mapping[str, Marks] = {
@@ -37,24 +37,24 @@ _CONVENTIONS: Mapping[str, Marks] = {
         "<|END_RESPONSE|>": "hidden",
     },
 }  # fmt: skip
-"""By what a template that speaks of them has in it."""
+"""Marks of models, by a text that stands in their chat templates."""
 
 
 def marks_of(chat: ChatFormat) -> Marks:
-    """Those of the model that this template is for; the usual ones where it names none."""
+    """Returns the marks of the model that a chat template is for; the usual ones where the template has no others."""
     text = chat.template + (chat.tool_template or "")
     return next((marks for sign, marks in _CONVENTIONS.items() if sign in text), _USUAL)
 
 
 def begins_with(prompt: str, marks: Marks) -> Part:
-    """What a model writes first after a prompt, which may end with a mark."""
+    """Returns the part that a model writes first after a prompt, which may end with a mark."""
     end = prompt.rstrip()
     return next((part for mark, part in marks.items() if end.endswith(mark)), "answer")
 
 
 class Splitter:
-    """Feed it text as it comes: it gives back pieces with their parts, and neither marks nor what is hidden. Line
-    breaks that follow a mark belong to it."""
+    """A splitter of text as it comes: returns pieces with their parts, and neither marks nor hidden text. Line breaks
+    that follow a mark belong to it."""
 
     def __init__(self, marks: Marks, first: Part = "answer") -> None:
         self._marks, self._part, self._held = marks, first, ""
@@ -73,7 +73,7 @@ class Splitter:
         return pieces
 
     def flush(self) -> list[tuple[Part, str]]:
-        """What was held back because it might have become a mark."""
+        """Returns the text that was held back because it might have become a mark."""
         pieces = list[tuple[Part, str]]()
         self._give(self._held, pieces)
         self._held = ""
@@ -88,14 +88,15 @@ class Splitter:
 
 
 Message = Mapping[str, Any]
-"""{"role": …, "content": …}, and whatever else a template knows."""
+"""A message: {"role": …, "content": …}, and whatever else a template knows."""
 Hear = Callable[[Part, str], None]
-"""Gets the pieces of a reply as they are made: "thinking" or "answer", and text."""
+"""A function that is called with each piece of a reply as it is made: its part, "thinking" or "answer", and its
+text."""
 
 
 @dataclass(frozen=True)
 class Asked:
-    """What a template is given: messages, JSON schemas of tools, and other variables (enable_thinking)."""
+    """The input of a template: messages, JSON schemas of tools, and other variables (enable_thinking)."""
 
     messages: Sequence[Message]
     tools: Sequence[Mapping[str, Any]] | None = None
@@ -104,7 +105,8 @@ class Asked:
 
 @dataclass(frozen=True)
 class Reply(Answer):
-    """`text` is the answer alone, `thinking` what came before it; `result.text` is all that was written, with marks."""
+    """The reply of a turn. `text` is the answer alone, `thinking` the text before it; `result.text` is all text that
+    the model wrote, with marks."""
 
     said: str = ""
     thinking: str = ""
@@ -115,13 +117,13 @@ class Reply(Answer):
 
     @property
     def message(self) -> Message:
-        """As templates take it."""
+        """The reply as a message for templates."""
         thought = {"reasoning_content": self.thinking} if self.thinking else {}
         return {"role": "assistant", "content": self.said, **thought}
 
 
 class Speaker:
-    """`session` opens one in the engine."""
+    """The model's side of conversations. `session`: opens a session in the engine."""
 
     def __init__(self, renderer: Renderer, text: Text, session: Callable[[], Session]) -> None:
         self._renderer, self._text, self._session = renderer, text, session
@@ -133,9 +135,10 @@ class Speaker:
     def reply(
         self, asked: Asked, prefix: Prefix, settings: GenerationSettings | None = None, hear: Hear | None = None
     ) -> Reply:
-        """Reads what `prefix` has not read yet.
+        """Returns the reply; of the prompt, reads only the tokens that `prefix` has not read yet.
 
-        Raises what Renderer.render and Session.add do, and Interrupted, with the reply so far, on Ctrl-C while it runs.
+        Raises the errors of Renderer.render and Session.add, and Interrupted, with the reply so far, on Ctrl-C while it
+        runs.
         """
         prompt = self._renderer.render(asked.messages, asked.tools, asked.variables)
         ids = self._text.encode(prompt, whole=True)
@@ -156,7 +159,7 @@ class Speaker:
 
 
 class _Parts:
-    """Collects them."""
+    """Collects the parts of a reply."""
 
     def __init__(self, splitter: Splitter, hear: Hear | None) -> None:
         self._splitter, self._hear = splitter, hear
@@ -179,7 +182,8 @@ class _Parts:
 
 
 class Conversation:
-    """`messages` may be changed between two turns, `system` too: what was read is read again from the first difference.
+    """A conversation with a model. `messages` may be changed between two turns, `system` too: the model then reads anew
+    from the first difference on.
 
     `tools` and `variables`: see moert.chat.conversation.Asked.
     """
@@ -203,12 +207,12 @@ class Conversation:
         hear: Hear | None = None,
         **changes: Unpack[GenerationOptions],
     ) -> Reply:
-        """The reply to one more message of the user, as it will be remembered; `hear` gets it in pieces as it is made.
-        `changes`: settings by name.
+        """Returns the reply to one more message of the user, as it will be remembered; `hear` is called with its pieces
+        as they are made. `changes`: settings by name.
 
-        Raises InputInvalid (PromptTooLong where the conversation has become so), TemplateFailed, SettingInvalid,
-        BudgetTooSmall, OutOfMemory or PackError, and then nothing was said; Interrupted on Ctrl-C, and then as much as
-        was written.
+        Raises InputInvalid (PromptTooLong where the conversation has become too long), TemplateFailed, SettingInvalid,
+        BudgetTooSmall, OutOfMemory or PackError, and then nothing is remembered; Interrupted on Ctrl-C, and then the
+        message is remembered with the answer so far, if any.
         """
         chosen = GenerationSettings.of(settings, changes)
         if not isinstance(text, str):
@@ -227,11 +231,11 @@ class Conversation:
         return reply
 
     def reset(self) -> None:
-        """Forgets what was said."""
+        """Forgets all messages."""
         self.messages.clear()
 
     def undo(self) -> bool:
-        """Forgets the user's last message and what came after it; False where there is none."""
+        """Forgets the user's last message and everything after it; returns False where the user has said nothing."""
         users = [at for at, each in enumerate(self.messages) if each["role"] == "user"]
         if users:
             del self.messages[users[-1] :]

@@ -35,8 +35,8 @@ _DAMAGED = "the template in the pack is damaged or means harm"
 
 @dataclass(frozen=True)
 class Limits:
-    """Of one rendering: seconds of the processor, seconds in all, and bytes of memory where template and conversation
-    are empty."""
+    """The limits of one rendering: seconds of the processor, seconds in all, and bytes of memory where template and
+    conversation are empty."""
 
     cpu_s: int = 5
     wall_s: float = 120.0
@@ -44,7 +44,8 @@ class Limits:
 
 
 class Renderer:
-    """While a process runs, what `room` makes of the most bytes that it will take is open."""
+    """A renderer of prompts by a chat template, each in a process of its own. `room`: makes room, while that process
+    runs, for the most bytes that it will take."""
 
     def __init__(
         self,
@@ -61,11 +62,11 @@ class Renderer:
         variables: Mapping[str, Any] | None = None,
         to_be_answered: bool = True,
     ) -> str:
-        """The prompt. `variables`: what else the template asks for (enable_thinking); `to_be_answered`: it ends where
-        the model is to write.
+        """Returns the prompt. `variables`: other variables of the template (enable_thinking); `to_be_answered`: the
+        prompt ends where the model is to write.
 
-        Raises InputInvalid for what are no messages or values, TemplateFailed for what the template makes of them, and
-        what `room` raises.
+        Raises InputInvalid for messages or values that are none, TemplateFailed where the template refuses them or
+        fails, and the errors of `room`.
         """
         request = self.request(messages, tools, variables, to_be_answered)
         data_bytes = self._data_bytes(len(request))
@@ -88,7 +89,7 @@ class Renderer:
         variables: Mapping[str, Any] | None,
         to_be_answered: bool,
     ) -> bytes:
-        """What the process is sent. Raises InputInvalid."""
+        """Returns the request that is sent to the process. Raises InputInvalid."""
         template, named = self.chat.template, dict(variables or {})
         if tools is not None and self.chat.tool_template is not None:
             template = self.chat.tool_template
@@ -128,8 +129,8 @@ class Renderer:
 
 
 def _plain(messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """As transformers hands them to a template: without fields that are None, thoughts under all the names that
-    templates look for them. Raises InputInvalid."""
+    """Returns messages as transformers hands them to a template: without fields that are None, thoughts under all the
+    names that templates look for them. Raises InputInvalid."""
     listed = isinstance(messages, Sequence) and not isinstance(messages, (str, bytes))
     if not listed or not messages or not all(isinstance(each, Mapping) and "role" in each for each in messages):
         raise InputInvalid("messages should be a list of {'role': …, 'content': …}, with at least one")
@@ -143,7 +144,7 @@ def _with_thoughts(message: dict[str, Any]) -> dict[str, Any]:
 
 
 def _run(request: bytes, limits: Limits) -> tuple[bytes, int]:
-    """What the process answers, and how it ended. Raises TemplateFailed."""
+    """Returns the answer of the process, and its exit status. Raises TemplateFailed."""
     bounds = json.dumps({"cpu_s": limits.cpu_s, "data_bytes": limits.data_bytes}).encode()
     process, ours = _start()
     try:
@@ -160,7 +161,7 @@ def _run(request: bytes, limits: Limits) -> tuple[bytes, int]:
 
 
 def _start() -> tuple[subprocess.Popen[bytes], socket.socket]:
-    """The process, and the socket that it reads and writes."""
+    """Starts the process; returns it, and the socket that leads to it. Raises TemplateFailed."""
     ours, theirs = socket.socketpair()
     with theirs:
         try:
@@ -181,7 +182,7 @@ def _start() -> tuple[subprocess.Popen[bytes], socket.socket]:
 
 
 def _folders() -> list[str]:
-    """Where the process finds what it imports."""
+    """Returns the folders from which the process imports. Raises TemplateFailed if a package is missing."""
     found = [Path(__file__).parents[2]]
     for name in ("jinja2", "markupsafe"):
         spec = None
@@ -194,7 +195,7 @@ def _folders() -> list[str]:
 
 
 def _exchange(ours: socket.socket, body: bytes, wall_s: float, most_bytes: int) -> bytes:
-    """Sends all of the body and reads what comes back, a little more than `most_bytes` at most. Raises TimeoutError."""
+    """Sends all of the body and returns the answer, a little more than `most_bytes` at most. Raises TimeoutError."""
     ours.setblocking(False)
     if hasattr(socket, "SO_NOSIGPIPE"):
         ours.setsockopt(socket.SOL_SOCKET, socket.SO_NOSIGPIPE, 1)
@@ -218,7 +219,7 @@ def _exchange(ours: socket.socket, body: bytes, wall_s: float, most_bytes: int) 
 
 
 def _sent(ours: socket.socket, left: memoryview) -> memoryview:
-    """What is still to be sent; nothing where nobody reads any more."""
+    """Sends a part, and returns the rest that is still to be sent; nothing where nobody reads any more."""
     try:
         left = left[ours.send(left[:_PART], getattr(socket, "MSG_NOSIGNAL", 0)) :]
     except BlockingIOError:
@@ -232,7 +233,7 @@ def _sent(ours: socket.socket, left: memoryview) -> memoryview:
 
 
 def _received(ours: socket.socket) -> bytes:
-    """Nothing where the other side has ended."""
+    """Returns a part of the answer; empty where the other side has ended."""
     try:
         return ours.recv(_PART)
     except ConnectionError:
@@ -264,11 +265,11 @@ TEMPLATES: Mapping[str, tuple[str, str]] = {
         "### Instruction:",
     ),
 }  # fmt: skip
-"""Name → a template as models trained for that form of conversation know it, and what ends a reply there."""
+"""Name → a template as models trained for that form of conversation know it, and the text that ends a reply there."""
 
 
 def chat_of(pack: Pack, text: Text, template: str | None = None) -> ChatFormat:
-    """Returns how a model holds conversations: by the pack's own template, or by `template`, a name or a file. Raises
+    """Returns the format of a model's conversations: the pack's own template, or `template`, a name or a file. Raises
     ChatImpossible, SettingInvalid, or a PackError for a chat.json that can't be used."""
     if pack.manifest.model.encoder is not None:
         raise ChatImpossible(_impossible(pack, "its model reads with an encoder, and takes prompts as they are"))
@@ -290,7 +291,7 @@ def _impossible(pack: Pack, why: str) -> str:
 
 
 def _own_tokens(pack: Pack, text: Text) -> dict[str, str]:
-    """Returns the names that templates call the model's special tokens by, of a pack that has no chat.json."""
+    """Returns the model's special tokens by the names that templates have for them, of a pack that has no chat.json."""
     special = pack.manifest.model.tokens
     ids = {"bos_token": special.bos, "eos_token": next(iter(special.eos), None)}
     names = {name: text.tokenizer.id_to_token(number) for name, number in ids.items() if number is not None}

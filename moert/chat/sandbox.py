@@ -1,7 +1,7 @@
 """Renders one chat template where it can reach nothing: a process of its own, started by moert.chat.renderer.
 
-It reads two lines of JSON, what it may take and what to render, and answers with one. Templates behave as in
-transformers; what these may do follows Jinja's immutable sandbox.
+It reads two lines of JSON, its limits and its request, and answers with one. Templates behave as in transformers; their
+rights follow Jinja's immutable sandbox.
 """
 
 from __future__ import annotations
@@ -32,11 +32,12 @@ _WARM = "{% for one in ['é'] %}{{ one|tojson|fromjson }}{{ strftime_now('%Y') }
 
 
 class Refused(TemplateError):
-    """What a template says with raise_exception."""
+    """The message of a template that called raise_exception."""
 
 
 class Generation(Extension):
-    """{% generation %} … {% endgeneration %}: marks what a model writes when it is trained; rendered as it stands."""
+    """The tag {% generation %} … {% endgeneration %}: marks text that a model writes when it is trained; rendered as it
+    stands."""
 
     tags = frozenset({"generation"})  # type: ignore[assignment]
 
@@ -50,7 +51,7 @@ class Generation(Extension):
 
 
 class Namespace(jinja2.utils.Namespace):
-    """Without names that begin with an underscore."""
+    """Jinja's namespace, without names that begin with an underscore."""
 
     def __init__(*args: Any, **values: Any) -> None:
         self, *rest = args  # so that a value may be called self
@@ -65,7 +66,7 @@ class Namespace(jinja2.utils.Namespace):
 
 
 class Dict:
-    """What templates call dict: it makes some, and has nothing else of the type."""
+    """The name dict in templates: makes dictionaries, and has nothing else of the type but fromkeys."""
 
     def __call__(self, *args: Any, **values: Any) -> dict[Any, Any]:
         return dict(*args, **values)
@@ -94,7 +95,7 @@ def _to_json(
 
 
 def environment() -> jinja2.sandbox.ImmutableSandboxedEnvironment:
-    """What templates are rendered in."""
+    """Returns the environment that templates are rendered in."""
     made = jinja2.sandbox.ImmutableSandboxedEnvironment(
         trim_blocks=True, lstrip_blocks=True, extensions=[Generation, LoopControlExtension]
     )
@@ -104,12 +105,13 @@ def environment() -> jinja2.sandbox.ImmutableSandboxedEnvironment:
 
 
 def rendered(template: str, variables: Mapping[str, Any]) -> str:
-    """Raises whatever a template can bring about."""
+    """Returns the rendered template. Raises every error that a template can bring about."""
     return environment().from_string(template).render(variables)
 
 
 def confine(cpu_s: int, data_bytes: int) -> None:
-    """From here on: so much more time of the processor, so many bytes of memory in all, no file, no other process."""
+    """Limits this process from here on to `cpu_s` more seconds of the processor, `data_bytes` of memory in all, no
+    file, no other process."""
     spent = math.ceil(time.process_time())
     bounds = {
         "RLIMIT_CPU": (spent + cpu_s, spent + cpu_s + 1),
@@ -123,7 +125,8 @@ def confine(cpu_s: int, data_bytes: int) -> None:
 
 
 def answer(request: bytes) -> dict[str, str]:
-    """{"text": …}, or what came in its way: {"refused": …} in the template's words, {"memory": …}, {"failed": …}."""
+    """Returns {"text": …}, or the reason why there is none: {"refused": …} in the template's words, {"memory": …},
+    {"failed": …}."""
     try:
         asked = json.loads(request)
         return {"text": rendered(asked["template"], asked["variables"])}
@@ -136,7 +139,7 @@ def answer(request: bytes) -> dict[str, str]:
 
 
 def _line(error: Exception) -> str:
-    """One line of moderate length, without anything that a terminal would obey."""
+    """Returns the message of an error in one line of moderate length, without characters that a terminal would obey."""
     text = " ".join(str(error).split())
     line = "" if not isinstance(error, jinja2.TemplateSyntaxError) else f" (line {error.lineno} of the template)"
     return "".join(letter if letter.isprintable() else "?" for letter in text)[:_LONGEST] + line

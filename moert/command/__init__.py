@@ -1,1 +1,1 @@
-"""What is typed and printed: commands, options, prompts, exit codes."""
+"""The command line: commands, options, prompts, exit codes."""

@@ -47,15 +47,15 @@ _SETTABLE = (
 
 
 class Orders:
-    """`settings`: as they are now."""
+    """The orders of a user to the program, lines such as /reset. `settings`: as they are now."""
 
     def __init__(self, conversation: Conversation, settings: GenerationSettings) -> None:
         self._conversation, self.settings = conversation, settings
         self._file: Path | None = None  # where the conversation came from or was written to
 
     def obey(self, line: str) -> bool:
-        """Does what a line says; False if that is to end. Raises InputInvalid or SettingInvalid, and then nothing has
-        changed."""
+        """Does as a line says; returns False for the order to end. Raises InputInvalid or SettingInvalid, and then
+        nothing has changed."""
         name, _, text = line.partition(" ")
         text = text.strip()
         if name in ("/bye", "/exit"):
@@ -125,7 +125,7 @@ class Orders:
 
 
 def _path(text: str, order: str) -> Path:
-    """What is named, without links."""
+    """Returns the path that an order names, without links. Raises InputInvalid if it names none."""
     if not text:
         raise InputInvalid(f"{order} needs the name of a file")
     return Path(os.path.realpath(os.path.expanduser(text)))
@@ -136,7 +136,7 @@ def _is_message(value: object) -> bool:
 
 
 def _number(text: str) -> object:
-    """Or the text, of which settings say that it is none."""
+    """Returns the value that JSON has for a text; or the text, which settings then refuse."""
     try:
         return json.loads(text)
     except ValueError:
@@ -147,16 +147,16 @@ _DIM, _PLAIN = "\x1b[2m", "\x1b[22m"
 
 
 class Printer:
-    """Writes replies to stdout as they come, thinking dimmed on a terminal; or each as one JSON object when it is
-    whole."""
+    """A printer of replies to stdout as they come, thinking dimmed on a terminal; or of each as one JSON object when it
+    is whole."""
 
     def __init__(self, engine: Engine, thinking: bool, as_json: bool, raw: bool = False) -> None:
-        """`raw`: also what a terminal obeys."""
+        """`raw`: also characters that a terminal obeys."""
         self._engine, self._thinking, self._as_json, self._write = engine, thinking, as_json, console.writer(raw)
         obeys = sys.stdout.isatty() and os.environ.get("TERM", "dumb") != "dumb"
         self._dim, self._plain = (_DIM, _PLAIN) if obeys else ("", "")
         self._last: Part | None = None
-        self._breaks = ""  # at the end of what was thought so far
+        self._breaks = ""  # line breaks at the end of the thinking so far
 
     def hear(self, part: Part, text: str) -> None:
         if self._as_json or (part == "thinking" and not self._thinking):
@@ -173,7 +173,7 @@ class Printer:
         self._write(text)
 
     def end(self, answer: Answer | None) -> None:
-        """`answer`: what came of it; None where an error ended it, which has a line for itself."""
+        """Ends a reply. `answer`: the finished one; None where an error ended it, which has a line for itself."""
         if self._as_json and answer is not None:
             print(json_line(self._fields(answer)), flush=True)
         elif not self._as_json and (answer is not None or self._last is not None):
@@ -194,7 +194,7 @@ class Printer:
 
 
 def turn(conversation: Conversation, text: str, settings: GenerationSettings, printer: Printer) -> None:
-    """Says one thing and prints the reply. Raises what Conversation.say does."""
+    """Says one message and prints the reply. Raises the errors of Conversation.say."""
     try:
         reply = conversation.say(text, settings, printer.hear)
     except Interrupted as interrupt:
@@ -214,7 +214,8 @@ def turn(conversation: Conversation, text: str, settings: GenerationSettings, pr
 def converse(
     conversation: Conversation, settings: GenerationSettings, printer: Printer, longest: Longest
 ) -> None:  # fmt: skip
-    """Until the input ends. What can't be answered is said in one line: a terminal goes on, a pipe ends with it."""
+    """Holds a conversation until the input ends. A message that can't be answered brings one line of error: a terminal
+    goes on, a pipe ends with it."""
     lines, orders = _Lines(longest), Orders(conversation, settings)
     while (line := lines.read()) is not None:
         try:
@@ -232,14 +233,14 @@ def converse(
 
 
 def _told(error: BaseException) -> BaseException:
-    """The same in the words of a conversation."""
+    """Returns the error in the words of a conversation."""
     if isinstance(error, PromptTooLong):
         return InputInvalid(f"the conversation is full ({error}): /reset begins anew")
     return error
 
 
 class _Lines:
-    """What is typed, or comes through a pipe; `asks` tells which."""
+    """The lines that are typed, or come through a pipe; `asks` tells which of both."""
 
     def __init__(self, longest: Longest) -> None:
         self._longest = longest
@@ -250,8 +251,8 @@ class _Lines:
             console.note("/help lists commands, Ctrl-C stops an answer")
 
     def read(self) -> str | None:
-        """The next line that is not empty; None at the end. At a terminal Ctrl-C is asked about once. Raises
-        InputInvalid."""
+        """Returns the next line that is not empty; None at the end. At a terminal the first Ctrl-C only brings a note.
+        Raises InputInvalid."""
         asked = False
         while True:
             try:
@@ -272,7 +273,7 @@ class _Lines:
                 return line.rstrip("\r\n")
 
     def _line(self) -> str:
-        """With its end; empty where there are no more."""
+        """Returns a line with its end; empty after the last one."""
         if not self.asks:
             return self._longest.checked(sys.stdin.readline(self._longest.letters + 1), "a line of stdin")
         if sys.stdout.isatty():

@@ -95,7 +95,7 @@ def _print_system(as_json: bool) -> None:
 
 @contextmanager
 def figures(engine: Engine, as_json: bool) -> Iterator[None]:
-    """Prints the figures of the run at the end, also if Ctrl-C or an error brings it after a token was made."""
+    """Prints the figures of the run at the end, also if Ctrl-C or an error brings the end after a token was made."""
     try:
         yield
     except (KeyboardInterrupt, PackError, RunError):
@@ -209,7 +209,7 @@ def _lines(found: Likelihood) -> list[str]:
 
 
 BENCH_OPTIONS = ("memory", "cache", "routing", "device", "threads")
-"""Of the engine, those that `moert bench` has; python -m recipes.bench.sweeps has all."""
+"""Options of the engine that `moert bench` has; python -m recipes.bench.sweeps has all."""
 
 app = typer.Typer(
     add_completion=False, rich_markup_mode=None, pretty_exceptions_enable=False, no_args_is_help=True,

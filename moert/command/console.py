@@ -20,11 +20,11 @@ INTERRUPTED = 130
 
 
 def prepare() -> None:
-    """SIGTERM closes what is open; the streams are UTF-8 whatever the locale, and a reader of stdout that goes away
-    ends the process by SIGPIPE.
+    """Prepares the process: SIGTERM closes everything that is open; the streams are UTF-8 whatever the locale; a reader
+    of stdout that goes away ends the process by SIGPIPE.
 
-    What the caller closed reads as empty, fails as stdout, and is silent as stderr. Tokenizers use the thread that asks
-    them, unless the environment says otherwise.
+    A stream that the caller closed reads as empty, fails as stdout, and is silent as stderr. Tokenizers use the calling
+    thread, unless the environment says otherwise.
     """
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
     signal.signal(signal.SIGTERM, _terminate)
@@ -76,7 +76,7 @@ def _mistake(error: Any) -> tuple[str, str] | None:
 
 
 def leave(command: Callable[[], int]) -> NoReturn:
-    """Ends the process with the status that the command gives; at once, if work goes on that was left behind."""
+    """Ends the process with the status that the command returns; at once, if work that was left behind goes on."""
     try:
         code = command()
     except SystemExit as end:  # SIGTERM
@@ -90,7 +90,8 @@ def leave(command: Callable[[], int]) -> NoReturn:
 
 
 def writer(raw: bool) -> Callable[[str], None]:
-    """What prints text to stdout as a model makes it: on a terminal without what that would obey, unless `raw`."""
+    """Returns a function that prints text to stdout as a model makes it: on a terminal without characters that it would
+    obey, unless `raw`."""
     hides = sys.stdout.isatty() and not raw
 
     def write(text: str) -> None:
@@ -100,13 +101,13 @@ def writer(raw: bool) -> Callable[[str], None]:
 
 
 def note(line: str) -> None:
-    """Says one line on stderr: what is wrong, or what works, but not as a user may think. What it quotes of a pack
-    can't look like another line."""
+    """Prints one line on stderr: about a mistake, or about something that works, but not as a user may think. Text that
+    it quotes of a pack can't look like another line."""
     _complain(in_one_line(f"moert: {line}"))
 
 
 def _terminate(number: int, frame: object) -> None:
-    """What SIGTERM does: ends the process as sys.exit would, so that everything open is closed."""
+    """Ends the process at SIGTERM as sys.exit would, so that everything open is closed."""
     sys.exit(128 + number)
 
 
@@ -119,12 +120,12 @@ def _complain(line: str) -> None:
 
 
 def _silence(stream: TextIO) -> None:
-    """Sends what is left unwritten to nowhere, so that writing it can't fail when the process ends."""
+    """Sends a stream's unwritten text to nowhere, so that writing it can't fail when the process ends."""
     os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
 
 
 def interrupted(error: BaseException) -> bool:
-    """True for what breaks because Ctrl-C came in the middle of something else."""
+    """Returns whether an error came because Ctrl-C broke off something else."""
     before: BaseException | None = error
     while before is not None and not isinstance(before, KeyboardInterrupt):
         before = before.__context__

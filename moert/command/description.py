@@ -32,11 +32,12 @@ from moert.pack.reader import Pack, bits_histogram
 from moert.pack.text import load_chat
 from moert.stats import size
 
-_ROOM = 4  # of what is free, the part of it that kernels are measured in
+_ROOM = 4  # kernels are measured in at most a fourth of the free memory
 
 
 def system_facts(root: Path = ROOT) -> dict[str, Any]:
-    """Everything as plain values; null where this system does not tell. `root` is where /proc and /sys are."""
+    """Returns all facts about this machine as plain values; null where this system does not tell. `root` is where /proc
+    and /sys are."""
     return {
         "processor": _processor(root),
         "cores": {
@@ -57,7 +58,7 @@ def system_facts(root: Path = ROOT) -> dict[str, Any]:
 
 
 def process_facts(root: Path = ROOT) -> dict[str, Any]:
-    """Those of them that say how much memory a pack finds taken. Nothing is measured."""
+    """Returns the facts that say how much memory is taken before a pack is opened. Measures nothing."""
     from moert.engine import engine  # noqa: F401 - what it imports takes memory
 
     return {
@@ -67,7 +68,7 @@ def process_facts(root: Path = ROOT) -> dict[str, Any]:
 
 
 def system_lines(facts: dict[str, Any]) -> list[str]:
-    """The same for people."""
+    """Returns the same facts in lines for people."""
     cores, memory, missing = facts["cores"], facts["memory"], facts["native_kernels"]["missing"]
     quota = "no quota" if cores["quota"] is None else f"a quota of {cores['quota']:g}"
     limit = "" if memory["limit_bytes"] is None else f", limited to {size(memory['limit_bytes'])}"
@@ -108,7 +109,8 @@ def _instruction_sets() -> list[dict[str, Any]]:
 
 
 def _kernel_speeds(root: Path) -> dict[str, float] | None:
-    """Width → bytes/s, measured now; null without native kernels, or without memory to measure in."""
+    """Returns the speed of each width [bytes/s], measured now; null without native kernels, or without memory to
+    measure in."""
     loaded, free = library.load(), machine_memory(root).free_bytes
     if loaded is None:
         return None
@@ -120,7 +122,8 @@ def _kernel_speeds(root: Path) -> dict[str, float] | None:
 
 
 def _drive(root: Path) -> dict[str, Any] | None:
-    """The drive under the current directory, as it was measured when moert first read from it; null if it never did."""
+    """Returns the drive under the current directory, as it was measured when moert first read from it; null if it never
+    did."""
     known = remembered(Path.cwd(), root=root)
     if known is None:
         return None
@@ -135,7 +138,7 @@ def _drive(root: Path) -> dict[str, Any] | None:
 
 
 def _devices() -> dict[str, Any]:
-    """Devices that were measured here when moert first used them: what things take there."""
+    """Returns the devices that were measured here when moert first used them, with the costs of their work."""
     return {name: asdict(costs) for name, costs in known_costs().items()}
 
 
@@ -182,7 +185,7 @@ def _processor(root: Path) -> str:
 
 
 def _huge_pages(root: Path) -> str | None:
-    """The mode in brackets, as in "always [madvise] never"."""
+    """Returns the mode in brackets, as in "always [madvise] never"."""
     words = text(root / "sys/kernel/mm/transparent_hugepage/enabled").split()
     return next((word[1:-1] for word in words if word.startswith("[")), None)
 
@@ -199,7 +202,7 @@ _USUAL_LETTERS = 8 * TYPICAL.prompt_tokens
 
 
 def describe(pack: Pack) -> dict[str, Any]:
-    """Everything as plain values; bytes are bytes, losses fractions."""
+    """Returns all facts about a pack as plain values; bytes are bytes, losses fractions."""
     held = _held_by_code()
     manifest, spec = pack.manifest, pack.manifest.model
     budget = Budget.of(manifest)
@@ -255,7 +258,7 @@ def describe(pack: Pack) -> dict[str, Any]:
 
 
 def description_lines(pack: Pack) -> list[str]:
-    """The same for people."""
+    """Returns the same facts in lines for people."""
     facts = describe(pack)
     layers = ", ".join(f"{name} {n['all']} ({n['with_experts']} with experts)" for name, n in facts["layers"].items())
     experts, nbytes = facts["experts"], facts["bytes"]
@@ -301,7 +304,7 @@ def _smallest_text(smallest: dict[str, int]) -> str:
 
 
 def _end_tokens(pack: Pack) -> list[dict[str, Any]]:
-    """Returns ids of tokens that end a text, what the tokenizer calls them, and whether they do so in chat alone."""
+    """Returns ids of tokens that end a text, the tokenizer's names for them, and whether they do so in chat alone."""
     ends, tokens = list(pack.manifest.model.tokens.eos), dict[int, str | None]()
     with suppress(TokenizerMissing, PackError):
         text = Text(pack)
@@ -321,8 +324,8 @@ def _end_lines(ends: list[dict[str, Any]]) -> list[str]:
 
 
 def _neurons(pack: Pack) -> dict[str, Any] | None:
-    """How experts lie in blocks of neurons: how many, and the bytes of a block's rows and columns, each on average over
-    the experts. `ordered`: not as in the source."""
+    """Returns how experts lie in blocks of neurons: the number of blocks, and the bytes of a block's rows and columns,
+    each on average over the experts; None where they don't. `ordered`: not as in the source."""
     how = pack.manifest.quantization.neurons
     if how is None:
         return None
@@ -348,7 +351,7 @@ def _neuron_lines(facts: dict[str, Any] | None) -> list[str]:
 
 
 def _held_by_code() -> int:
-    """Returns what the process holds [bytes] once all code is loaded."""
+    """Returns the memory [bytes] that the process holds once all code is loaded."""
     from moert.engine import engine  # noqa: F401 - what it imports takes memory
 
     return held_bytes()
@@ -356,12 +359,12 @@ def _held_by_code() -> int:
 
 def _smallest_memory(pack: Pack, function: HashFunction | None, held: int) -> int:
     """Returns the smallest --memory [bytes] of a usual request, as an engine with the default settings has it. `held`:
-    what a process holds that has opened the pack."""
+    memory of a process that has opened the pack."""
     return _smallest_of(pack, function, held, TYPICAL)
 
 
 def _smallest_chat_memory(pack: Pack, function: HashFunction | None, held: int) -> dict[str, int] | None:
-    """Returns the same of `moert chat` with its defaults: of a first message as long as a usual prompt, in the pack's
+    """Returns the same of `moert chat` with its defaults: for a first message as long as a usual prompt, in the pack's
     template, and a reply as long as it may be. None where the pack can't chat, or its template renders no message."""
     from moert.chat.renderer import (
         Renderer,  # as the engine does it: what `held` counts has not loaded it
@@ -400,7 +403,7 @@ def _smallest_of(pack: Pack, function: HashFunction | None, held: int, load: Loa
 
 
 def _function(pack: Pack) -> HashFunction | None:
-    """None without one, or without one for this model."""
+    """Returns the pack's hash function; None without one, or without one for this model."""
     if HASH not in pack.manifest.files:
         return None
     try:
@@ -410,7 +413,8 @@ def _function(pack: Pack) -> HashFunction | None:
 
 
 def _hash_facts(function: HashFunction) -> dict[str, Any]:
-    """`hits` by stack, the mean over its layers: of top_k, and of 3 · top_k, experts that are named first."""
+    """Returns the facts about a hash function. `hits` by stack, the mean over its layers: the share of held-out choices
+    that are among the top_k, and among the 3 · top_k, experts that it names first."""
     return {
         "hits": {name: stack.hits.mean(axis=0).tolist() for name, stack in function.stacks.items()},
         "routed": None if function.routed is None else asdict(function.routed),
@@ -432,7 +436,7 @@ def _hash_lines(facts: dict[str, Any] | None, chooses: bool) -> list[str]:
 
 
 def _predictor(pack: Pack) -> NeuronPredictor | None:
-    """None without one, or without one for this model."""
+    """Returns the pack's predictor; None without one, or without one for this model."""
     try:
         return load_predictor(pack)
     except (HeaderInvalid, FormatTooNew):
@@ -440,7 +444,7 @@ def _predictor(pack: Pack) -> NeuronPredictor | None:
 
 
 def _predictor_facts(predictor: NeuronPredictor) -> dict[str, Any]:
-    """`kept`: see moert.pack.neurons.Kept, the mean over layers."""
+    """Returns the facts about a predictor. `kept`: see moert.pack.neurons.Kept, the mean over layers."""
     return {
         "rank": predictor.rank,
         "missed": predictor.missed,
@@ -471,7 +475,7 @@ def _dense_text(dense: Dense | None) -> str:
 
 
 def _tokenizer_fault(pack: Pack) -> str | None:
-    """Why text can't be turned into tokens; None if it can."""
+    """Returns why text can't be turned into tokens; None if it can."""
     try:
         _ = Text(pack).tokenizer
     except (TokenizerMissing, PackError) as error:
@@ -480,7 +484,7 @@ def _tokenizer_fault(pack: Pack) -> str | None:
 
 
 def _chat_fault(pack: Pack) -> str | None:
-    """Why the pack can't hold a conversation; None if it can."""
+    """Returns why the pack can't hold a conversation; None if it can."""
     try:
         return None if load_chat(pack) is not None else "the model came with none"
     except PackError as error:

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 
 CHAT_NEW_TOKENS = 1024
-"""That a reply of `moert chat` may have, if nothing else is said."""
+"""Most tokens of a reply of `moert chat`, if the user names no other number."""
 
 
 class Eviction(str, Enum):
@@ -322,7 +322,7 @@ ThinkingOption = Annotated[
 
 
 def bias_of(given: list[str] | None) -> dict[int, float] | None:
-    """What --logit-bias says. Raises RunError."""
+    """Returns the values of --logit-bias by the ids of tokens; None without any. Raises RunError."""
     found = {}
     for each in given or ():
         token, _, value = each.partition("=")
@@ -334,13 +334,13 @@ def bias_of(given: list[str] | None) -> dict[int, float] | None:
 
 
 def check_logprobs(logprobs: int | None, as_json: bool) -> None:
-    """Raises RunError where --logprobs was given and nothing would tell them."""
+    """Raises RunError where --logprobs was given without --json, which alone shows them."""
     if logprobs is not None and not as_json:
         raise RunError("--logprobs goes with --json: text has no place for them")
 
 
 def longest_text(settings: EngineSettings) -> Longest:
-    """The longest text that is read."""
+    """Returns the longest text that is read."""
     from moert.engine.budget import letters_within
 
     return Longest(*letters_within(settings.limit))
@@ -362,7 +362,7 @@ def check_unused(context: typer.Context, counts: Collection[str], beside: str) -
 
 @dataclass(frozen=True)
 class SaidOptions:
-    """The options, as they were said."""
+    """The options of the engine, as the user gave them."""
 
     memory: MemoryOption = None
     cache: CacheOption = None

@@ -1,4 +1,4 @@
-"""moert run: where prompts come from (an argument, a file, stdin, JSON lines) and where answers go."""
+"""moert run: prompts from an argument, a file, stdin or JSON lines, and the places that answers are written to."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ class Longest:
     memory: str
 
     def checked(self, text: str, name: str) -> str:
-        """The text, if it is no longer. Raises InputInvalid."""
+        """Returns the text, if it is no longer than that. Raises InputInvalid."""
         if len(text) > self.letters:
             raise InputInvalid(
                 f"{name} has more than {self.letters:,} letters, which is all that {self.memory} leaves room to make "
@@ -48,7 +48,7 @@ class Longest:
 
 
 class Source(NamedTuple):
-    """JSON lines, and the longest of them."""
+    """A file of JSON lines, and the longest line that is read."""
 
     path: Path
     longest: Longest
@@ -63,7 +63,7 @@ class PromptRecord:
 
 
 def read_prompt(prompt: str | None, file: Path | None, stdin: TextIO, most: Longest) -> str:
-    """One prompt, without the newline that ends a file. Raises InputInvalid."""
+    """Returns one prompt, without the newline that ends a file. Raises InputInvalid."""
     if prompt is not None:
         return prompt
     if file is not None:
@@ -75,14 +75,14 @@ def read_prompt(prompt: str | None, file: Path | None, stdin: TextIO, most: Long
 
 
 def _read(path: Path, most: int) -> str:
-    """No more than so many letters of it."""
+    """Returns the first letters of a file, at most `most`."""
     with _readable(str(path)), path.open(encoding="utf-8-sig") as file:
         return file.read(most)
 
 
 @contextmanager
 def _readable(name: str) -> Iterator[None]:
-    """Raises InputInvalid for what can't be read, or is no text."""
+    """Raises InputInvalid for a file that can't be read, or is no text."""
     try:
         yield
     except OSError as error:
@@ -93,7 +93,7 @@ def _readable(name: str) -> Iterator[None]:
 
 def check_output(source: Path, output: Path, stdin: TextIO, overwrite: bool = False) -> None:
     """Raises InputInvalid if answers would be written over the prompts, under whatever name, into a pack, or, without
-    `overwrite`, over what another file holds. '-' is stdin."""
+    `overwrite`, over another file that is not empty. '-' is stdin."""
     from moert.pack.reader import pack_around
 
     if (pack := pack_around(Path(os.path.realpath(output)))) is not None:
@@ -118,11 +118,11 @@ def _check_source(source: Path, output: Path, stdin: TextIO) -> None:
 
 
 def read_records(source: Source, stdin: TextIO, check: Callable[[str], None]) -> Iterator[PromptRecord]:
-    """JSON lines, read line by line; '-' is stdin. A file is checked whole before its first line is handed out, and
-    read again then: no more than a line is kept.
+    """Returns the records of JSON lines, read line by line; '-' is stdin. A file is checked whole before its first
+    record is handed out, and read again then: no more than a line is kept.
 
     `check` raises InputInvalid or BudgetTooSmall for a prompt that can't run. Raises InputInvalid with the number of a
-    bad line, or if there is no prompt at all.
+    bad line, or for an input without prompts.
     """
     path, most = source
     if path == STDIN:
@@ -135,7 +135,8 @@ def read_records(source: Source, stdin: TextIO, check: Callable[[str], None]) ->
 
 
 def grouped(records: Iterator[PromptRecord], size: int) -> Iterator[list[PromptRecord]]:
-    """`size` at a time, the last with what is left. Those before a bad line come before its error is raised."""
+    """Yields records in groups of `size`, the last with the rest. Records before a bad line come before its error is
+    raised."""
     group: list[PromptRecord] = []
     try:
         for record in records:
@@ -152,7 +153,8 @@ def grouped(records: Iterator[PromptRecord], size: int) -> Iterator[list[PromptR
 
 
 def followed(groups: Iterable[list[PromptRecord]]) -> Iterator[tuple[list[PromptRecord], list[PromptRecord]]]:
-    """Each with the one behind it, which is read before this is handed out; the last with an empty one."""
+    """Yields each group with the one behind it, which is read before the first is handed out; the last with an empty
+    one."""
     return pairwise(chain(groups, [[]]))
 
 
@@ -200,7 +202,7 @@ def _lines(file: TextIO, name: str, most: Longest) -> Iterator[str]:
 
 
 class LineWriter:
-    """Writes JSON objects, one a line, each with a single write, so that a stop in between leaves no half line."""
+    """A writer of JSON objects, one a line, each with a single write, so that a stop in between leaves no half line."""
 
     def __init__(self, path: Path | None) -> None:
         """`path` None is stdout. A file is emptied when the first line comes, or when the block ends without one."""
@@ -214,7 +216,7 @@ class LineWriter:
             sys.stdout.flush()
             return
         line = json.dumps(fields, ensure_ascii=False) + "\n"
-        body = line.encode("utf-8", "backslashreplace")  # of a lone surrogate this makes what JSON writes for it
+        body = line.encode("utf-8", "backslashreplace")  # a lone surrogate becomes the escape that JSON has for it
         with self._writing():
             file = self._opened()
             before = file.tell()
@@ -251,7 +253,8 @@ class LineWriter:
 def run_prompt(
     engine: Engine, prompt: str, settings: GenerationSettings, as_json: bool, show: Callable[[str], None]
 ) -> None:
-    """Text as it is made, by `show`, or at its end JSON with all figures. Raises what Engine.generate does."""
+    """Prints the text as it is made, by `show`, or at its end JSON with all figures. Raises the errors of
+    Engine.generate."""
     from moert.engine.session import Interrupted
 
     begun = False
@@ -285,7 +288,7 @@ def run_prompt(
 def run_records(
     engine: Engine, source: Source, output: Path | None, batch: int, settings: GenerationSettings, as_json: bool
 ) -> None:
-    """A line of JSON for each of an input. Raises what Engine.generate_many does, and InputInvalid."""
+    """Writes a line of JSON for each line of an input. Raises the errors of Engine.generate_many, and InputInvalid."""
 
     def check(prompt: str) -> None:
         engine.check(prompt, settings.max_new_tokens, settings.beams)
@@ -307,7 +310,7 @@ def run_records(
 def _answers(
     engine: Engine, group: Sequence[PromptRecord], behind: Sequence[PromptRecord], settings: GenerationSettings
 ) -> Iterator[Answer]:
-    """The answers to a group as they come, also those that Ctrl-C cuts short; the group behind it is next."""
+    """Yields the answers to a group as they come, also those that Ctrl-C cuts short; `behind` is the next group."""
     from moert.engine.session import Interrupted
 
     prompts, coming = ([record.prompt for record in records] for records in (group, behind))
@@ -330,7 +333,7 @@ def _result(result: GenerationResult) -> dict[str, Any]:
 
 
 def logprobs_of(result: GenerationResult) -> dict[str, Any]:
-    """As JSON has them, where there are some."""
+    """Returns log-probabilities as JSON has them; nothing where the result has none."""
     if result.logprobs is None:
         return {}
     told = (

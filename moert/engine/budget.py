@@ -1,4 +1,4 @@
-"""Divides a memory limit: what a pack's files, the process and requests take, and what is left for experts."""
+"""The memory budget: divides a limit between the files of a pack, the process, the requests and the expert cache."""
 
 from __future__ import annotations
 
@@ -21,30 +21,32 @@ _SHARE = re.compile(r"([0-9]+|[0-9]*\.[0-9]+)\s*%")
 
 _UNPACKED = 6  # bytes a weight, in float32 and on the way to that
 FIRST_BYTES = 10 << 20
-"""What the first request brings for good, beside what it is given: pages of libraries that have not run before, and
+"""Memory that the first request takes for good, beside its own part: pages of libraries that have not run before, and
 scratch that the kernels keep (6 to 9 MB measured on x86)."""
 _MARGIN_BYTES = 14 << 20  # for what malloc and large pages keep (9 MB measured), and the kernel's own (2 MB)
 _MARGIN_PART = 128  # and this part of the limit; page tables alone take a 512th
 _STARTING_BYTES = 4 << 20  # libraries, threads and buffers that come with the weights (2 MB measured)
 _SLACK_BYTES = 4 << 20  # between two starts of the same command
 BARE_BYTES = 54_000_000
-"""What a process of moert is taken to hold before it opens a pack, if it holds no more: 41 to 49 MB on x86 (VmRSS of a
-program in Python, `moert run` and `moert info`), and _SLACK_BYTES, so that all of them have one answer."""
-_ENTRY_BYTES = 2 << 10  # that are kept of each expert in the manifest, and of its place (1.8 kB measured)
-_FREE_PART = 10  # of what is free, what `auto` leaves to others
+"""Memory that a process of moert is taken to hold before it opens a pack, if it holds no more: 41 to 49 MB on x86
+(VmRSS of a program in Python, `moert run` and `moert info`), and _SLACK_BYTES, so that all three give the same
+answer."""
+_ENTRY_BYTES = 2 << 10  # kept for each expert: its entry in the manifest, and its place (1.8 kB measured)
+_FREE_PART = 10  # of the free memory `auto` leaves a tenth to others
 
 
 @dataclass(frozen=True)
 class MemoryLimit:
-    """--memory as given: bytes for the whole process, or a share of what it can have; neither: what is free, but for a
-    part that is left to others."""
+    """The value of --memory: bytes for the whole process, or a share of the memory that it can have; with neither, the
+    free memory but for a part that is left to others."""
 
     nbytes: int | None = None
     share: float | None = None
 
     def resolve(self, held_bytes: int, most_bytes: int | None) -> int | None:
-        """Bytes for a process that holds `held_bytes` and can have `most_bytes` in all, never more than these; None if
-        nobody knows how many, and nobody said. Raises InvalidMemory."""
+        """Returns the limit [bytes] of a process that holds `held_bytes` and can have `most_bytes` in all, never more
+        than these; None where neither the user nor the system names a number. Raises InvalidMemory for a share where
+        the system names none."""
         if self.nbytes is not None:
             return self.nbytes if most_bytes is None else min(self.nbytes, most_bytes)
         if most_bytes is None:
@@ -58,7 +60,7 @@ class MemoryLimit:
         return most_bytes - max(0, most_bytes - held_bytes) // _FREE_PART
 
     def named(self, nbytes: int) -> str:
-        """The limit that came of it, in words, for messages."""
+        """Returns the limit, resolved to `nbytes`, in words for messages."""
         if self.nbytes is not None and nbytes == self.nbytes:
             return f"a memory budget of {nbytes} bytes"
         asked = "what" if self.share is None else f"{100 * self.share:g}% of what"
@@ -70,7 +72,7 @@ AUTO_MEMORY = MemoryLimit()
 
 @dataclass(frozen=True)
 class CacheLimit:
-    """--cache as given: bytes, or a share of the experts' bytes."""
+    """The value of --cache: bytes, or a share of the experts' bytes."""
 
     nbytes: int | None = None
     share: float | None = None
@@ -80,19 +82,20 @@ class CacheLimit:
 
 
 def parse_memory(text: str) -> MemoryLimit:
-    """'1.5GB', '800MB', '512MiB', '123456' (bytes), '50%' or 'auto'. Raises InvalidMemory."""
+    """Returns the limit that a text stands for: '1.5GB', '800MB', '512MiB', '123456' (bytes), '50%' or 'auto'. Raises
+    InvalidMemory."""
     if text.strip().lower() == "auto":
         return AUTO_MEMORY
     return MemoryLimit(*_parse(text, "memory", " or auto", NO_MEMORY))
 
 
 def parse_cache(text: str) -> CacheLimit:
-    """'600MB' or '25%', as parse_memory takes them. Raises InvalidMemory."""
+    """Returns the limit that a text such as '600MB' or '25%' stands for. Raises InvalidMemory."""
     return CacheLimit(*_parse(text, "cache", ""))
 
 
 def _parse(text: str, name: str, more: str, *too_few: int) -> tuple[int | None, float | None]:
-    """Bytes or a share."""
+    """Returns bytes and None, or None and a share. Raises InvalidMemory."""
     match = _SHARE.fullmatch(text.strip())
     if match is None:
         try:
@@ -107,12 +110,13 @@ def _parse(text: str, name: str, more: str, *too_few: int) -> tuple[int | None, 
 
 @dataclass(frozen=True)
 class Budget:
-    """What a pack needs in memory, in bytes.
+    """The memory that a pack needs, in bytes.
 
     backbone: everything but the experts. scratch: one expert unpacked, where weights are computed with in float32.
-    layer: the most that one token can demand of one layer (its top_k largest experts). token: that, over all layers of
-    the decoder. experts: all of them. An expert counts with its whole file, which is what is kept of it. thread: their
-    stacks. opened: what is kept of the pack before its weights are loaded. `tokenizer`: what reading it takes.
+    layer: the most that one token can demand of one layer (its top_k largest experts). token: the sum of these over all
+    layers of the decoder. experts: all of them. An expert counts with its whole file, since all of it is kept. thread:
+    the stacks of threads. opened: data of the pack that is kept before its weights are loaded. `tokenizer`: the memory
+    that reading the tokenizer takes.
 
     `filled`: the least part of its pages that an expert fills, less than 1 where pages are larger than the pack's.
     """
@@ -127,15 +131,16 @@ class Budget:
     tokenizer: Taken = NOTHING
     filled: float = 1.0
     token_beside: str = ""
-    """What a token asks for beside `token_bytes`, in words."""
+    """Words for the weights that a token needs beside `token_bytes`."""
 
     @classmethod
     def of(
         cls, manifest: Manifest, widened: bool = False, thread_bytes: int = 0, page_bytes: int = mmap.PAGESIZE,
         beside_bytes: int = 0,
     ) -> Budget:  # fmt: skip
-        """`widened`: weights are computed with in float32; otherwise they stay as they are stored. `thread_bytes`: of
-        all threads. `page_bytes`: of this machine's memory. `beside_bytes`: what is read before the backbone."""
+        """Returns the budget of a pack. `widened`: weights are computed with in float32; otherwise they stay as they
+        are stored. `thread_bytes`: of all threads. `page_bytes`: of this machine's memory. `beside_bytes`: data that is
+        read before the backbone."""
         files: dict[LayerKey, list[int]] = {}
         for entry in manifest.experts:
             files.setdefault(entry.key.at, []).append(entry.file_bytes)
@@ -147,8 +152,8 @@ class Budget:
         cls, spec: ModelSpec, stored_bytes: int, files: Mapping[LayerKey, Sequence[int]], widened: bool = False,
         thread_bytes: int = 0, page_bytes: int = mmap.PAGESIZE,
     ) -> Budget:  # fmt: skip
-        """The same of a pack that need not be there: its backbone takes `stored_bytes`, the experts' `files` as many
-        bytes as it says of each layer."""
+        """Returns the budget of a pack that need not exist: its backbone takes `stored_bytes`, and `files` has the
+        bytes of each expert by layer."""
         demand = {at: sum(sorted(sizes)[-spec.moe.router.top_k :]) for at, sizes in files.items()}
         everything = [nbytes for sizes in files.values() for nbytes in sizes]
         return cls(
@@ -163,12 +168,13 @@ class Budget:
         )
 
     def with_part_of_experts(self, part: float, all_bytes: int) -> Budget:
-        """The same where a token asks for that part of its experts' bytes, and all of all take so many in memory, if
-        that is more than their files: blocks of a layer lie in slots of one size."""
+        """Returns the same budget where a token demands this part of its experts' bytes, and all experts take
+        `all_bytes` in memory, if that is more than their files: blocks of a layer lie in slots of one size."""
         return replace(self, token_bytes=int(part * self.token_bytes), expert_bytes=max(self.expert_bytes, all_bytes))
 
     def with_rows_of_experts(self, nbytes: int, all_bytes: int) -> Budget:
-        """The same where a token needs room for so many bytes of its experts, and for what fires beside."""
+        """Returns the same budget where a token needs room for `nbytes` of its experts, and beside them for the columns
+        that fire."""
         return replace(
             self, token_bytes=nbytes, token_beside=", and what fires of the columns of down",
             expert_bytes=max(self.expert_bytes, all_bytes),
@@ -176,35 +182,37 @@ class Budget:
 
     @property
     def loading_bytes(self) -> int:
-        """Bytes that the process holds once the weights are loaded, beside what it held before."""
+        """Bytes that loading the weights adds to the process."""
         return self.backbone_bytes + _STARTING_BYTES
 
     @property
     def loaded_bytes(self) -> int:
-        """Bytes that the process holds of a pack that is open, and whose tokenizer was read."""
+        """Bytes that the process holds of an open pack whose tokenizer was read."""
         return self.opened_bytes + self.loading_bytes + self.tokenizer.kept_bytes
 
     def left_bytes(self, limit_bytes: int, held_bytes: int, coming_bytes: int) -> int:
-        """For experts, negative if there is not enough: a process that holds `held_bytes` without them will hold
-        `coming_bytes` more."""
+        """Returns the bytes left for experts, negative if memory is too small: a process that holds `held_bytes`
+        without experts will hold `coming_bytes` more."""
         margin = spare_bytes(limit_bytes) + self.scratch_bytes + self.thread_bytes
         left = limit_bytes - margin - held_bytes - coming_bytes
         return int(self.filled * left) if left > 0 else left
 
     def fitting_bytes(self, left_bytes: int) -> int:
-        """Bytes of the expert cache where so many are left: at least what a layer can demand, at most all experts."""
+        """Returns the size [bytes] of the expert cache where `left_bytes` are left: at least the largest demand of a
+        layer, at most all experts."""
         return max(self.layer_bytes, min(left_bytes, self.expert_bytes))
 
     def smallest_bytes(self, held_bytes: int, coming_bytes: int) -> int:
-        """The smallest --memory, in whole megabytes, for such a process; with a little more, since no two are alike."""
+        """Returns the smallest --memory [bytes, whole megabytes] for a process that holds `held_bytes` and will hold
+        `coming_bytes` more; with a little slack, since no two starts are alike."""
         layer = math.ceil(self.layer_bytes / self.filled)
         lacking = -self.left_bytes(0, held_bytes, coming_bytes) + layer + _SLACK_BYTES
         return -(-lacking * _MARGIN_PART // (_MARGIN_PART - 1) // 10**6) * 10**6
 
     def smallest_memory(self, held_bytes: int, request_bytes: int, aside_bytes: int = 0) -> int:
-        """Returns the smallest --memory [bytes, whole megabytes] that a request runs in, which `request_bytes` are for
-        keys, values and activations of: the one answer of `moert info`, of refusals and of Python. `held_bytes`: of the
-        process, before it opens the pack; `aside_bytes`: of a chat template's process, which ends before the request
+        """Returns the smallest --memory [bytes, whole megabytes] of a request whose keys, values and activations take
+        `request_bytes`: the one answer of `moert info`, of refusals and of Python. `held_bytes`: held by the process
+        before it opens the pack; `aside_bytes`: taken by a chat template's process, which ends before the request
         begins."""
         held = max(held_bytes, BARE_BYTES - _SLACK_BYTES) + self.opened_bytes
         request = self.tokenizer.kept_bytes + FIRST_BYTES + request_bytes
@@ -212,15 +220,15 @@ class Budget:
         return self.smallest_bytes(held, self.loading_bytes + max(self.tokenizer.peak_bytes, request, aside))
 
     def fits(self, limit_bytes: int, held_bytes: int, request_bytes: int) -> bool:
-        """Whether it runs in this limit: in its smallest one, of which a control group counts whole pages alone, and in
-        a little less where that depends on the start."""
+        """Returns whether a request runs in this limit. It does in its smallest limit, of which a control group counts
+        only whole pages, and in a little less, since that limit depends on the start."""
         return limit_bytes + mmap.PAGESIZE > self.smallest_memory(held_bytes - _SLACK_BYTES, request_bytes)
 
     def too_small(
         self, limit: str, held_bytes: int, request_bytes: int, who_needs: str, fewer_tokens: int = 0
     ) -> BudgetTooSmall:
-        """Returns why such a request does not run in this limit, and what it would run in. It could run with
-        `fewer_tokens`, unless these are 0."""
+        """Returns the error that says why a request does not run in this limit, and in which one it would. It could run
+        with `fewer_tokens` new tokens, unless these are 0."""
         smallest, held = self.smallest_memory(held_bytes, request_bytes), max(held_bytes, BARE_BYTES)
         rest = smallest - held - self.loaded_bytes - request_bytes - self.layer_bytes
         tokenizer = f"{size(self.tokenizer.kept_bytes)} for the tokenizer, " if self.tokenizer.kept_bytes else ""
@@ -234,7 +242,7 @@ class Budget:
         )
 
     def check_cache(self, cache_bytes: int) -> None:
-        """Raises BudgetTooSmall."""
+        """Raises BudgetTooSmall for an expert cache that can't hold the largest demand of a layer."""
         if cache_bytes < self.layer_bytes:
             raise BudgetTooSmall(
                 f"an expert cache of {cache_bytes} bytes is too small: give at least "
@@ -244,7 +252,7 @@ class Budget:
 
 
 def spare_bytes(limit_bytes: int) -> int:
-    """Of every limit, what nobody is given: malloc, large pages and the kernel keep it."""
+    """Returns the bytes of a limit that nobody is given: malloc, large pages and the kernel keep them."""
     return limit_bytes // _MARGIN_PART + _MARGIN_BYTES
 
 
@@ -266,17 +274,18 @@ HASH_ROUTING = "hash"
 
 
 def check_routing(wanted: str) -> None:
-    """Raises SettingInvalid for what can be the routing of no pack."""
+    """Raises SettingInvalid for a name that can be the routing of no pack."""
     if wanted not in (AUTO_ROUTING, EXACT_ROUTING, HASH_ROUTING):
         _share(wanted)
 
 
 def preference_for(wanted: str, known: Sequence[Preference], share: float) -> Preference | None:
-    """`wanted` is AUTO_ROUTING, EXACT_ROUTING, HASH_ROUTING, or the share of the experts that one is made for ("25%").
-    None: the routers prefer nothing.
+    """Returns the preference of cache-aware routing that `wanted` names: AUTO_ROUTING, EXACT_ROUTING, HASH_ROUTING, or
+    the share of the experts that a preference is made for ("25%"). None: the routers prefer nothing.
 
-    AUTO_ROUTING takes that made for the largest share that is no more than `share`, which is what there is room for, or
-    the smallest, and exact routing where there is room for all. Raises SettingInvalid for a share that none is for.
+    AUTO_ROUTING takes the preference for the largest share that is no more than `share`, the part of the experts that
+    has room, or the smallest one, and exact routing where all have room. Raises SettingInvalid for a share without a
+    preference.
     """
     if wanted in (EXACT_ROUTING, HASH_ROUTING) or (wanted == AUTO_ROUTING and (not known or share >= 1)):
         return None
@@ -291,7 +300,7 @@ def preference_for(wanted: str, known: Sequence[Preference], share: float) -> Pr
 
 
 def preference_note(preference: Preference) -> str:
-    """What a user should know of answers that come of it."""
+    """Returns a note that tells users of the preference, of its loss, and how to turn it off."""
     loss = "" if preference.heldout is None else f", held-out loss {100 * preference.heldout.loss:.1f}%"
     return (
         f"routing prefers experts that were used lately, for room for {share_text(preference.share)} of them{loss}: "
@@ -300,7 +309,7 @@ def preference_note(preference: Preference) -> str:
 
 
 def share_text(share: float) -> str:
-    """25%"""
+    """Returns a share as text, such as 25%."""
     return f"{100 * share:g}%"
 
 
@@ -324,8 +333,8 @@ _PART = 1 << 20
 
 
 def room_within(limit: Limit) -> Room:
-    """For a process with this limit; where it bounds no process, what the machine has bounds it. Raises
-    BudgetTooSmall when it is asked for more than is left."""
+    """Returns a function that raises BudgetTooSmall when it is called for more bytes than a process with this limit has
+    left; where the limit bounds no process, the machine's memory does."""
 
     def room(nbytes: int, name: str) -> None:
         if nbytes <= COVERED_BYTES:
@@ -353,7 +362,8 @@ def budget_of(pack: Pack, widened: bool, thread_bytes: int, beside_bytes: int) -
 
 
 def _tokenizer(pack: Pack) -> Taken:
-    """Returns what its tokenizer takes; nothing where it is too large to be read at all."""
+    """Returns the memory that reading the pack's tokenizer takes; NOTHING without one, or where it is too large to be
+    read at all."""
     entry = pack.manifest.files.get(TOKENIZER)
     if entry is None or entry.nbytes > bound_of(TOKENIZER).most_bytes:
         return NOTHING
@@ -363,7 +373,7 @@ def _tokenizer(pack: Pack) -> Taken:
 
 
 def letters_within(limit: Limit) -> tuple[int, str]:
-    """The most letters of a text that there is room to make tokens of, and the limit in words."""
+    """Returns the most letters of a text that memory has room to make tokens of, and the limit in words."""
     held = held_bytes()
     most, called = _most(limit, held)
     if most is None:
@@ -372,7 +382,7 @@ def letters_within(limit: Limit) -> tuple[int, str]:
 
 
 def _most(limit: Limit, held: int) -> tuple[int | None, str]:
-    """Bytes that the process may come to hold, if anybody knows, and the limit in words."""
+    """Returns the most bytes that the process may come to hold, None if nobody knows, and the limit in words."""
     bounds, machine = limit if isinstance(limit, MemoryLimit) else AUTO_MEMORY, most_bytes()
     most = machine if bounds is AUTO_MEMORY else bounds.resolve(held, machine)
     return most, "" if most is None else bounds.named(most)

@@ -1,4 +1,4 @@
-"""How the next token is chosen: settings, penalties, sampling, beams."""
+"""The choice of the next token: settings, penalties, sampling, beam search."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ from moert.pack.codec import F32
 from moert.pack.fence import fenced
 
 ENTRY_BYTES = 600
-"""Of memory for one Likely and for what JSON makes of it (420 measured)."""
+"""Bytes of memory for one Likely and its JSON (420 measured)."""
 
 
 class Likely(NamedTuple):
-    """A token, its text behind what came before it ("" where the prompt was token ids), and the natural logarithm of
+    """A token, its text behind the tokens before it ("" where the prompt was token ids), and the natural logarithm of
     its probability."""
 
     id: int
@@ -39,14 +39,14 @@ class Logprobs:
 
 
 def log_softmax(logits: F32) -> F32:
-    """[vocab]"""
+    """Returns the logarithms of probabilities [vocab]."""
     shifted = logits - logits.max()
     made: F32 = shifted - np.log(np.exp(shifted).sum())
     return made
 
 
 def largest(scores: F32, count: int) -> Iterable[int]:
-    """Where the `count` largest are, in any order."""
+    """Returns the places of the `count` largest scores, in any order."""
     if not count:
         return ()
     if count >= len(scores):
@@ -56,7 +56,7 @@ def largest(scores: F32, count: int) -> Iterable[int]:
 
 
 def log_likelihoods(logits: F32, tokens: I64) -> F32:
-    """logits [rows, vocab], which are overwritten, and a token for each row → logarithms of their probabilities."""
+    """Returns the log-probability of one token a row [rows]. `logits` [rows, vocab] are overwritten."""
     logits -= logits.max(axis=1, keepdims=True)
     right = np.take_along_axis(logits, tokens[:, None], axis=1)[:, 0]
     np.exp(logits, out=logits)
@@ -68,8 +68,8 @@ EarlyStopping = bool | Literal["never"]
 
 
 class Hypothesis(NamedTuple):
-    """`score`: the sum of the logarithms of what its tokens were likely; of one that has ended, over the number of
-    tokens to the power of the length penalty."""
+    """The beginning of an answer, or a whole one. `score`: the sum of its tokens' log-probabilities; of an answer that
+    has ended, over the number of tokens to the power of the length penalty."""
 
     tokens: tuple[int, ...]
     score: np.float32
@@ -77,11 +77,11 @@ class Hypothesis(NamedTuple):
 
 @dataclass(frozen=True)
 class BeamRules:
-    """`width` beams; answers end with one of `ends`, or with `most` tokens.
+    """The rules of a beam search: `width` beams; answers end with one of `ends`, or with `most` tokens.
 
-    What has ended is final when there are `width` such answers and, with `early_stopping` False, the likeliest beam as
-    it is now would not be better than the last of them; with True at once; with "never" only if it would not be better
-    at the length that favours it most.
+    Answers that have ended are final when there are `width` of them and, with `early_stopping` False, the likeliest
+    beam as it is now would not be better than the last of them; with True at once; with "never" only if it would not be
+    better at the length that favours it most.
     """
 
     width: int
@@ -92,7 +92,8 @@ class BeamRules:
 
     @property
     def candidates(self) -> int:
-        """How many of the likeliest next tokens are looked at, so that `width` are left when all that can end do."""
+        """Number of the likeliest next tokens that are looked at, so that `width` are left when all that can end an
+        answer do."""
         return max(2, 1 + len(self.ends)) * self.width
 
     def final(self, score: np.float32, tokens: int) -> np.float32:
@@ -101,12 +102,12 @@ class BeamRules:
 
 
 class Beams:
-    """`running`: beginnings, the likeliest first, and `parents`: which of the beams before the last step each goes on
-    from; `finished`: answers, the best first."""
+    """A beam search. `running`: beginnings, the likeliest first; `parents`: for each of them, which of the beams before
+    the last step it continues; `finished`: answers, the best first."""
 
     def __init__(self, rules: BeamRules, adjust: Callable[[F32, Sequence[int]], F32] | None = None) -> None:
-        """`adjust`: from the logarithms [vocab] of probabilities behind some tokens of an answer to what counts in
-        their place; by default they count themselves."""
+        """`adjust`: from log-probabilities [vocab] and the tokens of the answer so far to the scores that count in
+        their place; by default the log-probabilities count."""
         self.rules, self._adjust = rules, adjust or (lambda scores, tokens: scores)
         self.running = [Hypothesis((), np.float32(0))]
         self.parents = [0]
@@ -114,7 +115,8 @@ class Beams:
         self.over = False
 
     def step(self, logits: F32, forced: int | None = None) -> None:
-        """logits [running, vocab] of what comes next; `forced`: the token that has to."""
+        """Takes one step with the logits [running, vocab] of the next token; `forced`: the token that has to come
+        next."""
         rules, length = self.rules, len(self.running[0].tokens) + 1
         ranked = self._ranked(logits) if forced is None else [(self.running[0].score, 0, forced)]
         going: list[tuple[int, Hypothesis]] = []
@@ -131,13 +133,13 @@ class Beams:
 
     @property
     def agreed(self) -> tuple[int, ...]:
-        """The tokens that all which may be given yet begin with."""
+        """The tokens that all running beams and finished answers begin with."""
         every = [each.tokens for each in (*self.running, *self.finished)]
-        one, other = min(every), max(every)  # what these begin with, those between them do
+        one, other = min(every), max(every)  # a beginning that these two share is shared by all between them
         return tuple(a for a, _ in takewhile(lambda both: both[0] == both[1], zip(one, other, strict=False)))
 
     def _ranked(self, logits: F32) -> list[tuple[np.float32, int, int]]:
-        """The likeliest of all next tokens, with the scores and numbers of their beams."""
+        """Returns the likeliest of all next tokens: their scores, the numbers of their beams, their ids."""
         found: list[tuple[np.float32, int, int]] = []
         for parent, (row, before) in enumerate(zip(logits, self.running, strict=True)):
             scores = self._adjust(log_softmax(row), before.tokens) + before.score
@@ -160,7 +162,7 @@ _MOST_REPEAT, _MOST_ADDED, _MOST_BIAS, _MOST_LOGPROBS = 10.0, 2.0, 100.0, 20  # 
 
 
 class GenerationOptions(TypedDict, total=False):
-    """What can be asked of a generation, as arguments by name: the settings of GenerationSettings."""
+    """The settings of a generation as arguments by name: the fields of GenerationSettings."""
 
     max_new_tokens: int
     temperature: float
@@ -184,24 +186,25 @@ class GenerationOptions(TypedDict, total=False):
 
 @dataclass(frozen=True)
 class GenerationSettings(Adjustable):
-    """How to write. temperature 0 takes the likeliest token each time and uses none of the other sampling settings.
+    """The settings of a generation. With temperature 0 the likeliest token is taken each time, and the other sampling
+    settings have no effect.
 
-    `top_k` keeps the k likeliest tokens (0: all), `top_p` the smallest set that holds this much probability (1: all),
-    `min_p` those at least this fraction as likely as the likeliest (0: all). Text ends before `stop`,
-    or before the first of several such texts, and after an end token unless `ignore_eos`. The first token is
-    `first_token`, an id or what the tokenizer calls it, if one is given, else what the pack says, if anything: of a
-    model that translates, the language.
+    `top_k` keeps the k likeliest tokens (0: all), `top_p` the smallest set of tokens that holds this much probability
+    (1: all), `min_p` the tokens at least this fraction as likely as the likeliest (0: all). Text ends before `stop`, or
+    before the first of several such texts, and after an end token unless `ignore_eos`. The first token of an answer is
+    `first_token`, an id or the tokenizer's name for it; by default the one that the pack names, if any: for a model
+    that translates, the language.
 
-    With more than one of `beams`, so many beginnings go on at a time, and the `n_return` likeliest answers are given:
-    by the sum of the logarithms of what their tokens were likely, over the number of tokens to the power of
-    `length_penalty` (above 0 favours long ones). `early_stopping`: True ends as soon as there are as many answers as
-    beams, False when the likeliest beam does not look better than these, "never" when it can't become better.
+    With more than one of `beams`, this many beginnings go on at a time, and the `n_return` likeliest answers are
+    returned: by the sum of their tokens' log-probabilities over the number of tokens to the power of `length_penalty`
+    (above 0 favours long ones). `early_stopping`: True ends as soon as the answers are as many as the beams, False when
+    the likeliest beam does not look better than the answers, "never" when it can't become better.
 
-    Before a token is chosen, its logit gets what `logit_bias` has for its id, is divided by `repeat_penalty`
-    (multiplied below 0) if it stands in the prompt or the answer (behind an encoder in the answer alone), and loses
-    `frequency_penalty` for each time that it stands in the answer, and `presence_penalty` once if it does. With beams
-    all this is done to logarithms of probabilities, as transformers has it. `logprobs`: how many of the likeliest
-    tokens are told at each place beside the chosen one, with the model's own probabilities. Raises SettingInvalid.
+    Before a token is chosen, its logit gets the value that `logit_bias` has for its id, is divided by `repeat_penalty`
+    (multiplied below 0) if the token stands in the prompt or the answer (behind an encoder in the answer alone), and
+    loses `frequency_penalty` for each time that the token stands in the answer, and `presence_penalty` once if it does.
+    With beams all this is done to log-probabilities, as in transformers. `logprobs`: how many of the likeliest tokens
+    are listed at each place beside the chosen one, with the model's own probabilities. Raises SettingInvalid.
     """
 
     max_new_tokens: int = 256
@@ -235,7 +238,7 @@ class GenerationSettings(Adjustable):
 
     @property
     def without_effect(self) -> list[str]:
-        """Names of settings that were changed and change nothing: those of sampling at temperature 0."""
+        """Names of settings that were changed and have no effect: those of sampling at temperature 0."""
         return [] if self.temperature != 0.0 else self._changed("top_k", "top_p", "min_p", "seed")
 
     def __post_init__(self) -> None:
@@ -303,9 +306,9 @@ class GenerationSettings(Adjustable):
 
 def adjusted(scores: F32, settings: GenerationSettings, read: Sequence[int], written: Sequence[int]) -> F32:
     """Returns scores [vocab] with bias, then penalties; the same array where the settings have none. `read`: tokens
-    that the decoder was given, `written`: those of the answer so far.
+    that the decoder was given, `written`: tokens of the answer so far.
 
-    The penalty of repetition is that of CTRL (Keskar et al. 2019, arXiv 1909.05858) as transformers has it; those of
+    The repetition penalty is CTRL's (Keskar et al. 2019, arXiv 1909.05858) as in transformers; the penalties of
     presence and frequency are OpenAI's.
     """
     if not settings.adjusts:
@@ -327,13 +330,13 @@ _MANY, _LONGEST_S = 1 << 21, 600.0
 
 
 def choose(logits: F32, settings: GenerationSettings, generator: np.random.Generator) -> int:
-    """logits [vocab] → an id, drawn from what the settings leave."""
+    """Returns the id of a token, drawn by the logits [vocab] among the tokens that the settings leave."""
     below = np.cumsum(softmax(filtered(logits, settings)), dtype=np.float64)
     return int(np.searchsorted(below, generator.random() * below[-1], side="right"))
 
 
 def filtered(logits: F32, settings: GenerationSettings) -> F32:
-    """logits [vocab] → the same over the temperature, minus infinity where a filter refuses a token."""
+    """Returns logits [vocab] over the temperature, minus infinity where a filter refuses a token."""
     with np.errstate(over="ignore", divide="ignore", invalid="ignore"):
         scores: F32 = logits / np.float32(settings.temperature)
     if not np.isfinite(scores).all():  # so cold that float32 overflows: only distances to the largest matter
@@ -349,7 +352,7 @@ def filtered(logits: F32, settings: GenerationSettings) -> F32:
 
 
 def keep_top_k(scores: F32, k: int) -> F32:
-    """Keeps the k largest, and any equal to the last of them."""
+    """Returns the scores [vocab] with minus infinity for all but the k largest, and any equal to the last of these."""
     k = min(k, len(scores))
     smallest = np.partition(scores, len(scores) - k)[len(scores) - k]
     kept: F32 = np.where(scores < smallest, np.float32(-np.inf), scores)
@@ -357,7 +360,8 @@ def keep_top_k(scores: F32, k: int) -> F32:
 
 
 def keep_top_p(scores: F32, p: float) -> F32:
-    """Keeps the likeliest tokens until they hold a probability of p, at least one."""
+    """Returns the scores [vocab] with minus infinity for all but the likeliest tokens that together hold a probability
+    of p, at least one."""
     order = ordered(scores)
     below = np.cumsum(softmax(scores[order])) <= np.float32(1 - p)
     below[-1] = False
@@ -367,14 +371,15 @@ def keep_top_p(scores: F32, p: float) -> F32:
 
 
 def ordered(scores: F32) -> npt.NDArray[np.intp]:
-    """Where they are from the smallest on, the first of equal ones first. Ctrl-C is heard where that takes long."""
+    """Returns the places of the scores from the smallest on, the first of equal ones first. Ctrl-C works where that
+    takes long."""
     if len(scores) < _MANY:
         return np.argsort(scores, kind="stable")
     return fenced(lambda: np.argsort(scores, kind="stable"), _LONGEST_S)
 
 
 def keep_min_p(scores: F32, p: float) -> F32:
-    """Keeps what is at least p times as likely as the likeliest token."""
+    """Returns the scores [vocab] with minus infinity for tokens less than p times as likely as the likeliest one."""
     probabilities = softmax(scores)
     kept: F32 = np.where(probabilities < np.float32(p) * probabilities.max(), np.float32(-np.inf), scores)
     return kept
@@ -387,13 +392,13 @@ def softmax(scores: F32) -> F32:
 
 
 def likeliest(logits: F32) -> int:
-    """logits [vocab] → the id with the largest; the smallest id among equals."""
+    """Returns the id with the largest of the logits [vocab]; the smallest id among equals."""
     return int(logits.argmax())
 
 
 def check(logits: F32, number: int, what: str = "answer") -> None:
-    """Raises NotFinite for token `number` of an answer, or of a text, where the largest of its logits is no number,
-    which it is where any is none."""
+    """Raises NotFinite for token `number` of an answer, or of a text, where the largest of its logits is not finite, as
+    it is where any of them is NaN."""
     if not np.isfinite(logits.max()):
         raise NotFinite(
             f"the model gives no finite numbers for token {number} of the {what}: its weights or factors are damaged, "

@@ -60,7 +60,8 @@ if TYPE_CHECKING:
 def regulator_for(
     footprint: Footprint, budget: Budget, cache: Cache, settings: EngineSettings, device: Device | None
 ) -> tuple[Regulator, list[str]]:
-    """And a note if the limit is less than what was asked for. What a simulated device holds is not this process's."""
+    """Returns the regulator of an engine, and a note if its limit is less than the requested one. Memory of a simulated
+    device does not count as this process's."""
 
     def held() -> int:
         return held_bytes() - (device.used_bytes if device is not None and device.simulated else 0)
@@ -78,8 +79,8 @@ def regulator_for(
 
 
 def device_for(pack: Pack, settings: EngineSettings, backend: Backend) -> tuple[Device | None, list[str]]:
-    """The second device, open, if the settings name one; and a note if `auto` is none. Raises DeviceMissing, or
-    SettingInvalid where it is of no use for this pack."""
+    """Returns the second device, open, if the settings name one; and a note if `auto` finds none. Raises DeviceMissing,
+    or SettingInvalid where the device is of no use for this pack."""
     device = open_device(settings.device, settings.gpu_bytes, backend)
     if device is not None and pack.has_neurons:
         device.close()
@@ -97,8 +98,8 @@ def device_for(pack: Pack, settings: EngineSettings, backend: Backend) -> tuple[
 
 
 def threads_of(threads: int | None) -> tuple[int, str | None]:
-    """The number of threads, by default and at most one for each usable core; a note if that is fewer than
-    was asked for."""
+    """Returns the number of threads, by default and at most one for each usable core; and a note if that is fewer than
+    the requested number."""
     cores = usable_cores()
     asked = cores if threads is None else threads
     count = min(asked, cores)
@@ -108,7 +109,7 @@ def threads_of(threads: int | None) -> tuple[int, str | None]:
 
 @contextmanager
 def aside(turns: Turns, admission: Admission, purpose: str, nbytes: int) -> Iterator[None]:
-    """Room for what is done beside the model, which does nothing else meanwhile."""
+    """Makes room in memory for work beside the model, which does nothing else meanwhile."""
     with turns.own():
         admission.aside(nbytes, purpose)
         yield
@@ -119,18 +120,18 @@ Prompt = str | Sequence[int]
 
 
 class Engine:
-    """An open pack. Close it, or use it in a with block.
+    """An open pack that runs requests. Close it, or use it in a with block.
 
-    Threads may share it: while one has a session, or runs what takes one, the others wait. What is asked for inside of
-    that by the same thread (in `on_text`, say) raises Busy; what is asked for after `close`, Closed.
+    Threads may share it: while one of them has a session, or runs a request, the others wait. A call by the same thread
+    from inside a request (in `on_text`, say) raises Busy; a call after `close` raises Closed.
     """
 
     def __init__(
         self, pack: Pack, backend: Backend, settings: EngineSettings, policies: Policies | None = None,
         foreseeing: Foreseeing | None = None, device: Device | None = None,
     ) -> None:  # fmt: skip
-        """`foreseeing`: the pack's hash function at work, for what asks it. `device`: a second one, open. See `open`
-        for the rest. Raises PathsMissing."""
+        """`foreseeing`: the pack's hash function at work, for the settings that use it. `device`: a second one, open.
+        See `open` for the rest. Raises PathsMissing."""
         own = policies or Policies()
         looking = settings.predict in TAKE_HASH and own.predictor is None
         foresight = foreseeing.foresight if foreseeing is not None and looking else None
@@ -207,12 +208,13 @@ class Engine:
         policies: Policies | None = None,
         **changes: Unpack[EngineOptions],
     ) -> Engine:
-        """`changes`: settings by name, for those that `settings` (or the default ones) should not have.
+        """Opens a pack and returns its engine. `changes`: settings by name, in place of those in `settings` (or the
+        defaults).
 
-        `trace` collects what every layer demands. `notify` gets notes and warnings, which otherwise go to stderr.
-        `policies`: the program's own, in place of those that the settings name.
-        Raises PackError, SettingInvalid, PathsMissing, HashMissing, PredictorMissing, InstructionSetInvalid,
-        BudgetTooSmall or OutOfMemory.
+        `trace` collects the demands of every layer. `notify` is called with notes and warnings, which otherwise go to
+        stderr. `policies`: the program's own, in place of those that the settings name. Raises PackError,
+        SettingInvalid, PathsMissing, HashMissing, PredictorMissing, InstructionSetInvalid, BudgetTooSmall or
+        OutOfMemory.
         """
         if not isinstance(path, (str, os.PathLike)):
             raise SettingInvalid("path", f"is {path!r}: it should be the folder of a pack, as text or a path")
@@ -253,37 +255,41 @@ class Engine:
 
     @property
     def cached_bytes(self) -> Mapping[ExpertKey, int]:
-        """What the cache holds of each expert: all; in blocks of neurons gate and up, or nothing where named."""
+        """Bytes of each expert that the expert cache keeps: all of it; of an expert in blocks of neurons gate and up,
+        or nothing where neurons are predicted."""
         return self._streaming.nbytes
 
     @property
     def eviction(self) -> str:
-        """The policy's name; as it was asked for until experts have to go."""
+        """Name of the eviction policy; the requested name until the first expert has to leave."""
         return self._streaming.eviction
 
     def encode(self, prompt: str) -> list[int]:
-        """Token ids of a prompt, with the special tokens that the tokenizer adds. Raises TokenizerMissing,
+        """Returns the token ids of a prompt, with the special tokens that the tokenizer adds. Raises TokenizerMissing,
         InputInvalid, PromptTooLong for more bytes than the model can take, or BudgetTooSmall."""
         return self.text.encode(prompt)
 
     def check(self, prompt: Prompt, max_new_tokens: int, beams: int = 1) -> None:
-        """Raises what `generate` would for a prompt that can't run in this model or memory, without running it."""
+        """Raises the errors that `generate` would raise for a prompt that can't run in this model or memory, without
+        running it."""
         ids = self.text.ids(prompt)
         room(self.spec, ids)
         with self._turns.turn():
             self._regulator.check([Load(len(ids), max_new_tokens, beams=beams)])
 
     def smallest_memory(self, prompt_tokens: int, max_new_tokens: int) -> int:
-        """The smallest --memory, in bytes, that such a request runs in."""
+        """Returns the smallest --memory, in bytes, that a request of this many tokens runs in."""
         return self._regulator.smallest_memory([Load(prompt_tokens, max_new_tokens)])
 
     def reserve(self, prompt_tokens: int, max_new_tokens: int) -> None:
-        """Sizes the expert cache for a request. Raises BudgetTooSmall; warns once if each token must read again."""
+        """Sizes the expert cache for a request. Raises BudgetTooSmall; warns once if each token must read experts
+        again."""
         with self._turns.turn():
             self._admission.before([Load(prompt_tokens, max_new_tokens)])
 
     def session(self) -> Session:
-        """Requests that come and go and run together; waits for the session of another thread to close."""
+        """Opens a session: requests that come and go and run together. Waits until the session of another thread has
+        closed."""
         with ExitStack() as opened:
             opened.enter_context(self._turns.turn())
             session = Session(self.model, self.text, self._admission, self.times, opened.pop_all().close, self.now)
@@ -294,8 +300,8 @@ class Engine:
         self, prompt: Prompt, settings: GenerationSettings | None = None, on_text: Callable[[str], None] | None = None,
         **changes: Unpack[GenerationOptions],
     ) -> Answer:  # fmt: skip
-        """Runs one prompt (token ids are answered in token ids, without text); `on_text` gets the text in pieces as it
-        is made. `changes`: settings by name.
+        """Runs one prompt and returns its answer (token ids are answered in token ids, without text); `on_text` is
+        called with pieces of the text as they are made. `changes`: settings by name.
 
         Raises PackError, SettingInvalid, BudgetTooSmall, OutOfMemory, TokenizerMissing or InputInvalid, and Interrupted
         on Ctrl-C.
@@ -311,14 +317,15 @@ class Engine:
         return request.answer
 
     def score(self, text: Prompt, target: Prompt | None = None, context: int | None = None) -> Score:
-        """Returns how likely a text is to the model; see moert.engine.scoring.Scorer.score."""
+        """Returns the log-likelihood of a text and of each of its tokens; see moert.engine.scoring.Scorer.score."""
         with self._turns.turn():
             return Scorer(self.model, self.text, self._admission).score(text, target, context)
 
     def stream(
         self, prompt: Prompt, settings: GenerationSettings | None = None, **changes: Unpack[GenerationOptions]
     ) -> Iterator[str]:
-        """The text of `generate` in pieces as they are made. What runs it is closed when it ends or is thrown away."""
+        """Yields the text of `generate` in pieces as they are made. The session behind it closes when the iterator ends
+        or is thrown away."""
         with self.session() as session:
             session.add(prompt, settings, **changes)
             for _, piece in session:
@@ -328,7 +335,8 @@ class Engine:
     def astream(
         self, prompt: Prompt, settings: GenerationSettings | None = None, **changes: Unpack[GenerationOptions]
     ) -> AsyncIterator[str]:
-        """The same for asyncio: `async for piece in engine.astream("Once")`. A task that is cancelled ends it."""
+        """Yields the same pieces in asyncio: `async for piece in engine.astream("Once")`. Cancelling the task ends the
+        request."""
         from moert.engine.session import text_of
 
         return text_of(self.session, prompt, GenerationSettings.of(settings, changes))
@@ -337,12 +345,13 @@ class Engine:
         self, prompts: Sequence[Prompt], settings: GenerationSettings | None = None, *, coming: Sequence[Prompt] = (),
         **changes: Unpack[GenerationOptions],
     ) -> Iterator[Answer]:  # fmt: skip
-        """Runs prompts together, so that each expert is read once per layer for all of them; the answers come in order.
+        """Runs prompts together, so that each expert is read once per layer for all of them; yields the answers in
+        order.
 
-        The answers are those of `generate`, on the native kernels bit for bit (see Model). Of prompts that do not fit
-        into memory together some wait for others, with a note. `coming`: what will be asked next; what can be worked
-        out of it in the meantime is. Raises what `generate` does; Interrupted has what was begun of the answers that
-        were not given yet.
+        The answers are the same as from `generate`, on the native kernels bit for bit (see Model). Where the prompts do
+        not fit into memory together, some wait for others, with a note. `coming`: the prompts of the next call, so that
+        the pack's hash function can work on them in the meantime. Raises the errors of `generate`; Interrupted has the
+        `answers` that were begun and not yielded yet.
         """
         with self.session() as session:
             session.expect(coming)
@@ -365,10 +374,10 @@ class Engine:
         variables: Mapping[str, Any] | None = None,
         **changes: Unpack[GenerationOptions],
     ) -> Reply:
-        """Answers a list of {"role": …, "content": …} as the model's chat template has it, which may take `tools`, a
-        list of JSON schemas, and other `variables`. `on_text` gets the answer in pieces, without thinking.
+        """Answers a list of {"role": …, "content": …} by the model's chat template, which may take `tools`, a list of
+        JSON schemas, and other `variables`. `on_text` is called with pieces of the answer, without thinking.
 
-        Raises ChatImpossible, TemplateFailed, or what `generate` does.
+        Raises ChatImpossible, TemplateFailed, or an error of `generate`.
         """
         from moert.chat.conversation import Asked
 
@@ -385,7 +394,8 @@ class Engine:
         tools: Sequence[Mapping[str, Any]] | None = None,
         variables: Mapping[str, Any] | None = None,
     ) -> Conversation:
-        """One that is remembered, and of which each turn reads only what is new. Raises ChatImpossible."""
+        """Returns a conversation that remembers its messages: each turn reads only new tokens. Raises
+        ChatImpossible."""
         from moert.chat.conversation import Conversation
 
         prefix = Prefix()
@@ -395,7 +405,8 @@ class Engine:
 
     @cached_property
     def _speaker(self) -> Speaker:
-        """Raises ChatImpossible, SettingInvalid, or a PackError for a chat.json that can't be used."""
+        """The engine's side of conversations. Raises ChatImpossible, SettingInvalid, or a PackError for a chat.json
+        that can't be used."""
         from moert.chat.conversation import Speaker
         from moert.chat.renderer import Renderer, chat_of
 
@@ -403,7 +414,7 @@ class Engine:
         return Speaker(Renderer(chat_of(self.pack, self.text, self._template), room=room), self.text, self.session)
 
     def stats(self) -> RunStats:
-        """The figures of all requests since the engine was opened."""
+        """Returns the figures of all requests since the engine was opened."""
         cache_bytes, streaming = self._streaming.capacity_bytes, self._streaming
         least = min(self._admission.smallest_room_bytes, cache_bytes)
         given = Room(self._regulator.limit_bytes, cache_bytes, self.budget.expert_bytes, least)
@@ -419,7 +430,7 @@ class Engine:
         )  # fmt: skip
 
     def close(self) -> None:
-        """Waits for a session of another thread; one of this thread ends here."""
+        """Closes the engine: waits for a session of another thread; a session of this thread ends here."""
         with self._turns.last() as first:
             if not first:
                 return
@@ -435,7 +446,7 @@ class Engine:
             self.backend.close()
 
     def now(self) -> float:
-        """The time that this engine's figures are of: of a simulated device, its own."""
+        """Returns the time [s] on the clock of this engine's figures: a simulated device has a clock of its own."""
         return time.perf_counter() if self.device is None else self.device.clock.now()
 
     def __enter__(self) -> Engine:

@@ -30,7 +30,7 @@ StopReason = Literal["eos", "stop_string", "max_new_tokens", "context_full", "ca
 
 
 class TextSource(Protocol):
-    """What turns ids into text; see `moert.engine.text.Detokenizer`. A copy goes on by itself."""
+    """A converter of token ids to text; see `moert.engine.text.Detokenizer`. A copy goes on by itself."""
 
     def push(self, token: int) -> str: ...
 
@@ -49,9 +49,9 @@ class Piece:
 
 @dataclass(frozen=True)
 class GenerationResult:
-    """`tokens` has the end token if one came; `text` (empty without a detokenizer) ends before a stop string. `score`:
-    of one that beam search found, the sum of the logarithms of what its tokens were likely, over their number to the
-    power of the length penalty. `logprobs`: one for each of `tokens`, where they were asked for."""
+    """The result of a generation. `tokens` has the end token if one came; `text` (empty without a detokenizer) ends
+    before a stop string. `score`: with beam search, the sum of the tokens' log-probabilities over their number to the
+    power of the length penalty. `logprobs`: one for each of `tokens`, where they were requested."""
 
     tokens: list[int]
     text: str
@@ -61,7 +61,7 @@ class GenerationResult:
 
 
 class Generation:
-    """What a session runs, alone or together with others; ask for `results` at any time.
+    """A generation that a session runs, alone or together with others; `results` can be read at any time.
 
     Before its end the stop reason is "interrupted".
     """
@@ -71,8 +71,8 @@ class Generation:
         ends: frozenset[int] = frozenset(),
     ) -> None:  # fmt: skip
         """`ends`: tokens that end the text beside the model's own. Raises InputInvalid for a prompt that can't be run,
-        and SettingInvalid: stop strings need a detokenizer, and a first token, which is an id here, and those with a
-        bias should be the model's."""
+        and SettingInvalid for stop strings without a detokenizer, and for a first token, which is an id here, or tokens
+        with a bias that are not the model's."""
         if settings.stops and detokenizer is None:
             raise SettingInvalid("stop", "are found in text: give the prompt as text, not as token ids")
         self.room = room(spec, prompt_ids)
@@ -81,7 +81,7 @@ class Generation:
         self.prompt_ids, self._read = prompt_ids, decoder_prompt(spec, prompt_ids)
         self.tokens: list[int] = []
         self.logprobs: list[Logprobs] = []
-        self.text = ""  # what has been handed out
+        self.text = ""  # the text that was handed out
         self.stop_reason: StopReason = "interrupted"
         self.ended = False
         self._held = ""  # text that may turn out to begin a stop string
@@ -89,23 +89,24 @@ class Generation:
 
     @property
     def results(self) -> list[GenerationResult]:
-        """One, or as many as were asked for, the best first."""
+        """One result, or with beam search as many as were requested, the best first."""
         logprobs = None if self.settings.logprobs is None else list(self.logprobs)
         return [GenerationResult(list(self.tokens), self.text, self.stop_reason, logprobs=logprobs)]
 
     @property
     def written(self) -> int:
-        """Tokens so far."""
+        """Number of tokens so far."""
         return len(self.tokens)
 
     @property
     def follow(self) -> list[tuple[int, int]]:
-        """Of each sequence that goes on, which one it goes on from, and the token that it reads next."""
+        """For each sequence that goes on: the sequence that it continues, and the token that it reads next."""
         return [(0, self.tokens[-1])]
 
     def fork(self, settings: GenerationSettings) -> Generation:
-        """Another that goes on from here, with these settings. Its draws begin anew with another seed, or go on. Raises
-        SettingInvalid for another first token or other logprobs where the first is written, and for beams."""
+        """Returns another generation that goes on from here, with these settings. Its draws begin anew with another
+        seed, or else go on. Raises SettingInvalid for another first token or other logprobs where the first token is
+        written, and for beams."""
         if settings.beams > 1:
             raise SettingInvalid("beams", "come too late: the request goes on from one text")
         for name in ("first_token", "logprobs"):
@@ -123,8 +124,8 @@ class Generation:
         self.stop_reason, self.ended = "cancelled", True
 
     def take(self, logits: F32) -> Piece:
-        """Chooses the next token from the logits [1, vocab] of each sequence; `ended` tells whether it is the last.
-        Raises NotFinite."""
+        """Chooses the next token from logits [sequences, vocab], and returns it with its text; `ended` tells whether it
+        is the last. Raises NotFinite."""
         token = self._choose(logits[0])
         if self.settings.logprobs is not None:
             self.logprobs.append(self._logprobs(logits[0], token, self.settings.logprobs))
@@ -171,7 +172,7 @@ class Generation:
         return None
 
     def _before_stop_string(self, text: str, last: bool) -> tuple[str, bool]:
-        """New text → (what may be handed out now, whether a stop string was found)."""
+        """Returns the text that may be handed out now, and whether a stop string was found. `text`: the new text."""
         if not self.settings.stops:
             return text, False
         held = self._held + text
@@ -184,14 +185,14 @@ class Generation:
 
 
 def decoder_prompt(spec: ModelSpec, prompt_ids: list[int]) -> list[int]:
-    """Returns the tokens that the decoder is given: behind an encoder, which reads the prompt, the start token."""
+    """Returns the tokens that the decoder is given: behind an encoder, which reads the prompt, only the start token."""
     start = spec.tokens.start
     return prompt_ids if spec.encoder is None or start is None else [start]
 
 
 def first_token_of(spec: ModelSpec, settings: GenerationSettings) -> int | None:
-    """The one that an answer has to begin with. Raises SettingInvalid for what is no id of the model's, there or in
-    `logit_bias`."""
+    """Returns the token that an answer has to begin with, if any. Raises SettingInvalid if that token, or one of
+    `logit_bias`, is no id of the model's."""
     for biased in settings.logit_bias or ():
         if not 0 <= biased < spec.vocab_size:
             raise SettingInvalid("logit_bias", f"has the id {biased}: there are ids below {spec.vocab_size}")
@@ -204,7 +205,8 @@ def first_token_of(spec: ModelSpec, settings: GenerationSettings) -> int | None:
 
 
 def room(spec: ModelSpec, prompt_ids: list[int]) -> int | None:
-    """Tokens that the model can still write after this prompt; None for no limit. Raises InputInvalid."""
+    """Returns the number of tokens that the model can still write after this prompt; None for no limit. Raises
+    InputInvalid."""
     check_ids(spec, prompt_ids)
     longest = spec.longest_prompt
     if longest is not None and len(prompt_ids) > longest:
@@ -213,7 +215,7 @@ def room(spec: ModelSpec, prompt_ids: list[int]) -> int | None:
 
 
 def check_ids(spec: ModelSpec, ids: Sequence[int]) -> None:
-    """Raises InputInvalid where there are none, or others than the model's."""
+    """Raises InputInvalid if there are no ids, or ids outside the model's vocabulary."""
     if not ids:
         raise InputInvalid("the prompt has no tokens: give some text")
     if not all(0 <= token < spec.vocab_size for token in ids):
@@ -223,7 +225,7 @@ def check_ids(spec: ModelSpec, ids: Sequence[int]) -> None:
 
 
 def longest_beginning(text: str, stops: Collection[str]) -> int:
-    """Length of the longest end of `text` that one of these begins with."""
+    """Returns the length of the longest end of `text` that one of `stops` begins with."""
     longest = max(len(stop) for stop in stops) - 1
     for length in range(min(longest, len(text)), 0, -1):
         if any(stop.startswith(text[-length:]) for stop in stops):
@@ -232,13 +234,14 @@ def longest_beginning(text: str, stops: Collection[str]) -> int:
 
 
 class BeamGeneration:
-    """As a Generation, of several sequences at once. `tokens` and `text` are what all of them begin with; when it has
-    ended, the best answer."""
+    """A generation by beam search: like a Generation, but of several sequences at once. `tokens` and `text` are the
+    beginning that all of them share; after the end, the best answer."""
 
     def __init__(
         self, spec: ModelSpec, prompt_ids: list[int], settings: GenerationSettings, detokenizer: TextSource | None
     ) -> None:
-        """Raises InputInvalid for a prompt that can't be run, and SettingInvalid for a first token that is none."""
+        """Raises InputInvalid for a prompt that can't be run, and SettingInvalid for a first token that is no id of the
+        model's."""
         self.room = room(spec, prompt_ids)
         self.settings, self.prompt_ids = settings, prompt_ids
         self._first, self._written = first_token_of(spec, settings), 0
@@ -271,14 +274,14 @@ class BeamGeneration:
         return [first, *map(self._result, others)]
 
     def fork(self, settings: GenerationSettings) -> BeamGeneration:
-        """Raises SettingInvalid."""
+        """Raises SettingInvalid: beams can't be forked."""
         raise SettingInvalid("beams", "can't be forked: ask for another request")
 
     def cancel(self) -> None:
         self.stop_reason, self.ended = "cancelled", True
 
     def take(self, logits: F32) -> Piece:
-        """Raises NotFinite."""
+        """Takes a step of all beams, as Generation.take does. Raises NotFinite."""
         beams = self._beams
         for row in logits:
             choosing.check(row, self._written + 1)
@@ -310,7 +313,7 @@ Writing = Generation | BeamGeneration
 def writing(
     spec: ModelSpec, prompt_ids: list[int], settings: GenerationSettings, detokenizer: TextSource | None
 ) -> Writing:
-    """Raises InputInvalid and SettingInvalid."""
+    """Returns the generation for these settings, with or without beams. Raises InputInvalid and SettingInvalid."""
     kind = Generation if settings.beams == 1 else BeamGeneration
     return kind(spec, prompt_ids, settings, detokenizer)
 

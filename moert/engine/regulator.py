@@ -1,4 +1,4 @@
-"""Keeps a running engine inside its memory limit: admits requests, sizes the expert cache."""
+"""The regulator: keeps a running engine inside its memory limit, admits requests, sizes the expert cache."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from moert.stats import size
 TYPICAL = Load(prompt_tokens=128, max_new_tokens=128)
 _MOST_TOKENS = 1 << 40  # that are tried
 _LEAST = Load(prompt_tokens=1, max_new_tokens=1)
-_SETTLED_BYTES = FIRST_BYTES + (6 << 20)  # that, and what of the budget's margin the first requests use up for good
+_SETTLED_BYTES = FIRST_BYTES + (6 << 20)  # and the part of the budget's margin that the first requests use up for good
 
 
 class Cache(Protocol):
@@ -34,10 +34,11 @@ class Cache(Protocol):
 
 
 class Regulator:
-    """Sizes the expert cache before requests are begun, after their prompts, and as their keys and values grow.
+    """The regulator of an engine: sizes the expert cache before requests begin, after their prompts, and as their KV
+    caches grow.
 
-    What the process holds is measured each time, so that an estimate that was too low is made up for at once. `loads`
-    are all requests that run, or will.
+    The memory that the process holds is measured each time, so that an estimate that was too low is made up for at
+    once. `loads` are all requests that run, or will.
     """
 
     def __init__(
@@ -50,24 +51,24 @@ class Regulator:
         measure: Callable[[], int] = machine.held_bytes,
         limit_name: str = "the memory budget",
     ) -> None:
-        """For a process that has its weights still to load. `limit_bytes` bounds it, or `cache_bytes` the experts; with
-        neither all of them stay."""
+        """Takes the limits of a process that has its weights still to load. `limit_bytes` bounds the process, or
+        `cache_bytes` the experts; with neither all experts stay in memory."""
         self.limit_bytes, self.cache_bytes, self._limit_name = limit_bytes, cache_bytes, limit_name
         self._footprint, self._budget, self._cache = footprint, budget, cache
         self._measure = measure
         self._held_at_first = self._others_bytes(()) - budget.opened_bytes
         self._idle_at_first: int | None = None
         self.kept_bytes: Callable[[], int] = lambda: 0
-        """Keys and values that conversations keep while none of their requests runs."""
+        """Returns the bytes of keys and values that conversations keep while none of their requests runs."""
         self.share = self._usual_share()
-        """Of all experts, what a usual request will leave room for."""
+        """Share of all experts that a usual request will leave room for."""
         self.tight = limit_bytes is not None and self.share < 1
-        """Whether every megabyte is wanted."""
+        """Whether memory is scarce: the limit has no room for all experts beside a usual request."""
         if self.tight:
             machine.return_early()
 
     def check_open(self) -> None:
-        """For when the weights are still to be loaded: raises BudgetTooSmall if not even one token can be read."""
+        """Raises BudgetTooSmall if not even one token can be read, while the weights are still to be loaded."""
         if self.cache_bytes is not None:
             self._budget.check_cache(self.cache_bytes)
         if self.limit_bytes is not None:
@@ -78,7 +79,8 @@ class Regulator:
                 raise self._budget.too_small(self._limit_name, held, typical, f"a usual request ({tokens}) needs")
 
     def check(self, loads: Loads, beside: Loads = ()) -> None:
-        """Raises BudgetTooSmall if these can't run to their ends, when those `beside` have ended."""
+        """Raises BudgetTooSmall if these requests can't run to their ends, once the requests `beside` them have
+        ended."""
         if self.limit_bytes is not None:
             held, needed = self._without_pack_bytes((*loads, *beside)), self._footprint.request(loads)
             if not self._budget.fits(self.limit_bytes, held, needed):
@@ -86,7 +88,8 @@ class Regulator:
                 raise self._budget.too_small(self._limit_name, held, needed, "this request needs", fewer)
 
     def _fitting_tokens(self, loads: Loads, held_bytes: int) -> int:
-        """Returns the most new tokens with which each of these could run, less than they may write now; 0 for none."""
+        """Returns the most new tokens with which each of these requests could run, less than they may write now; 0 for
+        none."""
         limit, most = self.limit_bytes or 0, min(max(load.max_new_tokens for load in loads), _MOST_TOKENS)
 
         def too_many(count: int) -> bool:
@@ -97,8 +100,9 @@ class Regulator:
         return bisect_left(range(1, most), True, key=too_many)
 
     def together(self, running: Loads, waiting: Loads) -> int:
-        """How many of the first that wait should begin now, at least one if none runs: where experts all stay in memory
-        for one request they do for all, and otherwise half of the room that they have beside one is left to them."""
+        """Returns how many of the first waiting requests should begin now, at least one if none runs: where all experts
+        stay in memory for one request they do for all, and otherwise half of the room that experts have beside one
+        request is left to them."""
         if self.limit_bytes is None or not waiting:
             return len(waiting)
         machine.return_freed()
@@ -118,12 +122,12 @@ class Regulator:
         return max(0, fitting - len(running))
 
     def smallest_memory(self, loads: Loads) -> int:
-        """The smallest --memory, in bytes, that these run in."""
+        """Returns the smallest --memory, in bytes, that these requests run in."""
         return self._budget.smallest_memory(self._without_pack_bytes(loads), self._footprint.request(loads))
 
     def before(self, loads: Loads) -> tuple[int, str | None]:
-        """Makes room for those that begin now. Gives the least bytes that experts will have until all have ended, and a
-        warning if each token then reads experts again.
+        """Makes room for requests that begin now. Returns the least bytes that experts will have until all requests
+        have ended, and a warning if each token then reads experts again.
 
         Raises BudgetTooSmall.
         """
@@ -143,7 +147,7 @@ class Regulator:
         return self._budget.fitting_bytes(left), self._warning(left, said("memory", enough))
 
     def aside(self, nbytes: int, purpose: str) -> None:
-        """Makes room for what is done beside the model, until requests begin or go on. Raises BudgetTooSmall."""
+        """Makes room for work beside the model, until requests begin or go on. Raises BudgetTooSmall."""
         if self.limit_bytes is None:
             return
         machine.return_freed()
@@ -158,8 +162,8 @@ class Regulator:
         self._resize(held, nbytes)
 
     def after(self, loads: Loads) -> None:
-        """For when each has written a token more: gives the experts the room of prompts' activations, and takes from
-        them, block by block, what keys and values will need."""
+        """Sizes the expert cache when each request has written a token more: gives experts the room of prompts'
+        activations, and takes from them, block by block, the room that keys and values will need."""
         begun = any(load.written == 1 for load in loads)
         full = any(self._footprint.read(load) % BLOCK_TOKENS == 0 for load in loads)
         if self.limit_bytes is None or not (begun or full):
@@ -178,30 +182,31 @@ class Regulator:
         return room / self._budget.expert_bytes
 
     def _others_bytes(self, loads: Loads) -> int:
-        """What the process holds beside the expert cache, and beside the keys and values of these."""
+        """Returns the bytes that the process holds beside the expert cache, and beside the keys and values of these
+        requests."""
         return self._measure() - self._cache.held_bytes - sum(load.held_bytes for load in loads)
 
     def _without_pack_bytes(self, loads: Loads) -> int:
-        """What the process holds without the pack and these requests, or did before the weights were loaded, but for
-        what it has freed since."""
+        """Returns the bytes that the process holds without the pack and these requests, or held before the weights were
+        loaded, but for memory that it has freed since."""
         idle = self._idle_bytes(loads)
         self._held_at_first = min(self._held_at_first, idle)
         return max(self._held_at_first, idle - self._budget.loaded_bytes)
 
     def _idle_bytes(self, loads: Loads) -> int:
-        """The same before the first request or between two.
+        """Returns the bytes of `_others_bytes` as before the first request or between two.
 
-        What requests have left allocated for good is not counted, up to _SETTLED_BYTES: FIRST_BYTES and the budget's
-        margin cover it, and counting it twice would refuse a request that has run.
+        Memory that requests have left allocated for good is not counted, up to _SETTLED_BYTES: FIRST_BYTES and the
+        budget's margin cover it, and counting it twice would refuse a request that has run.
         """
         return self._others_bytes(loads) - min(self._settled_bytes(loads), _SETTLED_BYTES)
 
     def _first_bytes(self, loads: Loads) -> int:
-        """What the first request is still to bring."""
+        """Returns the bytes that the first request is still to allocate for good."""
         return max(0, FIRST_BYTES - self._settled_bytes(loads))
 
     def _settled_bytes(self, loads: Loads) -> int:
-        """What has come to stay since the first request was about to run."""
+        """Returns the bytes that have come to stay since the first request was about to run."""
         others = self._others_bytes(loads) - self.kept_bytes()
         self._idle_at_first = others if self._idle_at_first is None else min(self._idle_at_first, others)
         return others - self._idle_at_first
@@ -223,18 +228,18 @@ class Regulator:
 
 
 Notify = Callable[[str], None]
-"""Gets one line about something that works, but not as well as a user may think."""
+"""A function that is called with one line about something that works, but not as well as a user may think."""
 
 
 class Admission:
-    """A Gate of moert.engine.session."""
+    """The Gate of an engine's sessions (see moert.engine.session), which also passes notes on to the user."""
 
     def __init__(self, regulator: Regulator, streaming: Streaming, ahead: Lookahead | None) -> None:
         self.notify: Notify = to_stderr
         self.notes: list[str] = []
-        """For the first request that runs."""
+        """Notes that are passed on when the next request begins."""
         self.smallest_room_bytes = sys.maxsize
-        """The least that experts had while anything ran."""
+        """The least room that experts had while a request ran."""
         self._regulator, self._streaming, self._ahead = regulator, streaming, ahead
         self._warned = self._split = False
 
@@ -263,7 +268,7 @@ class Admission:
         self._streaming.begins()
 
     def aside(self, nbytes: int, purpose: str) -> None:
-        """Makes room for what is done beside the model, until requests begin or go on. Raises BudgetTooSmall."""
+        """Makes room for work beside the model, until requests begin or go on. Raises BudgetTooSmall."""
         self._regulator.aside(nbytes, purpose)
 
     def after(self, loads: Loads) -> None:

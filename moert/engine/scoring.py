@@ -1,4 +1,5 @@
-"""How likely a model holds a given text: what each token loses, over tokens and over words."""
+"""The likelihood of a given text under a model: each token's log-probability, and perplexity over tokens and over
+words."""
 
 from __future__ import annotations
 
@@ -25,8 +26,8 @@ _LARGEST_EXPONENT = 600.0  # a perplexity beyond this is as bad as any, and stil
 
 @dataclass(frozen=True)
 class Likelihood:
-    """`log_likelihood` in nats (natural logarithm), of `scored` tokens, in which `words` end: what white space
-    separates. None where texts were given as token ids."""
+    """The likelihood of a text. `log_likelihood` in nats (natural logarithm), of `scored` tokens, in which `words` end:
+    pieces between white space; None where texts were given as token ids."""
 
     log_likelihood: float
     scored: int
@@ -38,7 +39,8 @@ class Likelihood:
 
     @property
     def word_perplexity(self) -> float | None:
-        """The same loss over words, so that it does not depend on the tokenizer; None where no word ends."""
+        """Perplexity over words instead of tokens, so that it does not depend on the tokenizer; None where no word
+        ends."""
         return self._perplexity(self.words) if self.words else None
 
     def __add__(self, other: Likelihood) -> Likelihood:
@@ -51,8 +53,8 @@ class Likelihood:
 
 @dataclass(frozen=True)
 class Score(Likelihood):
-    """`logprobs`: of each of `tokens` the natural logarithm of its probability behind those before it in its window,
-    None where it only is what others stand behind."""
+    """The likelihood of a text and of each of its tokens. `logprobs`: for each of `tokens` the natural logarithm of its
+    probability behind the tokens before it in its window, None for a token that is only read and not scored."""
 
     tokens: list[int]
     logprobs: list[float | None]
@@ -60,15 +62,16 @@ class Score(Likelihood):
 
 
 class Scorer:
-    """Not for use while a session is open."""
+    """A scorer of texts; not for use while a session is open."""
 
     def __init__(self, model: Model, text: Text, gate: Gate) -> None:
         self._model, self._text, self._gate = model, text, gate
 
     def score(self, text: str | Sequence[int], target: str | Sequence[int] | None, context: int | None) -> Score:
         """Scores a text behind its first token (mostly a special one, which the tokenizer adds); behind an encoder,
-        which reads the text, `target`. With a `context` texts are cut into windows of so many tokens, without special
-        ones, and the first token of each is not scored, as moeconv measures perplexity; the last window reaches back.
+        which reads the text, scores `target`. With a `context` texts are cut into windows of this many tokens, without
+        special ones, and the first token of each window is not scored, as moeconv measures perplexity; the last window
+        reaches back.
 
         Raises InputInvalid, PromptTooLong, SettingInvalid, TokenizerMissing, BudgetTooSmall, NotFinite or PackError.
         """
@@ -105,8 +108,8 @@ class Scorer:
         return _score(found, [*logprobs], len(target.split()) if isinstance(target, str) else None, 1)
 
     def _target(self, text: str) -> list[int]:
-        """As the model is to write it: one that begins with a token of its own does so in place of those that the
-        tokenizer puts before an input."""
+        """Returns the tokens of a target as the model is to write it: where answers begin with a token of their own,
+        that stands in place of the special tokens that the tokenizer puts before an input."""
         encoded, first = self._encoded(text), self._model.spec.tokens.first
         return encoded.ids if first is None else [first, *encoded.ids[encoded.special_before :]]
 
@@ -115,7 +118,7 @@ class Scorer:
 
     @contextmanager
     def _aside(self, nbytes: int) -> Iterator[None]:
-        """Room for making tokens."""
+        """Makes room for turning a text into tokens."""
         self._gate.aside(nbytes, LONG_TEXT)
         yield
 
@@ -133,7 +136,7 @@ class Scorer:
 
     @property
     def _rows(self) -> int:
-        """Of logits at once."""
+        """Rows of logits that are computed at once."""
         return max(1, min(ROWS, _LOGIT_BYTES // (4 * self._model.spec.vocab_size)))
 
     @contextmanager
@@ -148,10 +151,10 @@ class Scorer:
             self._gate.idle()
 
     def _read(self, ids: Sequence[int], read: Sequence[int] | None, wanted: Sequence[int]) -> list[float]:
-        """Of each token of `wanted`, which the decoder writes in turn."""
+        """Returns the log-probability of each token of `wanted`, which the decoder writes in turn."""
         targets, found = np.array(wanted, np.int64), list[float]()
         for rows in self._model.rows(ids, read, self._rows):
-            rows = rows[: len(targets) - len(found)]  # behind the last token comes what nobody asks for
+            rows = rows[: len(targets) - len(found)]  # nobody needs the row behind the last token
             for at, row in enumerate(rows):
                 choosing.check(row, len(found) + at + 1, "text")
             found += log_likelihoods(rows, targets[len(found) :][: len(rows)]).tolist()
@@ -160,7 +163,7 @@ class Scorer:
 
 def windows(tokens: int, context: int | None) -> list[tuple[int, int, int]]:
     """Returns for each window of a text its first token, its end, and how many of its last tokens are scored: all but
-    the first, or of the last window what was not yet."""
+    the first, or in the last window the tokens that were not scored yet."""
     if context is None or tokens <= context:
         return [(0, tokens, tokens - 1)]
     whole, rest = divmod(tokens, context)

@@ -29,9 +29,9 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Answer:
-    """One request that was run. Times count from when it was added, before room was made for it. `kept_tokens` of its
-    prompt had been read before, by others of the same conversation. `others`: with beam search, what was asked for
-    beside the best answer, in order."""
+    """The answer of a request. Times count from the moment when the request was added, before room was made for it.
+    `kept_tokens` of its prompt had been read before, by other requests of the same conversation. `others`: with beam
+    search, the further answers that were requested, the best first."""
 
     result: GenerationResult
     prompt_tokens: int
@@ -46,27 +46,27 @@ class Answer:
 
     @property
     def tokens(self) -> list[int]:
-        """Token ids of what was written, with the end token if one came."""
+        """Ids of the tokens that were written, with the end token if one came."""
         return self.result.tokens
 
     @property
     def stop_reason(self) -> StopReason:
-        """Why it ends: "eos", "stop_string", "max_new_tokens", "context_full", "cancelled" or "interrupted"."""
+        """Why the answer ends: "eos", "stop_string", "max_new_tokens", "context_full", "cancelled" or "interrupted"."""
         return self.result.stop_reason
 
     @property
     def logprobs(self) -> list[Logprobs] | None:
-        """One for each token, where they were asked for."""
+        """Log-probabilities at each token, where they were requested."""
         return self.result.logprobs
 
     @property
     def finished(self) -> bool:
-        """False where Ctrl-C came first."""
+        """False where Ctrl-C cut the answer short."""
         return self.stop_reason != "interrupted"
 
 
 class Interrupted(KeyboardInterrupt):
-    """Ctrl-C while requests ran; `answers` is what there was by then of those that had begun, in order."""
+    """Ctrl-C while requests ran; `answers` are the answers so far of the requests that had begun, in order."""
 
     def __init__(self, answers: list[Answer]) -> None:
         super().__init__()
@@ -74,8 +74,8 @@ class Interrupted(KeyboardInterrupt):
 
 
 class Prefix:
-    """Token ids, and the state of a decoder that has read them. A request takes it when it is added, and gives it back,
-    longer, when it has ended."""
+    """Token ids, and the state of a decoder that has read them. A request takes the state when it is added, and gives
+    it back, longer, when it has ended."""
 
     def __init__(self) -> None:
         self.ids: list[int] = []
@@ -83,12 +83,13 @@ class Prefix:
 
     @property
     def held_bytes(self) -> int:
-        """Of memory, while no request has it."""
+        """Bytes of memory for the state, while no request has it."""
         return 0 if self._state is None else self._state.written_bytes
 
     def take(self, prompt_ids: Sequence[int], expected: int) -> tuple[State | None, int]:
-        """The state after the longest beginning of the prompt that it can go back to, and how many tokens that is: at
-        least one is left to be read. None where there is none. `expected` tokens will be there in the end."""
+        """Returns the state after the longest beginning of the prompt that it can go back to, and the length of that
+        beginning: at least one token is left to be read. None and 0 where the state has no such beginning. The state is
+        to hold `expected` tokens in the end."""
         state, self._state = self._state, None
         if state is None:
             return None, 0
@@ -99,7 +100,7 @@ class Prefix:
         return state, length
 
     def give(self, state: State | None, ids: Sequence[int]) -> None:
-        """A state that has read these ids, and perhaps something that an interruption left half read."""
+        """Takes a state back that has read these ids, and perhaps tokens that an interruption left half read."""
         self.ids, self._state = [], None
         length = 0 if state is None else state.reach(len(ids))
         if state is not None and length and state.cut(length):
@@ -111,8 +112,8 @@ class Prefix:
 
 @dataclass(frozen=True)
 class Continued:
-    """A prompt in token ids that is answered in text, and goes on from what `prefix` has read. `ends`: tokens that end
-    the answer as the model's own do."""
+    """A prompt in token ids that is answered in text, and goes on from the tokens that `prefix` has read. `ends`:
+    tokens that end the answer as the model's own do."""
 
     ids: Sequence[int]
     text: TextSource
@@ -121,7 +122,7 @@ class Continued:
 
 
 def _alike(one: Sequence[int], other: Sequence[int]) -> int:
-    """Length of their common beginning."""
+    """Returns the length of the common beginning of both."""
     length = min(len(one), len(other))
     if one[:length] == other[:length]:
         return length
@@ -148,7 +149,7 @@ class Gate(Protocol):
 
 
 class Request:
-    """A prompt in a session, to be asked for its answer at any time."""
+    """A prompt in a session; its `answer` can be read at any time."""
 
     def __init__(
         self, prompt: Prompt, generation: Writing, prefix: Prefix | None = None,
@@ -165,7 +166,7 @@ class Request:
 
     @property
     def answer(self) -> Answer:
-        """As far as it has come."""
+        """The answer as far as it has come."""
         generation = self._generation
         total_s = self._total_s or self._so_far_s
         best, *others = generation.results
@@ -197,11 +198,11 @@ class Request:
 
     @property
     def _held(self) -> Load:
-        """The same with what it holds now."""
+        """The same load, with the memory that the request holds now."""
         return replace(self._load, held_bytes=written_bytes(self._states))
 
     def _take_prefix(self) -> None:
-        """From here on what it keeps is this request's."""
+        """Takes the state of the prefix, which belongs to this request from here on."""
         if self._prefix is not None:
             ids, room = self._generation.prompt_ids, self._generation.room
             most = self._generation.settings.max_new_tokens
@@ -212,12 +213,12 @@ class Request:
             self._read_tokens = self._kept_tokens
 
     def _mark(self) -> None:
-        """Where its prompt has just been read: what comes next need not begin with what it writes."""
+        """Marks the state where its prompt has just been read: the next prompt need not begin with this answer."""
         if self._prefix is not None and not self.begun:
             self._states[0].mark()
 
     def _go_on(self) -> None:
-        """To what it reads next."""
+        """Goes on to the tokens that it reads next."""
         self._read_tokens += len(self._unread[0])
         if self.ended:
             return
@@ -227,7 +228,7 @@ class Request:
         self._unread = [[token] for token in tokens]
 
     def _give_prefix(self) -> None:
-        """Gives it back with all that was read."""
+        """Gives the state back to the prefix, with all tokens that were read."""
         states, self._states = self._states, []
         if self._prefix is not None:
             ids = [*self._generation.prompt_ids, *self._generation.tokens]
@@ -235,19 +236,20 @@ class Request:
 
 
 class Session:
-    """`add` requests at any time, take a `turn` for a token more of each, `cancel` one, `fork` one.
+    """Requests that run together: `add` some at any time, take a `turn` for one more token of each, `cancel` one,
+    `fork` one.
 
-    What a request writes depends on nothing but itself, on the native kernels bit for bit. Those that do not fit into
-    memory beside the others wait until some have ended. Each method may be called from any thread; it waits while
-    another runs. Close a session, or use it in a with block: the engine is all its own. Iterate over it to take turns
-    until nothing is left to do.
+    The answer to a request depends on nothing but the request, on the native kernels bit for bit. Requests that do not
+    fit into memory beside the others wait until some have ended. Each method may be called from any thread; it waits
+    while another runs. Close a session, or use it in a with block: until then nothing else can use the engine. Iterate
+    over it to take turns until all requests have ended.
     """
 
     def __init__(
         self, model: Model, text: Text, gate: Gate, times: RequestTimes, ended: Callable[[], object],
         now: Callable[[], float] = time.perf_counter,
     ) -> None:  # fmt: skip
-        """`times` gets the figures of each request that has begun, in seconds as `now` tells them; `ended` is called
+        """`times` gets the figures of each request that has begun, in seconds of the clock `now`; `ended` is called
         once when the session closes."""
         self._model, self._text, self._gate, self._times, self._ended = model, text, gate, times, ended
         self._now = now
@@ -259,17 +261,18 @@ class Session:
 
     @property
     def unfinished(self) -> int:
-        """Requests that run or wait."""
+        """Number of requests that run or wait."""
         return len(self._running) + len(self._waiting)
 
     def add(
         self, prompt: Prompt, settings: GenerationSettings | None = None, **changes: Unpack[GenerationOptions]
     ) -> Request:
-        """`prompt`: text, or token ids, whose answer has token ids and no text, or what goes on from a prefix (which
-        only models do of which all that was read stays as it is when more comes). `changes`: settings by name.
+        """Adds a request. `prompt`: text; or token ids, whose answer has token ids and no text; or a Continued, which
+        goes on from a prefix (only with models whose state of the tokens read so far stays valid when more come).
+        `changes`: settings by name.
 
         Raises SettingInvalid, InputInvalid, TokenizerMissing, a PackError for a damaged tokenizer, or BudgetTooSmall
-        for what could not run alone.
+        for a request that could not run alone.
         """
         resolved = self._resolved(GenerationSettings.of(settings, changes))
         prefix = prompt.prefix if isinstance(prompt, Continued) and self._model.spec.continues else None
@@ -286,19 +289,18 @@ class Session:
         return request
 
     def expect(self, prompts: Sequence[Prompt]) -> None:
-        """These will be asked of this model when the session is over: what a hash function can work out of them
-        meanwhile may be; without one nothing happens. Raises InputInvalid, TokenizerMissing, or a PackError for a
-        damaged tokenizer."""
+        """Announces the prompts of the session after this one: the pack's hash function may work on them meanwhile;
+        without one nothing happens. Raises InputInvalid, TokenizerMissing, or a PackError for a damaged tokenizer."""
         with self._open():
             if self._model.foresight is None:
                 return
             self._coming = [self._generation(prompt, GenerationSettings()).prompt_ids for prompt in prompts]
 
     def turn(self) -> list[tuple[Request, Piece]]:
-        """Begins what waits and fits, and gives the next token of all that runs, in the order in which they began;
-        nothing where nothing is left to do.
+        """Begins the waiting requests that fit, and returns the next token of every running one, in the order in which
+        they began; an empty list when all have ended.
 
-        Raises PackError, NotFinite or OutOfMemory, after which nothing in the session goes on, as after Ctrl-C.
+        Raises PackError, NotFinite or OutOfMemory, after which no request of the session goes on, as after Ctrl-C.
         """
         with self._open():
             try:
@@ -309,7 +311,7 @@ class Session:
                 raise
 
     def cancel(self, request: Request) -> None:
-        """Ends it now, with the stop reason "cancelled". Nothing happens to one that has ended."""
+        """Ends a request now, with the stop reason "cancelled". Nothing happens to one that has ended."""
         with self._open():
             if not request.ended:
                 request._generation.cancel()
@@ -318,11 +320,11 @@ class Session:
                 self._waiting = [each for each in self._waiting if each is not request]
 
     def fork(self, request: Request, **changes: Unpack[GenerationOptions]) -> Request:
-        """Another request that goes on from here by itself. `changes`: settings by name; with another seed its draws
-        begin anew, otherwise they go on as those of the first one will.
+        """Returns another request that goes on from here by itself. `changes`: settings by name; with another seed its
+        draws begin anew, otherwise they go on as those of the first one will.
 
-        Raises SettingInvalid for a request that has ended or has beams, and BudgetTooSmall where there is no room
-        beside the others.
+        Raises SettingInvalid for a request that has ended or has beams, and BudgetTooSmall without room beside the
+        others.
         """
         settings = self._resolved(request._generation.settings.but(**changes))
         with self._open():
@@ -342,7 +344,7 @@ class Session:
         return twin
 
     def close(self) -> None:
-        """Cancels what has not ended."""
+        """Cancels the requests that have not ended."""
         with self._lock:
             if self._closed:
                 return
@@ -393,13 +395,13 @@ class Session:
         return pieces
 
     def _read(self, running: Sequence[Request]) -> F32:
-        """Logits [sequences, vocab] of what comes next. Of the states nothing is kept here: some end before the turn
-        does."""
+        """Returns the logits [sequences, vocab] of the next tokens. Keeps no reference to the states: some end before
+        the turn does."""
         states = [state for each in running for state in each._states]
         return self._model.read(states, [ids for each in running for ids in each._unread])
 
     def _begin(self) -> None:
-        """Those that wait and fit join those that run."""
+        """Begins the waiting requests that fit, beside the running ones."""
         if not self._waiting:
             return
         waiting = [each._held for each in self._waiting]
@@ -417,7 +419,7 @@ class Session:
             request._states, request._unread = [state], [unread]
 
     def _settle(self, request: Request) -> None:
-        """Frees what it held, or gives it back, and counts what was read and written."""
+        """Frees the state of a request, or gives it back, and counts the tokens that were read and written."""
         request._give_prefix()
         request._total_s = request._so_far_s
         if request.begun:
@@ -437,7 +439,7 @@ class Session:
         return [each._held for each in self._running]
 
     def _resolved(self, settings: GenerationSettings) -> GenerationSettings:
-        """With the first token as an id."""
+        """Returns the settings with the first token as an id."""
         first = settings.first_token
         return settings.but(first_token=self._text.token(first)) if isinstance(first, str) else settings
 
@@ -453,7 +455,7 @@ class Session:
 
     @contextmanager
     def _aside(self, nbytes: int) -> Iterator[None]:
-        """Room for a text that is made into tokens."""
+        """Makes room for turning a text into tokens."""
         self._gate.aside(nbytes, LONG_TEXT)
         yield
 
@@ -466,10 +468,10 @@ class Session:
 
 
 async def text_of(session: Callable[[], Session], prompt: Prompt, settings: GenerationSettings) -> AsyncIterator[str]:
-    """Gives text in pieces as they are made, by a thread of its own. Where a task is cancelled or goes away, the
-    session closes after the token that is under way; one that still waits for its turn runs nothing.
+    """Yields text in pieces as they are made, by a thread of its own. Where a task is cancelled or goes away, the
+    session closes after the token that is under way; a session that still waits for its turn runs nothing.
 
-    Raises what Session.add and Session.turn do.
+    Raises the errors of Session.add and Session.turn.
     """
     import asyncio  # 7 MB and 50 ms that no other run needs
     from concurrent.futures import ThreadPoolExecutor
@@ -498,7 +500,7 @@ async def text_of(session: Callable[[], Session], prompt: Prompt, settings: Gene
 
 
 class Turns:
-    """For what several threads may ask and only one may do at a time."""
+    """The turns of threads that share an engine: only one thread has a turn at a time."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -507,8 +509,8 @@ class Turns:
 
     @contextmanager
     def turn(self) -> Iterator[None]:
-        """Waits for the turn of this thread. Raises Busy inside of one, which would wait for itself, and Closed after
-        the last."""
+        """Waits for the turn of this thread. Raises Busy inside a turn of the same thread, which would wait for itself,
+        and Closed after the last turn."""
         if self._is_mine():
             raise Busy("a request runs in this thread: ask for the next one when it has ended")
         with self._lock:
@@ -522,15 +524,15 @@ class Turns:
 
     @contextmanager
     def last(self) -> Iterator[bool]:
-        """The turn after which none comes; False where it has been. One that a signal broke off in this thread, before
-        anything could end it, is over."""
+        """Takes the turn after which none comes; yields False where it was taken before. A turn of this thread that a
+        signal broke off, before anything could end it, is over."""
         with nullcontext() if self._is_mine() else self._lock:
             first, self._over = not self._over, True
             yield first
 
     @contextmanager
     def own(self) -> Iterator[None]:
-        """The turn that this thread has, or its next."""
+        """Keeps the turn that this thread has, or waits for its next."""
         with nullcontext() if self._is_mine() else self.turn():
             yield
 

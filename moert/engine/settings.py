@@ -1,4 +1,4 @@
-"""How a pack is run: the one place for what the commands, benches and Python can say about it."""
+"""The settings of a run: the one place for everything that commands, benches and Python can choose about it."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from moert.pack.messages import NotASize, parse_size
 
 
 class EngineOptions(TypedDict, total=False):
-    """The settings of an engine as arguments by name: those of EngineSettings."""
+    """The settings of an engine as arguments by name: the fields of EngineSettings."""
 
     memory: int | str | MemoryLimit | None
     cache: int | str | CacheLimit | None
@@ -45,25 +45,26 @@ class EngineOptions(TypedDict, total=False):
 
 @dataclass(frozen=True)
 class EngineSettings(Adjustable):
-    """`memory`: of the whole process, bytes or as `--memory` takes it ("1.5GB", "50%", "auto"); `cache`: of the experts
-    alone, alike; with neither, experts stay in memory once they were read.
+    """The settings of an engine. `memory`: the limit of the whole process, in bytes or as text for `--memory` ("1.5GB",
+    "50%", "auto"); `cache`: the limit of the experts alone, in the same forms; with neither, experts stay in memory
+    once they were read.
 
-    `eviction`, `predict`: names of moert.experts.names. `io`: how experts are read, as `--io`
-    takes it; with None or "auto", what lies in the page cache is taken from there if all experts fit into memory,
-    otherwise what is best for the drive is measured, and remembered. `threads` compute; by default and at most one for
-    each usable core.
-    `kernels`: see moert.kernels.open_backend. `kv`: of keys and values, 16 or 8. `routing`: see
-    moert.engine.budget.preference_for; answers depend on it, and on `kernels`, `kv` and `neurons` alone.
-    `keep_neurons`: a name of moert.beside.flash.keeping, for packs whose experts lie in blocks of neurons.
-    `neurons`: of each expert all ("exact"), or those that the pack's predictor names ("predicted"), which is another
-    model; then no expert is read whole, so that there is nothing for `eviction` or `predict` to decide.
-    `device`: a second one that holds and computes experts (moert.beside.gpu.opening), of whose memory no more than
-    `gpu_memory` is used, bytes or as `--gpu-memory` takes them. `device_keep`: who stays there, a name of
-    moert.beside.gpu.residents; `device_experts`: who computes, a rule of moert.beside.gpu.placement. Answers of a GPU
-    are rounded in other ways than the processor's; those of a simulated one are the same. `template`: for
-    conversations, in place of the pack's own, a name of moert.chat.renderer or the path of a file.
+    `eviction`, `predict`: names of moert.experts.names. `io`: how experts are read, as `--io` takes it; with None or
+    "auto", experts in the page cache are read from there if all fit into memory, otherwise the fastest way for the
+    drive is measured, and remembered. `threads`: the number of threads that compute; by default and at most one for
+    each usable core. `kernels`: see moert.kernels.open_backend. `kv`: bits of keys and values, 16 or 8. `routing`: see
+    moert.engine.budget.preference_for; answers to the same tokens depend on it (with "auto" also on the room for
+    experts), on `kernels`, `kv` and `neurons`, and on a GPU with its settings, but on no others. `keep_neurons`: a name
+    of moert.beside.flash.keeping, for packs whose experts lie in blocks of neurons. `neurons`: all neurons of each
+    expert ("exact"), or those that the pack's predictor names ("predicted"), which is another model; then no expert is
+    read whole, and `eviction` and `predict` have nothing to decide. `device`: a second device that holds and computes
+    experts (moert.beside.gpu.opening), of whose memory no more than `gpu_memory` is used, bytes or as `--gpu-memory`
+    takes them. `device_keep`: which experts stay there, a name of moert.beside.gpu.residents; `device_experts`: where
+    experts are computed, a rule of moert.beside.gpu.placement. A GPU rounds in other ways than the processor; answers
+    of a simulated device are the same. `template`: for conversations, in place of the pack's own chat template, a name
+    of moert.chat.renderer or the path of a file.
 
-    Raises SettingInvalid, InvalidMemory or IoInvalid for what none of these can be.
+    Raises SettingInvalid, InvalidMemory or IoInvalid for impossible values.
     """
 
     memory: int | str | MemoryLimit | None = None
@@ -126,7 +127,7 @@ class EngineSettings(Adjustable):
 
     @cached_property
     def gpu_bytes(self) -> int | None:
-        """None: most of what is free there."""
+        """Bytes of the device's memory that may be used; None: most of its free memory."""
         if not isinstance(self.gpu_memory, str):
             return self.gpu_memory
         try:
@@ -136,7 +137,7 @@ class EngineSettings(Adjustable):
 
     @property
     def on_device(self) -> Asked:
-        """How a device is used."""
+        """The rules by which a device is used."""
         return Asked(self.device_keep or DEFAULT_KEEP, self.device_experts or CHEAPEST)
 
     def _check_without_experts(self) -> None:
@@ -147,7 +148,7 @@ class EngineSettings(Adjustable):
 
     @cached_property
     def limit(self) -> MemoryLimit | CacheLimit | None:
-        """Of the process or of the experts."""
+        """The limit of the process or of the experts; None without one."""
         if isinstance(self.memory, str):
             return parse_memory(self.memory)
         if isinstance(self.memory, int):
@@ -158,5 +159,5 @@ class EngineSettings(Adjustable):
 
     @cached_property
     def reading(self) -> IoSettings | None:
-        """None: what turns out to be best."""
+        """How experts are read; None: in the way that turns out to be best."""
         return parse_io(self.io) if isinstance(self.io, str) else self.io

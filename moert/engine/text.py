@@ -27,14 +27,15 @@ _INCOMPLETE = "\ufffd"
 
 
 class Detokenizer:
-    """Feed it ids one at a time; the pieces it returns, with the last from `flush`, make up the whole text.
+    """A converter of token ids to text: feed it ids one at a time; the pieces that it returns, with the last from
+    `flush`, make up the whole text.
 
-    What a token adds depends on the one before (spaces at word starts), so each is decoded after the last piece.
-    All raise TokenizerMissing where the tokenizer breaks at some.
+    The text of a token depends on the one before (spaces at word starts), so each is decoded after the last piece. All
+    methods raise TokenizerMissing where the tokenizer fails.
     """
 
     def __init__(self, tokenizer: Tokenizer, silent: frozenset[int] | None = None) -> None:
-        """`silent` tokens give no text: by default all that are special."""
+        """`silent`: tokens that give no text; by default all special ones."""
         self._tokenizer, self._silent = tokenizer, silent
         self._ids: list[int] = []  # the ids of the last piece, then those not yet turned into text
         self._done = 0  # how many of them belong to the last piece
@@ -45,7 +46,7 @@ class Detokenizer:
         return twin
 
     def push(self, token: int) -> str:
-        """The text that this token completes; empty while a character is incomplete."""
+        """Returns the text that this token completes; empty while a character is incomplete."""
         if self._silent is not None and token in self._silent:
             return ""
         self._ids.append(token)
@@ -56,14 +57,14 @@ class Detokenizer:
         return now[len(before) :]
 
     def flush(self) -> str:
-        """What is left at the end, with a replacement character for each incomplete one."""
+        """Returns the text that is left at the end, with a replacement character for each incomplete one."""
         before, now = self._texts()
         self._ids, self._done = [], 0
         return now[len(before) :]
 
     def piece(self, token: int) -> str:
-        """Returns the text of a token that comes next by itself: of a special one its name, of half a character a
-        replacement character."""
+        """Returns the text of a token by itself, if it comes next: the name of a special token, a replacement character
+        for half a character."""
         done = self._ids[: self._done]
         before, now = self._decoded(done, [*done, token], special=False)
         return now[len(before) :]
@@ -72,7 +73,7 @@ class Detokenizer:
         return self._decoded(self._ids[: self._done], self._ids, special=self._silent is None)
 
     def _decoded(self, one: list[int], other: list[int], special: bool) -> tuple[str, str]:
-        """Two texts; `special`: without special tokens."""
+        """Returns the texts of two lists of ids; `special`: without special tokens."""
         decode = self._tokenizer.decode
         try:
             return unbroken(lambda: (decode(one, special), decode(other, special)))
@@ -81,26 +82,27 @@ class Detokenizer:
 
 
 Aside = Callable[[int], AbstractContextManager[object]]
-"""Makes room for so many bytes while what is in the with block runs. Raises BudgetTooSmall."""
+"""A function that makes room for a number of bytes while a with block runs. Raises BudgetTooSmall."""
 
 LONG_TEXT = "make tokens of so long a text"
-"""For what room is made."""
+"""The purpose of that room, in messages."""
 _SLICE = 1 << 12  # letters that are normalised at a time
 _EDGE = 64  # letters or pieces, more than a cut between two slices may make of what were fewer
-_LEAST_S, _BYTES_PER_S = 60.0, 10_000  # that turning a text into tokens is waited for: a hundredth of what is usual
+_LEAST_S, _BYTES_PER_S = 60.0, 10_000  # the longest wait for tokens of a text: a hundredth of the usual speed
 
 T = TypeVar("T")
 
 
 def several(prompts: Iterable[T]) -> list[T]:
-    """Raises InputInvalid for one prompt where a list of them was expected, or for none at all."""
+    """Returns the prompts as a list. Raises InputInvalid for one prompt where a list was expected, or for no list at
+    all."""
     if isinstance(prompts, (str, bytes)) or not isinstance(prompts, Iterable):
         raise InputInvalid(f"the prompts are {in_one_line(repr(prompts))[:60]}: give a list, even of one")
     return [*prompts]
 
 
 class Encoded:
-    """Token `ids`, how many special ones the tokenizer has put before the text, and where words end."""
+    """A text in tokens: their `ids`, the number of special ones before the text, and the places where words end."""
 
     def __init__(self, text: str, encoding: Encoding) -> None:
         self.ids, self._text = list(encoding.ids), text
@@ -108,18 +110,18 @@ class Encoded:
 
     @property
     def special_before(self) -> int:
-        """Special tokens that the tokenizer has put before the text."""
+        """Number of special tokens that the tokenizer has put before the text."""
         mask = self._encoding.special_tokens_mask
         return mask.index(0) if 0 in mask else 0
 
     @cached_property
     def _places(self) -> tuple[I64, I64]:
-        """Where tokens begin and end in the text, [tokens, 2], and where words end, all in letters."""
+        """Places where tokens begin and end in the text, [tokens, 2], and where words end, all in letters."""
         ends = [match.end() for match in re.finditer(r"\S+", self._text)]
         return np.array(self._encoding.offsets, np.int64).reshape(-1, 2), np.array(ends, np.int64)
 
     def words(self, start: int, stop: int) -> int:
-        """How many words end in these tokens: what white space separates."""
+        """Returns how many words end in these tokens: pieces between white space."""
         offsets, ends = self._places
         first, last = offsets[start, 0], offsets[start:stop, 1].max()  # behind the text special tokens have 0
         counts = np.searchsorted(ends, [first, last], side="right")
@@ -127,8 +129,8 @@ class Encoded:
 
 
 class Text:
-    """Reads the tokenizer when it is first asked for; raises TokenizerMissing then, or a PackError if the file isn't
-    what the manifest says."""
+    """A pack's tokenizer, read at its first use: raises TokenizerMissing then, or a PackError if the file isn't as the
+    manifest says."""
 
     def __init__(self, pack: Pack, aside: Aside = nullcontext) -> None:
         self._pack, self._aside = pack, aside
@@ -136,8 +138,8 @@ class Text:
 
     @cached_property
     def tokenizer(self) -> Tokenizer:
-        """Set to give every token of a text and no others: what was stored of cutting and filling to a length belongs
-        to training."""
+        """The tokenizer, set to return every token of a text and no others: stored rules for cutting and filling to a
+        length belong to training."""
         pack = self._pack
         if TOKENIZER not in pack.manifest.files:
             raise TokenizerMissing(f"the pack at {pack.root} has no {TOKENIZER}: convert the model with its tokenizer")
@@ -164,15 +166,16 @@ class Text:
         return tokenizer
 
     def encode(self, prompt: str, whole: bool = False, aside: Aside | None = None) -> list[int]:
-        """The ids of `encoded`."""
+        """Returns the ids of `encoded`."""
         return self.encoded(prompt, whole, aside).ids
 
     def encoded(
         self, prompt: str, whole: bool = False, aside: Aside | None = None, bounded: bool = True
     ) -> Encoded:  # fmt: skip
-        """Tokens, with the special ones that the tokenizer adds unless the prompt is `whole`. `aside`: for whoever has
-        the engine's turn. Raises InputInvalid, where `bounded` PromptTooLong for more bytes than the model's positions
-        can stand for or for more tokens than these, or BudgetTooSmall, too. Ctrl-C is heard meanwhile."""
+        """Returns the tokens of a prompt, with the special ones that the tokenizer adds unless the prompt is `whole`.
+        `aside`: makes room for a caller that has the engine's turn. Raises InputInvalid, where `bounded` PromptTooLong
+        for more bytes than the model's positions can stand for or for more tokens than these, or BudgetTooSmall, too.
+        Ctrl-C works meanwhile."""
         try:
             nbytes = len(prompt.encode())
         except UnicodeEncodeError as error:
@@ -202,11 +205,12 @@ class Text:
             raise InputInvalid(f"the pack's tokenizer can't take the prompt ({reason})") from None
 
     def ids(self, prompt: str | Sequence[int], aside: Aside | None = None) -> list[int]:
-        """Token ids of a prompt, which is text or has them. Raises InputInvalid, too, for what is neither."""
+        """Returns the token ids of a prompt, which is text or a list of ids. Raises InputInvalid, too, for anything
+        else."""
         return self.encode(prompt, aside=aside) if isinstance(prompt, str) else given_ids(prompt)
 
     def _check_length(self, nbytes: int) -> None:
-        """Raises PromptTooLong."""
+        """Raises PromptTooLong for more bytes than the model's positions can stand for."""
         longest = self._pack.manifest.model.longest_prompt
         if longest is not None and nbytes > longest * self._growth.stands:
             raise PromptTooLong(
@@ -215,8 +219,8 @@ class Text:
             )
 
     def _normalised_bytes(self, prompt: str, longest: int | None) -> int:
-        """Returns the bytes of the text once it is normalised, which is tried slice by slice. Raises PromptTooLong as
-        soon as its slices surely make more than the `longest` tokens."""
+        """Returns the bytes of the text once it is normalised, slice by slice; 0 where no slice need be looked at.
+        Raises PromptTooLong as soon as the slices surely make more than the `longest` tokens."""
         normalizer, nbytes, tokens = self.tokenizer.normalizer, 0, 0.0
         if normalizer is None and (longest is None or not self._growth.counts):
             return 0
@@ -232,7 +236,7 @@ class Text:
         return nbytes
 
     def _least(self, made: str) -> float:
-        """Returns how many tokens at least a slice adds to those of a text."""
+        """Returns the least number of tokens that a slice adds to those of a text."""
         if self._growth.counts == "pieces":
             cut = self.tokenizer.pre_tokenizer
             pieces = [] if cut is None else cut.pre_tokenize_str(made)
@@ -244,29 +248,30 @@ class Text:
         return max(0, count - _EDGE) / self._growth.each
 
     def _is_token(self, letter: str) -> bool:
-        """Returns whether a letter, which is no space, is a token by itself, and not what stands for unknown ones."""
+        """Returns whether a letter is a token by itself: no space, and not the token for unknown letters."""
         number, model = self.tokenizer.token_to_id(letter), self.tokenizer.model
         unknown = letter == getattr(model, "unk_token", None) or number == self._growth.unknown
         return number is not None and not (unknown or letter.isspace() or letter == "▁")
 
     def numbers(self, names: Iterable[str]) -> list[int]:
-        """The ids of those tokens that the tokenizer has by these names."""
+        """Returns the ids of the tokens with these names, but for names that the tokenizer does not have."""
         found = (self.tokenizer.token_to_id(name) for name in names)
         return [number for number in found if number is not None]
 
     def token(self, name: str) -> int:
-        """The id of a token by what the tokenizer calls it. Raises SettingInvalid, too."""
+        """Returns the id of a token by its name in the tokenizer. Raises SettingInvalid, too."""
         found: int | None = self.tokenizer.token_to_id(name)
         if found is None:
             raise SettingInvalid("first_token", f"{name!r} is no token of the pack's {TOKENIZER}")
         return found
 
     def detokenizer(self) -> Detokenizer:
-        """Special tokens give no text."""
+        """Returns a detokenizer in which special tokens give no text."""
         return Detokenizer(self.tokenizer)
 
     def detokenizer_with(self, marks: Collection[str]) -> Detokenizer:
-        """Special tokens give no text, but for those that are in one of these."""
+        """Returns a detokenizer in which special tokens give no text, but for those that stand in one of these
+        marks."""
         special = {
             number: each.content for number, each in self.tokenizer.get_added_tokens_decoder().items() if each.special
         }
@@ -275,7 +280,7 @@ class Text:
 
 
 def given_ids(prompt: Sequence[int]) -> list[int]:
-    """Token ids of a prompt that is no text. Raises InputInvalid where it has none."""
+    """Returns the token ids of a prompt that is no text. Raises InputInvalid where it has none."""
     if not isinstance(prompt, (bytes, bytearray)):
         with suppress(TypeError):
             return [*map(index, prompt)]
@@ -283,7 +288,7 @@ def given_ids(prompt: Sequence[int]) -> list[int]:
 
 
 def _knows_all_letters(tokenizer: Tokenizer) -> bool:
-    """Whether each letter of a text becomes at least one token: also those that are not in the vocabulary."""
+    """Returns whether each letter of a text becomes at least one token, also a letter outside the vocabulary."""
     model = tokenizer.model
     if getattr(model, "unk_token", None) and not getattr(model, "fuse_unk", True):
         return True

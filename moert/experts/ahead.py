@@ -1,4 +1,4 @@
-"""Reads ahead: while one layer computes, a predictor names experts of the next, and those worth it are read."""
+"""Reading ahead: while one layer computes, a predictor names experts of the next ones, and those worth it are read."""
 
 from __future__ import annotations
 
@@ -22,20 +22,20 @@ _WARM_TOKENS = 32  # before the first trial, while the cache fills
 _BLOCK_TOKENS = 4  # timed together, so that rare long stalls count and single outliers don't
 _PERIOD_TOKENS = (8, 16, 32, 64)  # in the stages of a trial
 _CLEAR = 3.0  # standard deviations
-_GAIN = 0.99  # what is kept without clear evidence must at least take 1% less time
+_GAIN = 0.99  # without clear evidence reading ahead must take at least 1% less time
 _PAUSE = 32  # tokens without a trial for each token that the trial gave to the losing side
 _MOST_DOUBLINGS = 6
 
 
 class Switch:
-    """`on` says whether the next token is to run with reading ahead.
+    """The switch of reading ahead: `on` says whether the next token is to run with it.
 
     A trial times tokens with and without reading ahead, in up to four stages. Each stage has four periods in the order
     present, other, other, present, so that a steady drift adds as much to both. After each stage a rank test (Mann and
-    Whitney 1947) over blocks of tokens decides if it is clear; after the last the smaller median does, and a draw
-    switches reading ahead off. The winner then runs for 32 times as many tokens as the loser had, and twice as many
-    each time that it wins again, up to 2,048 times. So the slower way gets 48 to 240 tokens of the first trial, 3% of
-    those after it, and one in 2,000 while the same way goes on winning.
+    Whitney 1947) over blocks of tokens decides if its result is clear; after the last stage the smaller median decides,
+    and a draw switches reading ahead off. The winner then runs for 32 times as many tokens as the loser had, and twice
+    as many each time that it wins again, up to 2,048 times. So the slower way gets 48 to 240 tokens of the first trial,
+    3% of the tokens after it, and one in 2,000 while the same way goes on winning.
     """
 
     def __init__(self) -> None:
@@ -49,8 +49,8 @@ class Switch:
         self._left = _WARM_TOKENS
 
     def token(self, seconds: float) -> None:
-        """One generated token took so many seconds, run with or without reading ahead as `on` said. Tokens of a prompt
-        are not reported."""
+        """Records the time of one generated token [s], which ran with or without reading ahead as `on` said. Callers
+        leave out tokens of a prompt."""
         if self._stage is not None:
             self._block_s += seconds
             self._in_block += 1
@@ -62,7 +62,7 @@ class Switch:
             self._turn()
 
     def _turn(self) -> None:
-        """Begins what comes after a period of timing or a pause."""
+        """Begins the next step after a period or a pause: a period, the verdict on a stage, or a trial."""
         if self._stage is None:
             self._blocks = {True: [], False: []}
             self._begin(0)
@@ -93,7 +93,8 @@ class Switch:
 
 
 def rank_test(these: Sequence[float], those: Sequence[float]) -> float:
-    """How many standard deviations `these` are larger than `those`, by the ranks of both (normal approximation)."""
+    """Returns how many standard deviations `these` are larger than `those`, by the ranks of both (normal
+    approximation)."""
     ordered = sorted(those)
     above = sum((bisect_left(ordered, value) + bisect_right(ordered, value)) / 2 for value in these)
     n, m = len(these), len(those)
@@ -104,18 +105,19 @@ _MOST = 16  # candidates that are looked at
 _BUCKETS = 10
 _PRIOR = 8  # observations that a predictor's own claim counts for
 _MEMORY = 256  # observations of a bucket after which old ones fade
-_WASTE = 0.25  # of a read: what its room was worth to the expert that had to leave
-_HASTE = 0.1  # of a read: what it saves at least if begun just before the router speaks
-_PACE = 1e-9  # seconds per byte, until the drive was heard of
+_WASTE = 0.25  # of a read's time: the worth of its room to the expert that had to leave
+_HASTE = 0.1  # of a read's time: its least saving, even if begun just before the router decides
+_PACE = 1e-9  # seconds per byte, until reads were timed
 _WINDOW_RATE, _DRIVE_RATE, _MISSED_RATE = 1 / 16, 1 / 8, 1 / 64
 _LACKING_RATE, _ASKING_RATE = 1 / 8, 1 / 16
 
 
 class Worth:
-    """For each layer of each token, in this order: does it pay to ask (`asks`)? what is `wanted`? how long has that
-    taken (`asked`)? `observe` what the router says, and tell what the layer `lacked`.
+    """The worth of reading ahead: which predicted experts save time if they are read early.
 
-    After each token: `drive`, `token`. Where the predictor was not asked, `observe` does nothing.
+    Calls for each layer of each token, in this order: `asks` (does calling the predictor pay?), `wanted` (which experts
+    are read), `asked` (the time of both), then `lacked` and `observe` with the router's choice. After each token:
+    `drive`, `token`. Where `wanted` was not called, `observe` does nothing.
     """
 
     def __init__(self) -> None:
@@ -123,36 +125,37 @@ class Worth:
         self._switch = Switch()
         self._pace: float | None = None
         self._window_s: float | None = None
-        self._asking_s = 0.0  # what a question takes
-        self._lacking_bytes: float | None = None  # of a layer, when it would be asked about
-        self._missed = 0.5  # share of layers that still read something when the router has spoken
+        self._asking_s = 0.0  # time of one prediction
+        self._lacking_bytes: float | None = None  # of a layer, when the predictor could be called
+        self._missed = 0.5  # share of layers that still read something when the router has decided
         self._rates = [min(1.0, (at + 0.5) / _BUCKETS) for at in range(_BUCKETS + 1)]
         self._seen = [_PRIOR] * (_BUCKETS + 1)
         self._asked: Sequence[tuple[int, float]] | None = None
         self._nbytes: Sequence[int] = ()
-        self._busy_s = 0.0  # what reading all that was wanted takes
+        self._busy_s = 0.0  # time of all reads since `wanted` was called
 
     def asks(self) -> bool:
-        """Whether a question can pay: reading what the next layer is likely to lack must take longer than asking."""
+        """Returns whether calling the predictor can pay: reading the bytes that the next layer will probably lack must
+        take longer than the call."""
         if not self._switch.on:
             return False
         lacking = self._lacking_bytes
         return lacking is None or lacking * (self._pace or _PACE) > self._asking_s
 
     def asked(self, seconds: float) -> None:
-        """Asking the predictor once took so many seconds."""
+        """Records the time of one prediction [s]."""
         self._asking_s = self._asking_s + _ASKING_RATE * (seconds - self._asking_s) if self._asking_s else seconds
 
     def lacked(self, nbytes: int) -> None:
-        """So many bytes of what a layer demands were not in memory when the predictor could have been asked."""
+        """Records how many bytes of a layer's demand were not in memory when the predictor could have been called."""
         known = self._lacking_bytes
         self._lacking_bytes = nbytes if known is None else known + _LACKING_RATE * (nbytes - known)
 
     def wanted(self, ranked: Sequence[tuple[int, float]], nbytes: Sequence[int]) -> list[int]:
-        """Which to read ahead, in this order.
+        """Returns the experts to read ahead, in this order.
 
-        `ranked`: (expert, claimed probability) of those that are not in memory, most probable first; nbytes
-        [num_experts] of that layer's experts.
+        `ranked`: (expert, claimed probability) of experts that are not in memory, most probable first; `nbytes`
+        [num_experts]: bytes of that layer's experts.
         """
         if not self._switch.on:
             self._asked = None
@@ -162,12 +165,13 @@ class Worth:
         return self._chosen(self._asked, nbytes, self._window_s or 0.0)
 
     def further(self, ranked: Sequence[tuple[int, float]], nbytes: Sequence[int], layers: int) -> list[int]:
-        """After `wanted`, the same for a layer that is `layers` ahead, once what was wanted so far is read."""
+        """Returns, after `wanted`, the experts to read of a layer that is `layers` ahead, once all reads wanted so far
+        have ended."""
         return self._chosen(ranked[:_MOST], nbytes, layers * (self._window_s or 0.0))
 
     @property
     def busy_layers(self) -> float:
-        """For how many layers the drive is busy with what was wanted so far."""
+        """The time of all reads wanted so far, in layers."""
         return self._busy_s / self._window_s if self._window_s else 0.0
 
     def _chosen(self, ranked: Sequence[tuple[int, float]], nbytes: Sequence[int], window: float) -> list[int]:
@@ -187,9 +191,12 @@ class Worth:
         return chosen
 
     def observe(self, demanded: Collection[int], started: Sequence[int], missed: int, window_s: float) -> None:
-        """What came after `wanted`: what the layer demands; of what was wanted, the reads that were begun before the
-        router spoke; how many of the demanded are still to be read from the beginning; and the seconds that the drive
-        had for reading ahead (from the question to the router's answer, less what demanded reads took)."""
+        """Learns from the layer's demand, after `wanted`.
+
+        `demanded`: the experts that the router chose; `started`: predicted experts whose reading began before that;
+        `missed`: how many demanded experts are still to be read from the beginning; `window_s`: seconds that the drive
+        had for reading ahead (from the prediction to the router's choice, less the time of demanded reads).
+        """
         asked = self._asked
         if asked is None:
             return
@@ -215,13 +222,13 @@ class Worth:
                 figures.wasted_bytes += self._nbytes[expert]
 
     def drive(self, nbytes: int, seconds: float) -> None:
-        """Some reads brought so many bytes and took so many seconds, each summed over them."""
+        """Records reads of `nbytes` bytes that took `seconds`, both summed over the reads."""
         if nbytes:
             pace = seconds / nbytes
             self._pace = pace if self._pace is None else self._pace + _DRIVE_RATE * (pace - self._pace)
 
     def token(self, seconds: float) -> None:
-        """One token was generated in so many seconds."""
+        """Records the time of one generated token [s]."""
         if self._switch.on:
             self.figures.tokens_on += 1
         else:
@@ -230,19 +237,19 @@ class Worth:
 
 
 _DEPTH = 8
-"""Layers that are looked ahead at most, where they are foreseen."""
-_LIKELY = 0.5  # such experts of layers that come soon do not leave for others that are read ahead
+"""Most layers that are looked ahead, where a hash function foresees them."""
+_LIKELY = 0.5  # so probable experts of coming layers do not leave for others that are read ahead
 _UNWEIGHED = 2  # without a Worth: at most this many times top_k predicted experts are read for each token
 
 
 class Asked(Protocol):
-    """What is asked of a router (moert.models.router.Router)."""
+    """The part of a router that predictors call (moert.models.router.Router)."""
 
     def guess(self, x: F32) -> F32: ...
 
 
 class Copying(Protocol):
-    """What is told of predictions beside the cache in memory (moert.beside.gpu.tiers.CopyAhead)."""
+    """A copier of predicted experts to a device (moert.beside.gpu.tiers.CopyAhead)."""
 
     def wants(self) -> bool: ...
 
@@ -250,23 +257,24 @@ class Copying(Protocol):
 
 
 class Lookahead:
-    """Call, for each layer, `demanded` when its router has decided, then `look` to predict the next layer's.
+    """Predictions of coming layers, and the reads that they begin. For each layer call `demanded` when its router has
+    decided, then `look` to predict the next layer's demand.
 
     With `worth` only experts whose reading is expected to save time are read, and none while reading ahead makes tokens
-    slower. Without it the likeliest ones are always read: for recorded futures and controls.
+    slower. Without `worth` the likeliest experts are always read: for recorded futures and controls.
     """
 
     def __init__(
         self, spec: ModelSpec, nbytes: Mapping[ExpertKey, int], cache: ExpertCache, counters: ExpertCounters,
         predictor: Predictor, worth: Worth | None, foresight: Foresight | None = None,
     ) -> None:  # fmt: skip
-        """`foresight` names what layers further away will ask for, and the first one of a pass."""
+        """`foresight` names the experts of layers further away, and of the first layer of a pass."""
         self.routers: Mapping[LayerKey, Asked] = {}
-        """The model's, for predictors that ask them early."""
+        """The model's routers, for predictors that call them early."""
         self.copies: Copying | None = None
-        """Who copies what is predicted to a device."""
+        """Copies predicted experts to a device, if there is one."""
         self.reads = True
-        """Whether what is predicted is read from the drive."""
+        """Whether predicted experts are read from the drive."""
         self._cache, self._counters, self._predictor, self._worth = cache, counters, predictor, worth
         self._top_k, self._order = spec.moe.router.top_k, spec.moe_layers()
         self._places = {at: index for index, at in enumerate(self._order)}
@@ -279,8 +287,8 @@ class Lookahead:
         self._token_s: float | None = None
         self._read = (0, 0.0)  # bytes and seconds of reading so far
         self._foresight, self._depth = foresight, 1 if foresight is None else _DEPTH
-        self._foreseen_s = self._foreseeing_s = 0.0  # what that takes of a pass, for each layer
-        self._early: dict[LayerKey, list[int]] = {}  # experts of layers further away, of which reading was begun
+        self._foreseen_s = self._foreseeing_s = 0.0  # when the present forecast began, and its time for each layer
+        self._early: dict[LayerKey, list[int]] = {}  # experts of layers further away whose reading has begun
         if foresight is not None:
             foresight.needed, foresight.told = self._needed, self._begins
 
@@ -289,14 +297,14 @@ class Lookahead:
         return ReadAhead() if self._worth is None else self._worth.figures
 
     def forget(self) -> None:
-        """The present request is over: what comes next does not follow from it."""
+        """Forgets the present request, which is over: the next tokens do not follow from it."""
         self._asked_about = self._token_s = None
         self._history = []
         self._early.clear()
         self._cache.predict(())
 
     def demanded(self, demand: Demand, arrivals: Arrivals) -> None:
-        """What came after the last `look`."""
+        """Compares a layer's demand with the last prediction, and passes the result to `worth`."""
         if self._worth is None:
             return
         nbytes, begun = self._nbytes[demand.at], self._begun(demand.at, arrivals)
@@ -309,8 +317,9 @@ class Lookahead:
         self._worth.observe(demand.experts, begun, arrivals.missing, max(0.0, window_s))
 
     def look(self, present: LayerKey, experts: Selected, x: F32) -> None:
-        """`experts`: what each token selected; x [tokens, d_model] as the layer's experts find it. Called once all that
-        this layer needs is on its way."""
+        """Predicts the next layer's demand and begins to read ahead. `experts`: each token's selection in the present
+        layer; x [tokens, d_model] as the layer's experts find it. Called once the reads that this layer needs are under
+        way."""
         place = self._places[present]
         if place == self._first[present.stack]:
             self._history = []
@@ -340,12 +349,13 @@ class Lookahead:
         return self.reads and self._cache.n_resident < self._n_experts and (self._worth is None or self._worth.asks())
 
     def _needed(self) -> bool:
-        """A pass is about to begin: will anybody ask what it demands?"""
+        """Returns whether a forecast of the pass that is about to begin would be used, and notes the time."""
         self._foreseen_s = time.perf_counter()
         return self._pays()
 
     def _begins(self, stack: StackName, n_tokens: int) -> None:
-        """It was foreseen what a pass of so many tokens will ask for; its first layer is to run."""
+        """Reads ahead for the first layer of a pass of `n_tokens`, which is to run next and whose demand was
+        foreseen."""
         if self._foresight is None or stack not in self._first or not self._pays():
             return
         place, layers = self._first[stack], sum(at.stack == stack for at in self._order)
@@ -354,7 +364,8 @@ class Lookahead:
         self._read_ahead(self._foresight.ranked(self._order[place]), place, n_tokens)
 
     def _read_ahead(self, prediction: Prediction, place: int, n_tokens: int) -> None:
-        """Of the layer at this place in the order, then of those after it as far as they are foreseen."""
+        """Has predicted experts read: of the layer at this place in the order, then of later layers as far as they are
+        foreseen."""
         keys, keep = list[ExpertKey](), list[ExpertKey]()
         for ahead, at in enumerate(self._order[place : place + self._depth], 1):
             if ahead > 1 and self._foresight is not None:
@@ -367,7 +378,7 @@ class Lookahead:
         self._cache.predict(keys, keep)
 
     def _wanted(self, at: LayerKey, prediction: Prediction, ahead: int, n_tokens: int) -> list[int]:
-        """What to read of a layer that is so many ahead."""
+        """Returns the experts to read of a layer that is `ahead` layers away."""
         ranked = self._absent(at, prediction)
         if self._worth is None:
             return [expert for expert, _ in ranked[: _UNWEIGHED * self._top_k * n_tokens]]
@@ -378,17 +389,17 @@ class Lookahead:
         return wanted
 
     def _absent(self, at: LayerKey, prediction: Prediction) -> Prediction:
-        """What is not in memory."""
+        """Returns the part of a prediction that is not in memory."""
         absent = self._cache.absent([at.expert(number) for number, _ in prediction])
         return [each for each, is_absent in zip(prediction, absent, strict=True) if is_absent]
 
     def _keep(self, at: LayerKey, prediction: Prediction, n_tokens: int) -> list[ExpertKey]:
-        """What is more likely than not to be asked for."""
+        """Returns the experts that the layer will more likely than not demand."""
         most = prediction[: self._top_k * n_tokens]
         return [at.expert(number) for number, probability in most if probability >= _LIKELY]
 
     def _begun(self, at: LayerKey, arrivals: Arrivals) -> list[int]:
-        """Experts of the layer that were begun to be read since it was first foreseen."""
+        """Returns the layer's experts whose reading has begun since the layer was first foreseen."""
         for key in arrivals.begun:
             self._early.setdefault(key.at, []).append(key.expert)
         return self._early.pop(at, [])
@@ -400,7 +411,8 @@ class Lookahead:
         return router.guess(x).astype(np.float64)
 
     def _time_token(self, stack: StackName, n_tokens: int) -> None:
-        """A pass begins: tells the price how long the last one took, if that and this are of a single token."""
+        """Reports to `worth`, when a pass begins, the time of the last one if both have a single token, and the reads
+        since."""
         if self._worth is None:
             return
         now, counters = time.perf_counter(), self._counters

@@ -27,19 +27,19 @@ from moert.stats import ExpertCounters
 
 
 class Buffers:
-    """Pieces by size. One that comes back keeps its pages for the next expert of the same size; where another size
-    needs the memory, the pages go back to the system and only the address is kept."""
+    """Pieces of memory, by size. A piece that comes back keeps its pages for the next expert of the same size; where
+    another size needs the memory, the pages go back to the system and only the address is kept."""
 
     def __init__(self) -> None:
         self._arena = Arena(align=PAGE_BYTES)
         self._warm: dict[int, list[U8]] = defaultdict(list)  # with pages
         self._cold: dict[int, list[U8]] = defaultdict(list)  # without
         self.warm_bytes = 0
-        """What is held beside the pieces that are lent."""
+        """Bytes that are held beside the lent pieces."""
 
     def take(self, nbytes: int, room_bytes: int) -> U8:
-        """uint8 [nbytes], beginning on a page, with undefined contents. What stays warm afterwards fits into
-        `room_bytes`. Raises MemoryError."""
+        """Returns a piece, uint8 [nbytes], that begins on a page and has undefined contents. Afterwards the bytes held
+        beside lent pieces fit into `room_bytes`. Raises MemoryError."""
         if self._warm[nbytes]:
             self.warm_bytes -= nbytes
             piece = self._warm[nbytes].pop()
@@ -49,21 +49,21 @@ class Buffers:
         return piece
 
     def give(self, piece: U8) -> None:
-        """The piece is not in use any more."""
+        """Takes back a piece that is not in use any more."""
         self._warm[len(piece)].append(piece)
         self.warm_bytes += len(piece)
 
     def release(self, room_bytes: int) -> None:
-        """Gives pages back until what is held beside the lent pieces fits into `room_bytes`."""
+        """Gives pages back to the system until the bytes held beside lent pieces fit into `room_bytes`."""
         while self.warm_bytes > room_bytes:
             nbytes = max(size for size, pieces in self._warm.items() if pieces)
-            self.warm_bytes -= nbytes  # first: cut short here, it must not count what is not there
+            self.warm_bytes -= nbytes  # first: cut short here, it must not count pages that are gone
             piece = self._warm[nbytes].pop()
             forget(piece)
             self._cold[nbytes].append(piece)
 
     def recount(self) -> None:
-        """Counts again what is warm, after Ctrl-C has cut something short."""
+        """Counts the warm bytes again, after Ctrl-C has cut a call short."""
         self.warm_bytes = sum(size * len(pieces) for size, pieces in self._warm.items())
 
 
@@ -73,16 +73,16 @@ class Slot:
 
     key: ExpertKey
     buffer: U8
-    missed: bool  # read because a router asked, and not counted as that yet
-    awaited: bool  # somebody asks for it and it is not read yet
-    in_flight: bool = False  # read ahead, and still being read when a router asked; not counted as that yet
+    missed: bool  # read on demand, and not counted as a miss yet
+    awaited: bool  # demanded, and not read yet
+    in_flight: bool = False  # read ahead, and still being read when demanded; not counted as that yet
     expert: Expert | None = None
     error: BaseException | None = None
     leases: int = 0
 
 
 def count(used: Sequence[Slot], counters: ExpertCounters, unused: set[ExpertKey]) -> None:
-    """Counts experts that were used; `unused` are those that were read ahead and not asked for yet."""
+    """Counts experts that were used; `unused`: experts that were read ahead and not demanded yet."""
     counters.requests += len(used)
     for slot in used:
         if slot.missed:
@@ -98,7 +98,7 @@ def count(used: Sequence[Slot], counters: ExpertCounters, unused: set[ExpertKey]
 
 
 class Lender(Protocol):
-    """What a lease asks of the cache (moert.experts.cache.ExpertCache)."""
+    """The part of the expert cache that a lease calls (moert.experts.cache.ExpertCache)."""
 
     def take(self, keys: Sequence[ExpertKey], following: Sequence[ExpertKey]) -> list[Slot]: ...
 
@@ -108,7 +108,7 @@ class Lender(Protocol):
 
 
 class Lease:
-    """Experts of one layer, lent until the end of a with block; those that were missing arrive meanwhile."""
+    """Experts of one layer, lent until the end of a with block; missing ones arrive meanwhile."""
 
     def __init__(self, cache: Lender, keys: Sequence[ExpertKey], following: Sequence[ExpertKey]) -> None:
         self._cache, self._keys, self._following = cache, keys, following
@@ -124,21 +124,22 @@ class Lease:
         self._cache.give_back(self._slots)
 
     def ready(self) -> list[int]:
-        """Which of the experts are in memory, by their place in the list that was asked for."""
+        """Returns the places, in the list of leased experts, of those that are in memory."""
         return [place for place, slot in enumerate(self._slots) if slot.expert is not None]
 
     def expert(self, place: int) -> Expert:
-        """Waits for it where it is missing. Raises PackError if it can't be read."""
+        """Returns the expert at this place of the list, and waits for it where it is missing. Raises PackError if it
+        can't be read."""
         slot = self._slots[place]
         return slot.expert if slot.expert is not None else self._cache.wait_for(slot)
 
     def all(self) -> list[Expert]:
-        """In the order asked for, waiting for those that are missing."""
+        """Returns all experts in the order of the list, and waits for missing ones. Raises PackError."""
         return [slot.expert if slot.expert is not None else self._cache.wait_for(slot) for slot in self._slots]
 
 
 class Store(Protocol):
-    """What reads experts (moert.experts.store.ExpertStore)."""
+    """A reader of experts (moert.experts.store.ExpertStore)."""
 
     def nbytes(self, key: ExpertKey) -> int: ...
 
@@ -150,11 +151,12 @@ class Store(Protocol):
 
 
 Arrived = tuple[Expert, U8]
-"""An expert, and where it lies."""
+"""An expert, and the bytes that it lies in."""
 
 
 def fetch(store: Store, slots: Sequence[Slot]) -> list[Arrived | PackError]:
-    """Reads experts into their slots' buffers: each, or why it can't be read."""
+    """Reads experts into their slots' buffers; returns each with the bytes it lies in, or the error that stopped its
+    reading."""
     places = store.read_all([(slot.key, slot.buffer) for slot in slots])
     return [
         place if isinstance(place, PackError) else (store.expert(slot.key, place), place)
@@ -163,7 +165,8 @@ def fetch(store: Store, slots: Sequence[Slot]) -> list[Arrived | PackError]:
 
 
 class Moves:
-    """Experts that are to move into their buffers, in the order in which they came; none before that has `begun`."""
+    """Experts that are to move into their buffers, in the order in which they came; none moves before `begun` is
+    true."""
 
     def __init__(self, store: Store) -> None:
         self.begun = False
@@ -174,12 +177,13 @@ class Moves:
         return bool(self._waiting)
 
     def add(self, slot: Slot, place: U8) -> None:
-        """The expert lies at `place`, which may be its buffer."""
+        """Queues the move of an expert that lies at `place`, unless that is its buffer."""
         if place is not slot.buffer:
             self._waiting.append((slot, place))
 
     def next(self, slots: Mapping[ExpertKey, Slot]) -> tuple[Slot, U8] | None:
-        """One that is still among `slots`, and where it lies; None if there is none, or nothing has begun."""
+        """Returns the next slot that is still among `slots`, and the bytes its expert lies in; None if no slot is left,
+        or moves have not begun."""
         while self.begun and self._waiting:
             slot, place = self._waiting.popleft()
             if slots.get(slot.key) is slot:
@@ -187,7 +191,7 @@ class Moves:
         return None
 
     def moved(self, slot: Slot, place: U8) -> Expert:
-        """The expert in its buffer."""
+        """Copies an expert into its buffer and returns it."""
         np.copyto(slot.buffer, place)
         return self._store.expert(slot.key, slot.buffer)
 
@@ -199,14 +203,14 @@ _CLOSE_S = 10.0  # for reads under way; the threads are daemons, so a dead disk 
 
 
 class Loaders:
-    """`most` of them, started when there is something to read; each does what `serve` does."""
+    """Threads that read, at most `most`, started when there is something to read; each runs `serve`."""
 
     def __init__(self, most: int, serve: Callable[[], None]) -> None:
         self.most, self.threads = most, list[threading.Thread]()
         self._serve = serve
 
     def start(self) -> None:
-        """Those that do not run yet, or fewer where the system allows no more."""
+        """Starts the threads that do not run yet, or fewer where the system allows no more."""
         while len(self.threads) < self.most:
             thread = threading.Thread(target=self._serve, name=f"moert-load-{len(self.threads)}", daemon=True)
             try:
@@ -217,7 +221,7 @@ class Loaders:
                 self.threads.append(thread)
 
     def end(self) -> None:
-        """Waits for some time until all have ended; none is started after that."""
+        """Waits at most _CLOSE_S until all threads have ended; none is started after that."""
         self.most, self._serve = 0, _nothing
         until = time.monotonic() + _CLOSE_S
         for thread in self.threads:
@@ -225,18 +229,19 @@ class Loaders:
 
 
 def _nothing() -> None:
-    """What has ended holds nobody's memory."""
+    """Stands for `serve` once the threads have ended, so that they keep no cache in memory."""
 
 
 HANDED_OVER_BYTES = 128 << 10
-"""From this size on other threads read while the model computes; below, handing over takes longer than reading."""
+"""From this size on other threads read experts while the model computes: handing smaller ones over takes longer than
+reading them."""
 
 
 class ExpertCache:
-    """Experts in memory, never more than `capacity_bytes` of them, those being read included.
+    """The expert cache: experts in memory, never more than `capacity_bytes`, those being read included.
 
-    One thread leases (the model), and reads what it waits for if nobody else has begun to. `loaders` other threads
-    read at the same time; while nothing is waited for, they read what was predicted.
+    One thread leases (the model's), and reads an expert that it waits for unless another thread has begun to. `loaders`
+    other threads read at the same time; while no expert is waited for, they read predicted ones.
     """
 
     def __init__(
@@ -249,12 +254,12 @@ class ExpertCache:
         self._locked: set[ExpertKey] = set()  # leased or being read
         self._queue: deque[Slot] = deque()  # demanded, to be read
         self._waited_for = 0  # demanded, not read yet
-        self._under_way = 0  # what the model's thread has begun and not ended, leases included
+        self._under_way = 0  # calls of the model's thread that have not ended, leases included
         self._reading = 0  # loaders that read
-        self._likely: Sequence[ExpertKey] = ()  # what was predicted for the next layer
-        self._predicted: deque[ExpertKey] = deque()  # of that, what may still be read
+        self._likely: Sequence[ExpertKey] = ()  # experts predicted for the next layer
+        self._predicted: deque[ExpertKey] = deque()  # those of them that may still be read
         self._begun: list[ExpertKey] = []  # predicted, and begun to be read
-        self._unused: set[ExpertKey] = set()  # of these, not asked for yet
+        self._unused: set[ExpertKey] = set()  # those of them that were not demanded yet
         self._moves = Moves(store)
         self._lock = threading.RLock()  # so that a thread that Ctrl-C hits never releases it for another
         self._work, self._arrived = threading.Condition(self._lock), threading.Condition(self._lock)
@@ -271,16 +276,16 @@ class ExpertCache:
 
     @property
     def held_bytes(self) -> int:
-        """Memory that is taken, whether experts lie there or not."""
+        """Bytes of memory that are taken, whether experts lie there or not."""
         return self._residency.used_bytes + self._buffers.warm_bytes
 
     @property
     def n_resident(self) -> int:
-        """Experts in memory, those being read included."""
+        """Number of experts in memory, those being read included."""
         return len(self._slots)
 
     def resident(self) -> list[ExpertKey]:
-        """Experts that have been read, in order."""
+        """Returns the experts that have been read, in order."""
         with self._lock:
             return sorted(key for key, slot in self._slots.items() if slot.expert is not None)
 
@@ -290,9 +295,10 @@ class ExpertCache:
             self._residency.policy = policy
 
     def resize(self, capacity_bytes: int) -> None:
-        """Changes the limit while nothing is leased; what no longer fits leaves at once, and its memory.
+        """Changes the capacity while nothing is leased; experts that no longer fit leave at once, and their memory is
+        freed.
 
-        If Ctrl-C has cut something short, nothing stays, since nobody knows then what is half done.
+        If Ctrl-C has cut a call short, no expert stays, since any of them may be half done.
         """
         with self._lock:
             if self._under_way:
@@ -306,7 +312,7 @@ class ExpertCache:
             self._under_way -= 1
 
     def begin(self, demand: Demand) -> Arrivals:
-        """A layer begins: predictions for it are over."""
+        """Begins a layer with its demand: ends the predictions for it, and returns how far they had come."""
         with self._lock:
             self._under_way += 1
             self._expect_nothing()
@@ -317,13 +323,13 @@ class ExpertCache:
         return Arrivals(begun, missing)
 
     def absent(self, keys: Sequence[ExpertKey]) -> list[bool]:
-        """Which experts are neither in memory nor being read."""
+        """Returns for each expert whether it is neither in memory nor being read."""
         with self._lock:
             return [key not in self._slots for key in keys]
 
     def predict(self, keys: Sequence[ExpertKey], keep: Sequence[ExpertKey] = ()) -> None:
-        """What is worth reading ahead, most valuable first; replaces what is left of the last call. What to `keep`,
-        most valuable first, does not leave for it."""
+        """Has experts read ahead, most valuable first, in place of the last call's that are left. Experts to `keep`,
+        most valuable first, do not leave for them."""
         with self._lock:
             self._begun = []
             self._likely = (*keep, *keys)
@@ -332,10 +338,11 @@ class ExpertCache:
                 self._wake(1)
 
     def lease(self, keys: Sequence[ExpertKey], following: Sequence[ExpertKey] = ()) -> Lease:
-        """Lends experts of the present layer, for a with block.
+        """Returns a lease of experts of the present layer, for a with block.
 
-        They must fit together, as one token's demand of a layer does. `following` will be asked for next, one by one:
-        they are read already as far as there is room. Entering raises PackError, and so does waiting.
+        The experts must fit into the cache together, as one token's demand of a layer does. The experts `following` are
+        leased next, one by one: they are read already as far as there is room. Entering raises PackError, and so does
+        waiting.
         """
         return Lease(self, keys, following)
 
@@ -343,7 +350,8 @@ class ExpertCache:
         return self._store.nbytes(key)
 
     def settle(self) -> None:
-        """Experts that the store gave where they lay move into their buffers now, while nothing else is to be read."""
+        """Lets experts that the store left in the page cache move into their buffers, while nothing else is to be
+        read."""
         with self._lock:
             self._moves.begun = True
             if self._moves:
@@ -358,10 +366,10 @@ class ExpertCache:
         self.loaders.end()
         self._store.close()
 
-    # What a lease calls.
+    # Calls of a lease.
 
     def take(self, keys: Sequence[ExpertKey], following: Sequence[ExpertKey]) -> list[Slot]:
-        """Leases each expert; the reads of those that are missing are queued."""
+        """Leases each expert, and queues the reads of missing ones."""
         with self._lock:
             self._under_way += 1
             taken = [self._lend(self._slots[key]) if key in self._slots else None for key in keys]
@@ -375,7 +383,7 @@ class ExpertCache:
         return [slot for slot in taken if slot is not None]
 
     def give_back(self, slots: Sequence[Slot]) -> None:
-        """Ends leases; what was in memory by then counts as used."""
+        """Ends leases; experts that are in memory by then count as used."""
         with self._lock:
             self._end_leases(slots)
             used = [slot for slot in slots if slot.expert is not None]
@@ -386,7 +394,8 @@ class ExpertCache:
             self._under_way -= 1
 
     def wait_for(self, slot: Slot) -> Expert:
-        """Waits until the expert was read; meanwhile this thread reads experts that are leased and still queued."""
+        """Waits until the expert was read, and returns it; meanwhile this thread reads experts that are leased and
+        still queued. Raises the error that stopped its reading."""
         with self._lock:
             self._under_way += 1
             while slot.expert is None and slot.error is None:
@@ -397,11 +406,11 @@ class ExpertCache:
         assert slot.expert is not None
         return slot.expert
 
-    # All that follows is called holding the lock.
+    # Called with the lock held.
 
     def _bring(self, keys: Sequence[ExpertKey], taken: list[Slot | None]) -> None:
-        """Queues the reads of those that are not taken yet, and takes them."""
-        # Who leaves for all of them together is who would leave for one after the other, but found at once.
+        """Leases the experts that have no slot in `taken` yet, and queues their reads."""
+        # Evicting for all of them at once chooses the same experts as evicting for one after the other, and is faster.
         missing = sum([self._store.nbytes(key) for key, slot in zip(keys, taken, strict=True) if slot is None])
         victims = self._residency.victims(missing, self._locked, self._likely)
         self._evict(victims or [])
@@ -430,8 +439,8 @@ class ExpertCache:
                 self._locked.discard(slot.key)
 
     def _demand(self, key: ExpertKey) -> Slot:
-        """Makes room for a missing expert and queues its read; if nothing else helps, what was predicted or is needed
-        later leaves."""
+        """Makes room for a missing expert and queues its read; if nothing else helps, experts leave that were predicted
+        or are needed later."""
         while (slot := self._claim(key, True) or self._claim(key, True, force=True)) is None:
             if not self._reading and not any(held.expert is None for held in self._slots.values()):
                 raise RuntimeError(f"the expert cache of {self.capacity_bytes} bytes can't hold {key}")
@@ -439,7 +448,8 @@ class ExpertCache:
         return slot
 
     def _claim(self, key: ExpertKey, missed: bool, force: bool = False) -> Slot | None:
-        """Makes room for an expert and, if it is `missed`, queues its read; None if no other may leave for it."""
+        """Makes room for an expert and, if it is `missed`, queues its read; returns its slot, or None if no other
+        expert may leave for it."""
         nbytes = self._store.nbytes(key)
         victims = self._residency.victims(nbytes, self._locked, self._likely, force)
         if victims is None:
@@ -448,7 +458,7 @@ class ExpertCache:
         return self._admit(key, nbytes, missed)
 
     def _admit(self, key: ExpertKey, nbytes: int, missed: bool) -> Slot:
-        """The same where there is room."""
+        """Gives an expert a slot where there is room and, if it is `missed`, queues its read."""
         buffer = self._buffers.take(nbytes, self.capacity_bytes - self.used_bytes - nbytes)
         self._residency.add(key, nbytes)
         slot = self._slots[key] = Slot(key, buffer, missed, awaited=missed)
@@ -471,7 +481,7 @@ class ExpertCache:
         self._locked.discard(slot.key)
 
     def _expect_nothing(self) -> None:
-        """Forgets what was predicted, and what a layer that failed has left to be read."""
+        """Forgets predicted experts, and queued reads that a failed layer has left behind."""
         self._likely = ()
         self._predicted.clear()
         for slot in [queued for queued in self._queue if not queued.leases]:
@@ -484,7 +494,7 @@ class ExpertCache:
             self._arrived.wait()
 
     def _begin_anew(self) -> None:
-        """Forgets all experts and keeps their buffers, after Ctrl-C has left something half done."""
+        """Forgets all experts and keeps their buffers, after Ctrl-C has cut a call short."""
         self._predicted.clear()
         self._queue.clear()
         self._moves.clear()
@@ -498,8 +508,8 @@ class ExpertCache:
         self._under_way = self._waited_for = 0
 
     def _read_or_wait(self, queued: Slot | None) -> None:
-        """Reads this one, and if it is small all other small ones that are queued; without one, waits until some expert
-        has been read."""
+        """Reads the queued expert, and if it is small all other small ones that are queued; without one, waits until
+        some expert has been read."""
         started = time.perf_counter()
         if queued is None:
             self._arrived.wait()
@@ -528,12 +538,13 @@ class ExpertCache:
         self._arrived.notify_all()
         error = came[-1]
         if isinstance(error, BaseException) and not isinstance(error, Exception):
-            raise error  # Ctrl-C is for whoever runs, not for whoever asks for these experts
+            raise error  # Ctrl-C is for the thread that runs, not for the one that waits
         if self._predicted and not self._waited_for:
             self._wake(1)
 
     def _come(self, slot: Slot, what: Arrived | BaseException) -> None:
-        """An expert; or why it did not come."""
+        """Puts an expert that was read into its slot; an error instead of an expert is kept there, and the slot is
+        dropped."""
         if slot.awaited:
             slot.awaited = False
             self._waited_for -= 1
@@ -551,7 +562,7 @@ class ExpertCache:
         self._work.notify(readers)
 
     def _serve(self) -> None:
-        """What a loader does until the cache is closed."""
+        """Reads and moves experts until the cache is closed: the work of a loader."""
         with self._lock:
             while not self._closed:
                 slot = self._queue.popleft() if self._queue else self._next_predicted()
@@ -567,7 +578,8 @@ class ExpertCache:
                 self._reading -= 1
 
     def _move(self, slot: Slot, place: U8) -> None:
-        """To its own buffer, without holding the lock meanwhile. Whoever computes with it there goes on doing so."""
+        """Moves an expert to its own buffer, without holding the lock meanwhile. A computation that uses the old place
+        goes on using it."""
         self._lend(slot)  # or its buffer could become another's
         self._lock.release()
         try:
@@ -578,7 +590,8 @@ class ExpertCache:
             self._arrived.notify_all()
 
     def _next_predicted(self) -> Slot | None:
-        """Room for the most valuable prediction that is left, if nothing is waited for."""
+        """Returns a slot for the most valuable predicted expert that is left; None while a demanded one is waited for,
+        or without room."""
         while self._predicted and not self._waited_for and not self._residency.owes():
             key = self._predicted.popleft()
             if key in self._slots:

@@ -1,4 +1,4 @@
-"""Reads files of experts: how to open and read them, files that stay open, and many reads in one call."""
+"""Files of experts: how they are opened and read, files that stay open, and many reads in one call."""
 
 from __future__ import annotations
 
@@ -35,7 +35,8 @@ class IoInvalid(RunError):
 
 
 class IoSettings(NamedTuple):
-    """`direct`: past the page cache where the file system can. `threads` read at the same time."""
+    """How experts are read. `direct`: past the page cache where the file system can. `threads`: reads at the same
+    time."""
 
     direct: bool
     threads: int
@@ -45,7 +46,8 @@ class IoSettings(NamedTuple):
 
 
 def parse_io(text: str) -> IoSettings | None:
-    """auto | direct | buffered, the last two with ,THREADS if wanted. None stands for auto. Raises IoInvalid."""
+    """Returns the settings that --io names: auto (None), direct or buffered, the last two with ,THREADS if wanted.
+    Raises IoInvalid."""
     mode, comma, count = text.strip().lower().partition(",")
     if mode == "auto" and not comma:
         return None
@@ -59,7 +61,7 @@ def parse_io(text: str) -> IoSettings | None:
 
 
 def open_expert(path: str | os.PathLike[str], direct: bool) -> int:
-    """A descriptor to read from, past the page cache if `direct` and the file system can. Raises OSError."""
+    """Returns a descriptor to read from, past the page cache if `direct` and the file system can. Raises OSError."""
     flags = os.O_RDONLY | getattr(os, "O_CLOEXEC", 0) | getattr(os, "O_NONBLOCK", 0)  # a pipe must not be waited for
     if direct and _DIRECT:
         try:
@@ -73,9 +75,9 @@ def open_expert(path: str | os.PathLike[str], direct: bool) -> int:
 def read_into(fd: int, buffer: memoryview | npt.NDArray[np.uint8], offset: int = 0) -> int:
     """Fills `buffer` from a place in the file; returns the bytes found, fewer only if the file ends. Raises OSError.
 
-    What the buffer holds after the end of the file is then undefined. Direct reads want a buffer that begins on a page.
-    What they refuse (another place, a length that is not a whole number of pages, a file system that takes the flag
-    but not the read) is read through the page cache.
+    Behind the end of the file the buffer's contents are then undefined. Direct reads need a buffer that begins on a
+    page. Parts that can't be read so (another place, a length that is not a whole number of pages, a file system that
+    takes the flag but not the read) are read through the page cache.
     """
     view = (buffer if isinstance(buffer, memoryview) else buffer.data).cast("B")
     whole = len(view) - len(view) % PAGE_BYTES
@@ -95,11 +97,11 @@ def read_into(fd: int, buffer: memoryview | npt.NDArray[np.uint8], offset: int =
 
 
 def in_page_cache(path: str | os.PathLike[str], offset: int = 0) -> bool:
-    """Whether the page of the file there can be read without the drive; True where the system does not tell. Raises
-    OSError.
+    """Returns whether the file's page at `offset` can be read without the drive; True where the system does not say.
+    Raises OSError.
 
-    The pages are looked at first, which the system shows to the file's owner alone: others may only try to read without
-    waiting, and such a try itself has the page brought in, in time if the drive is fast.
+    The first check is mincore(2), which the system answers to the file's owner alone: others may only try to read
+    without waiting, and this try itself has the page brought in, in time if the drive is fast.
     """
     fd = open_expert(path, direct=False)
     try:
@@ -116,8 +118,8 @@ def in_page_cache(path: str | os.PathLike[str], offset: int = 0) -> bool:
 
 
 def _shown_cached(fd: int, offset: int) -> bool:
-    """What mincore(2) says of that page: True also of a file that is not the caller's. Raises OSError, AttributeError
-    where there is no such call."""
+    """Returns mincore(2)'s answer for that page: True also for a file that is not the caller's. Raises OSError, and
+    AttributeError where the system has no mincore."""
     if os.fstat(fd).st_size <= offset:
         return True
     # Closed with its last reference: Ctrl-C may come at any place, and a mapping that is pointed to can't be closed.
@@ -128,14 +130,14 @@ def _shown_cached(fd: int, offset: int) -> bool:
 
 
 def is_direct(fd: int) -> bool:
-    """True while reads of the descriptor go past the page cache."""
+    """Returns whether reads of the descriptor go past the page cache."""
     import fcntl
 
     return bool(_DIRECT) and bool(fcntl.fcntl(fd, fcntl.F_GETFL) & _DIRECT)
 
 
 def _make_buffered(fd: int) -> bool:
-    """Lets reads of the descriptor go through the page cache from now on; False if they did so already."""
+    """Has reads of the descriptor go through the page cache from now on; returns False if they did so already."""
     import fcntl
 
     if not is_direct(fd):
@@ -150,7 +152,7 @@ _SHARE = 3  # of the descriptors that the process may have
 
 @dataclass(eq=False, slots=True)
 class OpenFile:
-    """What a descriptor reads from, and how many are reading. One that is `stale` is closed behind the last of them."""
+    """An open file, and the number of its readers (`users`). A `stale` one is closed after the last of them."""
 
     name: tuple[str, bool]
     fd: int
@@ -163,12 +165,12 @@ class OpenFile:
 class OpenFiles:
     """The files of a folder that were opened last. Safe to use from several threads.
 
-    Before the first read after `expect`, a file is looked at by its name: another in its place, or one whose rights
+    Before the first read after `expect`, a file is looked up by its name: another in its place, or one whose rights
     have changed, is opened anew.
     """
 
     def __init__(self, root: str | os.PathLike[str], most: int | None = None) -> None:
-        """`most` files; None: as many as the process may well have."""
+        """`most`: files that stay open; None: a third of the descriptors that the process may have, at most 1,024."""
         self._root, self._most = os.fspath(root), most or max(1, min(_MOST, _allowed() // _SHARE))
         self._files: dict[tuple[str, bool], OpenFile] = {}
         self._lock, self._epoch = threading.Lock(), 0
@@ -177,12 +179,12 @@ class OpenFiles:
         return len(self._files)
 
     def expect(self) -> None:
-        """Something may have happened to the files since they were read last."""
+        """Has each file looked up again before its next read: it may have changed since the last one."""
         self._epoch += 1
 
     def take(self, path: str, direct: bool) -> OpenFile:
-        """To be read from until it is given back; past the page cache if `direct` and the file system can. Raises
-        OSError."""
+        """Returns an open file, to be read from until it is given back; past the page cache if `direct` and the file
+        system can. Raises OSError."""
         with self._lock:
             file = self._files.get((path, direct))
             if file is not None and file.epoch != self._epoch and not self._still(file):
@@ -194,7 +196,7 @@ class OpenFiles:
             return file
 
     def give(self, file: OpenFile, failed: bool = False) -> None:
-        """It is not in use any more. What has `failed` is opened anew next time."""
+        """Takes a file back that is not in use any more. One whose read has `failed` is opened anew next time."""
         with self._lock:
             file.users -= 1
             if file.stale and not file.users:
@@ -203,7 +205,7 @@ class OpenFiles:
                 self._drop(file)
 
     def close(self) -> None:
-        """What is in use is closed when it is given back."""
+        """Closes all files; one in use is closed when it is given back."""
         with self._lock:
             for file in list(self._files.values()):
                 self._drop(file)
@@ -211,7 +213,7 @@ class OpenFiles:
     def __del__(self) -> None:
         self.close()
 
-    # What follows is called holding the lock.
+    # Called with the lock held.
 
     def _still(self, file: OpenFile) -> bool:
         try:
@@ -251,23 +253,24 @@ def _identity(found: os.stat_result) -> tuple[int, ...]:
 
 
 def _allowed() -> int:
-    """Descriptors that the process may have."""
+    """Returns the number of descriptors that the process may have."""
     soft = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
     return 1 << 20 if soft == resource.RLIM_INFINITY else soft
 
 
 READ = np.dtype(structs.Read)
-"""The struct moert_read. `place` is an address; of those with `checked`, `crc` is the CRC-32 to be found; with `forget`
-what was read through the page cache does not stay there. `found` bytes come, fewer than `nbytes` only where the file
-ends or the system gives the errno `error`; `wrong`: all came and have another checksum."""
+"""The struct moert_read. `place`: an address; with `checked`, `crc`: the CRC-32 that the bytes must have; with
+`forget`, bytes read through the page cache do not stay there. Filled in: `found`, the bytes that came, fewer than
+`nbytes` only where the file ends or the system gives the errno `error`; `wrong`: all came and have another checksum."""
 
 _ROW = Struct("<qqQiIii16x")
 Table = npt.NDArray[Any]
-"""[reads] of READ."""
+"""Reads in one call: [reads] of READ."""
 
 
 class Read(NamedTuple):
-    """Consecutive bytes of an open file into `into`, uint8 [nbytes]; `crc`: the CRC-32 that they should have."""
+    """A read of consecutive bytes of an open file into `into`, uint8 [nbytes]; `crc`: the CRC-32 that they must
+    have."""
 
     fd: int
     offset: int
@@ -277,16 +280,16 @@ class Read(NamedTuple):
 
 
 class Reader(Protocol):
-    """One thread at a time uses it."""
+    """A way to carry out many reads in one call; one thread at a time uses it."""
 
     def read_many(self, table: Table) -> int:
-        """Carries out all reads of a table and fills in its last three columns; the number of those that are not whole
-        and right.
+        """Carries out all reads of a table and fills in its last three columns; returns the number of reads that are
+        incomplete or wrong.
 
         Reads that follow each other, in the table and in a file, are one request, scattered to their places: so
-        consecutive pieces should stand in order. Direct reads want what the drive wants (places, offsets and lengths
-        that are multiples of 512 or 4,096): others go through the page cache, and their descriptor from then on. None
-        is on its way any more when this returns.
+        consecutive pieces should stand in order. Direct reads need places, offsets and lengths that suit the drive
+        (multiples of 512 or 4,096): others go through the page cache, and their descriptor from then on. No read is
+        under way any more when this returns.
         """
         ...
 
@@ -294,7 +297,8 @@ class Reader(Protocol):
 
 
 def open_reader(threads: int, by_ring: bool = True) -> Reader:
-    """The best that there is here: io_uring unless not `by_ring`, else so many threads, else one read after the other.
+    """Returns the best reader of this system: io_uring if `by_ring`, else `threads` threads, else one read after the
+    other.
 
     Raises NativeFailed where there is no memory for it.
     """
@@ -309,7 +313,8 @@ class Readers:
         self._idle: list[Reader] = []
 
     def read_many(self, table: Table, threads: int) -> int:
-        """See Reader; with so many threads where a reader is opened for it. Safe to use from several threads."""
+        """See Reader; a reader that is opened for this call gets `threads` threads. Safe to use from several
+        threads."""
         try:
             reader = self._idle.pop()
         except IndexError:
@@ -319,13 +324,13 @@ class Readers:
         return failed
 
     def close(self) -> None:
-        """Closes those that nobody uses."""
+        """Closes the readers that are not in use."""
         while self._idle:
             self._idle.pop().close()
 
 
 def table_of(reads: Iterable[Read]) -> Table:
-    """[reads] for `read_many`; the places have to outlive it."""
+    """Returns a table [reads] for `read_many`; the places of the reads have to outlive it."""
     rows = [
         _ROW.pack(offset, len(into), address(into), fd, crc or 0, crc is not None, forget)
         for fd, offset, into, crc, forget in reads
@@ -334,12 +339,12 @@ def table_of(reads: Iterable[Read]) -> Table:
 
 
 def address(array: U8) -> int:
-    """Where its first byte lies; it is to be written to."""
+    """Returns the address of the first byte of a writable array."""
     return addressof(c_char.from_buffer(array))  # type: ignore[arg-type]  # array.ctypes takes three times as long
 
 
 class NativeReader:
-    """By the native library, without Python's lock."""
+    """A Reader by the native library, without Python's lock."""
 
     def __init__(self, native: library.Library, threads: int, by_ring: bool) -> None:
         self._call: Any = native.functions
@@ -365,7 +370,7 @@ class NativeReader:
         return _check(table)
 
     def close(self) -> None:
-        """Nothing may be read after that."""
+        """Closes the reader; nothing may be read after that."""
         if self._reader:
             self._call.moert_reader_close(self._reader)
             self._reader = None
@@ -376,7 +381,7 @@ class NativeReader:
 
 
 class PlainReader:
-    """One read after the other, where there is no native library."""
+    """A Reader that does one read after the other, where there is no native library."""
 
     def read_many(self, table: Table) -> int:
         """See Reader."""
@@ -392,11 +397,11 @@ class PlainReader:
         return _check(table)
 
     def close(self) -> None:
-        """Nothing is held."""
+        """Does nothing: there is nothing to close."""
 
 
 def _check(table: Table) -> int:
-    """Compares checksums of what has come whole; how many reads are not whole and right."""
+    """Compares the checksums of complete reads; returns the number of reads that are incomplete or wrong."""
     whole = (table["found"] == table["nbytes"]) & (table["error"] == 0)
     for at in np.flatnonzero(whole & (table["checked"] != 0)):
         table["wrong"][at] = zlib.crc32(_place(table[at]).data) != table["crc"][at]
@@ -404,5 +409,5 @@ def _check(table: Table) -> int:
 
 
 def _place(row: Any) -> U8:
-    """uint8 [nbytes] where a read goes."""
+    """Returns the memory that a read fills, uint8 [nbytes]."""
     return np.ctypeslib.as_array((c_uint8 * int(row["nbytes"])).from_address(int(row["place"])))

@@ -1,4 +1,4 @@
-"""Makes the eviction policy and the predictor of a pack from the names that a user gives."""
+"""The eviction policy, predictor and hash function of a pack, made from the names that a user gives."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ AUTO_PREDICTOR = "auto"
 
 @dataclass(frozen=True)
 class Known:
-    """What a pack has for predictors: its tables, and its hash function at work."""
+    """A pack's data for predictors: its path tables, and its hash function at work."""
 
     tables: TransitionTable | None = None
     foresight: Foresight | None = None
@@ -41,7 +41,7 @@ PREDICTORS: Mapping[str, Callable[[Known], Predictor | None]] = {
 NEED_TABLES = frozenset({"transitions"})
 NEED_HASH = frozenset({"hash"})
 TAKE_HASH = frozenset({AUTO_PREDICTOR, *NEED_HASH})
-"""These look several layers ahead where there is a hash function."""
+"""Predictors that look several layers ahead where there is a hash function."""
 
 
 def _tables(known: Known) -> TransitionTable:
@@ -66,8 +66,8 @@ DEFAULT_PREDICTOR = AUTO_PREDICTOR
 class Policies(NamedTuple):
     """Policies that a program brings: baselines and controls that no setting names.
 
-    `predictor` and `eviction` take the place of those that settings name. Not `weighed`, all experts are read that the
-    predictor names, whatever that is worth.
+    `predictor` and `eviction` take the place of those that settings name. Without `weighed`, the likeliest experts are
+    read ahead whether or not that saves time.
     """
 
     predictor: Predictor | None = None
@@ -76,7 +76,7 @@ class Policies(NamedTuple):
 
 
 class _OfAModel(Protocol):
-    """What one of a pack's optional files says."""
+    """The content of one of a pack's optional files."""
 
     def check(self, spec: ModelSpec) -> None: ...
 
@@ -89,10 +89,10 @@ class Choice(NamedTuple):
 
 
 def eviction_for(pack: Pack, name: str, share: float, notify: Callable[[str], None]) -> Choice:
-    """Returns the policy of that name, with what the pack's trace teaches it. `auto` is the one that the pack records
-    for `share` of its experts in memory (Trace.eviction_at), or the default where it records none that is known here.
+    """Returns the policy of that name, which learns from the pack's trace. `auto` is the one that the pack records for
+    `share` of its experts in memory (Trace.eviction_at), or the default where it records none that is known here.
 
-    `notify` hears of a trace that is not one of this model: no answer depends on it, so it is left aside. Raises
+    `notify` is called where the trace is not one of this model: no answer depends on it, so it is left aside. Raises
     PackError if the trace is damaged, and KeyError for an unknown name.
     """
     spec, trace = pack.manifest.model, trace_of(pack, notify)
@@ -103,22 +103,22 @@ def eviction_for(pack: Pack, name: str, share: float, notify: Callable[[str], No
 
 
 def succession_of(pack: Pack, notify: Callable[[str], None]) -> Succession | None:
-    """What the pack's trace teaches; None without one of this model, of which `notify` hears. Raises PackError if it is
-    damaged."""
+    """Returns the succession counted in the pack's trace; None without a trace of this model (`notify` is called for
+    one of another). Raises PackError if the trace is damaged."""
     trace = trace_of(pack, notify)
     return None if trace is None else Succession.of(trace, pack.manifest.model)
 
 
 def trace_of(pack: Pack, notify: Callable[[str], None]) -> Trace | None:
-    """The pack's trace, alike."""
+    """Returns the pack's trace; None and errors as in succession_of."""
     return _of_this_model(pack, TRACE, Trace.from_bytes, notify) if TRACE in pack.manifest.files else None
 
 
 def _of_this_model(
     pack: Pack, name: str, read: Callable[[bytes], _F], notify: Callable[[str], None] | None = None
 ) -> _F | None:
-    """What a file of the pack says. One that is not for this model is left aside, and `notify` hears of it, where there
-    is that; else HeaderInvalid or FormatTooNew is raised. Raises PackError if it is damaged."""
+    """Returns the content of a file of the pack. If it is not for this model, calls `notify` and returns None; without
+    `notify` raises HeaderInvalid or FormatTooNew. Raises PackError if it is damaged."""
     body = pack.read_file(name)
     try:
         found = read(body)
@@ -132,9 +132,9 @@ def _of_this_model(
 
 
 def predictor_for(pack: Pack, name: str, foresight: Foresight | None) -> Predictor | None:
-    """None if nothing is to be predicted, as of AUTO_PREDICTOR where experts are small: handing their reads to other
-    threads takes longer than reading them. `foresight`: the pack's, see hash_for. Raises PackError, PathsMissing, and
-    KeyError for an unknown name."""
+    """Returns the predictor of that name. None: nothing is to be predicted, as with AUTO_PREDICTOR where experts are
+    small: handing their reads to other threads takes longer than reading them. `foresight`: the pack's, see hash_for.
+    Raises PackError, PathsMissing, and KeyError for an unknown name."""
     check_predictor(pack, name)
     if name == AUTO_PREDICTOR and not reading_ahead_pays(pack):
         return None
@@ -143,7 +143,7 @@ def predictor_for(pack: Pack, name: str, foresight: Foresight | None) -> Predict
 
 
 def reading_ahead_pays(pack: Pack) -> bool:
-    """Whether experts are so large, on the mean, that handing reads over takes less time than reading."""
+    """Returns whether experts are so large, on the mean, that handing reads over takes less time than reading."""
     return pack.manifest.mean_expert_bytes >= HANDED_OVER_BYTES
 
 
@@ -159,10 +159,11 @@ def check_predictor(pack: Pack, name: str) -> None:
 
 
 def hash_for(pack: Pack, predictor: str, routes: bool, notify: Callable[[str], None]) -> HashFunction | None:
-    """The pack's hash function, if this predictor asks for it, or it `routes`: takes the place of the routers.
+    """Returns the pack's hash function if this predictor uses it, or if it `routes` (takes the place of the routers);
+    else None.
 
-    `notify` hears of one that is not for this model where nobody named it: it is left aside then. Raises PackError,
-    HashMissing, or SettingInvalid where its numbers can't take the routers' place.
+    A function that is not for this model is left aside where no setting names it; `notify` is called then. Raises
+    PackError, HashMissing, or SettingInvalid where the function's numbers can't take the routers' place.
     """
     check_hash(pack, routes)
     named = predictor in NEED_HASH or routes

@@ -1,4 +1,4 @@
-"""Which expert leaves when room is needed: pure policies over columns of plain numbers, and what they know.
+"""Eviction: pure policies over columns of plain numbers that choose the expert that leaves, and these columns.
 
 From top to bottom: the demands of layers, the use of every expert so far, which experts follow which in a pack's
 recorded trace, and the policies, with EVICTION as their one registry.
@@ -20,7 +20,7 @@ from moert.pack.paths import DROPPED, Trace
 
 
 class Demand(NamedTuple):
-    """The router of a layer has decided for all tokens of a pass: `experts` are needed, each once, ascending."""
+    """The experts that a layer's router has chosen for all tokens of a pass, each once, ascending."""
 
     at: LayerKey
     experts: tuple[int, ...]
@@ -30,33 +30,33 @@ class Demand(NamedTuple):
 
 
 class Arrivals(NamedTuple):
-    """How far reading ahead had come when a demand was made: predicted experts that were begun to be read, and how many
-    of those demanded are still to be read from the beginning."""
+    """How far reading ahead had come at a demand: `begun`, predicted experts whose reading had begun, and `missing`,
+    how many demanded experts are still to be read from the beginning."""
 
     begun: list[ExpertKey]
     missing: int
 
 
 Listener = Callable[[Demand], object]
-"""Is told of every demand, in the order of execution."""
+"""Is called with every demand, in the order of execution."""
 
 
 I64 = npt.NDArray[np.int64]
 F64 = npt.NDArray[np.float64]
 
 FORGETTING = 0.5**0.125
-"""What a demand still counts in `recent` one visit of its layer later: half after eight visits."""
+"""Weight of a demand in `recent` one visit of its layer later: half after eight visits."""
 FORGOTTEN = np.exp2(log2(FORGETTING) * np.arange(8700))
-"""[visits]: what a demand still counts after so many, which is nothing after more."""
+"""[visits]: weight of a demand after that many visits; 0 after more."""
 _USUAL = 0.05  # weight of the latest interval between two visits of a layer in the mean of them
 
 
 @dataclass(frozen=True, slots=True)
 class Candidates:
-    """Experts that may leave, one entry of each column [n] for each. Policies do not change them.
+    """Experts that may leave: columns [n] with one entry for each, which policies do not change.
 
-    Time is counted in demands (`last_used`, `loaded_at`; `last_used` is -1 for an expert that was not demanded since
-    it was loaded), in visits of the expert's own layer (`visits`, `age`), or in steps, which are visits of any layer
+    Time is counted in demands (`last_used`, `loaded_at`; `last_used` is -1 for an expert that was not demanded since it
+    was loaded), in visits of the expert's own layer (`visits`, `age`), or in steps, which are visits of any layer
     (`wait`, `interval`).
     """
 
@@ -83,12 +83,12 @@ class Candidates:
 
 
 def place_of(at: LayerKey) -> int:
-    """A number for each layer of either stack."""
+    """Returns the place of a layer: a number of its own for each layer of either stack."""
     return 2 * at.layer + (at.stack == "decoder")
 
 
 class Usage:
-    """Grows by a row for each expert that it hears of. `clock` counts demands, `steps` visits of layers."""
+    """The use of every expert so far, a row for each. `clock` counts demands, `steps` visits of layers."""
 
     def __init__(self) -> None:
         self.clock = 0
@@ -102,11 +102,11 @@ class Usage:
         self._latest: dict[int, tuple[int, ...]] = {}
 
     def row(self, key: ExpertKey) -> int | None:
-        """None for an expert that was not heard of."""
+        """Returns the row of an expert; None if it has no row yet."""
         return self._rows.get(key)
 
     def load(self, key: ExpertKey) -> int:
-        """The expert comes into memory; returns its row."""
+        """Records that an expert comes into memory; returns its row."""
         row = self._rows.get(key)
         if row is None:
             row = self._rows[key] = len(self.keys)
@@ -123,7 +123,7 @@ class Usage:
         return row
 
     def visit(self, demand: Demand) -> None:
-        """A layer begins."""
+        """Records that a layer begins, with its demand."""
         place = place_of(demand.at)
         self._know(place)
         self.steps += 1
@@ -139,7 +139,7 @@ class Usage:
         self.demand_all((row,))
 
     def demand_all(self, rows: Sequence[int]) -> None:
-        """Counts such a demand for each of these rows, in this order."""
+        """Counts a demand for the expert of each row, in this order."""
         place, recent, last_visit = self._place, self._recent, self._last_visit
         for row in rows:
             visits = self._visits[place[row]]
@@ -150,7 +150,7 @@ class Usage:
             self.clock += 1
 
     def candidates(self, rows: I64) -> Candidates:
-        """What is known of these rows [n]."""
+        """Returns the columns of these rows [n]."""
         place = _view(self._place)[rows]
         visits, interval = _view(self._visits), _real(self._interval)
         wait = np.maximum(_real(self._visited_at) + interval - self.steps, 0.5)
@@ -170,12 +170,12 @@ class Usage:
 
     @property
     def size(self) -> tuple[int, int]:
-        """Experts and places of layers that are known."""
+        """Number of experts, and number of places of layers."""
         return len(self.keys), len(self._visits)
 
     def columns(self) -> dict[str, array[Any]]:
-        """All that is known, by row and by place, under the names of moert.kernels.structs.Residents. They lie
-        elsewhere once `size` has changed."""
+        """Returns all columns, by row and by place, under the names of moert.kernels.structs.Residents. Their memory
+        moves when `size` changes."""
         return {
             "place": self._place, "order": self._order, "frequency": self._frequency, "last_used": self._last_used,
             "loaded_at": self._loaded_at, "last_visit": self._last_visit, "recent": self._recent,
@@ -188,7 +188,7 @@ class Usage:
         return self._latest
 
     def order(self, rows: I64) -> I64:
-        """Numbers that sort like the experts' keys."""
+        """Returns numbers [n] that sort like the experts' keys."""
         return _view(self._order)[rows]
 
     def _know(self, place: int) -> None:
@@ -207,20 +207,21 @@ def _real(column: array[Any]) -> F64:
 
 
 MOST_BYTES = 16 << 20
-"""Tables that would be larger are not made."""
+"""Most bytes of a Succession: where its tables would be larger, none are made."""
 _PRIOR = 20.0  # visits that an expert's overall share counts for, beside those that were seen after another expert
 
 
 class Succession:
-    """`shares` by place of a layer [num_experts, num_experts]: of the tokens that a layer sent to expert a, the share
-    whose next token it sent to expert b. Kept in 16 bits."""
+    """Which experts follow which. `shares` by place of a layer [num_experts, num_experts]: of the tokens that a layer
+    sent to expert a, the share whose next token it sent to expert b. Kept in 16 bits."""
 
     def __init__(self, shares: Mapping[int, npt.NDArray[np.floating[Any]]]) -> None:
         self._shares = {place: share.astype(np.float16) for place, share in shares.items()}
 
     @classmethod
     def of(cls, trace: Trace, spec: ModelSpec, first_token: int = 0) -> Succession:
-        """Counts decoder layers, from a token of the trace on; what an encoder reads next has nothing to do with it.
+        """Returns the succession counted in a trace's decoder layers, from `first_token` on; an encoder's next pass
+        reads an unrelated text.
 
         The trace must be one of this model (Trace.check).
         """
@@ -233,7 +234,8 @@ class Succession:
         })  # fmt: skip
 
     def after(self, place: int, experts: Collection[int]) -> F64 | None:
-        """[num_experts]: how likely the layer selects each at its next visit, if it selected `experts` at this one.
+        """Returns the probability that the layer selects each expert [num_experts] at its next visit, if it selected
+        `experts` at this one.
 
         The mean over `experts`. None for a layer that was not counted.
         """
@@ -249,7 +251,7 @@ class Succession:
 
 
 def _shares(chosen: I64, num_experts: int) -> F64:
-    """chosen [tokens, top_k] of one layer → [num_experts, num_experts]."""
+    """Returns the shares of one layer [num_experts, num_experts], counted in chosen [tokens, top_k]."""
     before, after = np.broadcast_arrays(chosen[:-1, :, None], chosen[1:, None, :])
     real = (before != DROPPED) & (after != DROPPED)
     pairs = np.bincount(before[real] * num_experts + after[real], minlength=num_experts**2)
@@ -265,12 +267,12 @@ LayerOrder = Sequence[LayerKey]
 Latest = Mapping[int, tuple[int, ...]]
 """See Candidates.latest."""
 
-_RARELY = 1e-9  # stands for the probability of what was never demanded
+_RARELY = 1e-9  # stands for the probability of an expert that was never demanded
 
 
 class Rule(NamedTuple):
-    """A policy that the native library knows, by its name (moert.kernels.structs.RULES) and what it needs: `nearness`
-    int64 [places of layers], `following` float64 [places, num_experts], not a number where nothing is known."""
+    """A policy that the native library knows, by its name (moert.kernels.structs.RULES) and its numbers: `nearness`
+    int64 [places of layers], `following` float64 [places, num_experts], NaN where nothing is known."""
 
     name: str
     nearness: npt.NDArray[np.int64] | None = None
@@ -281,29 +283,30 @@ _RECENCY, _FREQUENCY = Rule("recency"), Rule("frequency")
 
 
 class EvictionPolicy(Protocol):
-    """Says what each candidate is worth.
+    """An eviction policy: gives each candidate a worth.
 
-    One that the native library knows also has `rule(present, latest)`: the Rule that finds the same, of the present
-    layer and what each layer has demanded last.
+    One that the native library knows also has `rule(present, latest)`, which returns the Rule of the same choice, from
+    the present layer and each layer's latest demand.
     """
 
     def worth(self, candidates: Candidates, present: LayerKey) -> npt.NDArray[Any]:
-        """[n]: the smallest leaves first; of equal ones the least recently used, then by key.
+        """Returns the worth of each candidate [n]: the smallest leaves first; of equal ones the least recently used,
+        then by key.
 
-        `present` is the layer being executed; what it still needs is not among the candidates.
+        `present` is the layer being executed; experts that it still needs are not among the candidates.
         """
         ...
 
 
 class PaperEviction:
-    """EdgeMoE §3.3.3: evict first the expert with the smallest frequency × nearness of its layer.
+    """The policy of EdgeMoE §3.3.3: evicts first the expert with the smallest frequency × nearness of its layer.
 
     With S layers in the decoder, i the expert's layer and I the present one, nearness is (S - i + I) mod S: S - 1 for
-    the layer that runs next, 1 for the one that has just run, 0 for the present one (whose experts still needed are
-    not candidates). Of two equally frequent experts the one needed sooner stays. The published formula has the sign
-    of the rule wrong: read literally it evicts the largest product, which is the expert that the text wants to keep.
-    While the decoder runs, experts of the encoder go before all others. While the encoder runs, its
-    layers and the decoder's form one cycle: layers just passed are the furthest from their next use.
+    the layer that runs next, 1 for the one that has just run, 0 for the present one (whose experts still needed are not
+    candidates). Of two equally frequent experts the one needed sooner stays. The published formula has the sign of the
+    rule wrong: read literally it evicts the largest product, which is the expert that the text wants to keep. While the
+    decoder runs, experts of the encoder go before all others. While the encoder runs, its layers and the decoder's form
+    one cycle: layers just passed are the furthest from their next use.
     """
 
     def __init__(self, order: LayerOrder) -> None:
@@ -319,7 +322,8 @@ class PaperEviction:
 
     @staticmethod
     def _row(order: LayerOrder, present: LayerKey) -> npt.NDArray[np.int64]:
-        """[places of layers]: how near each layer is to the present one; -1 where the decoder never asks for it."""
+        """Returns the nearness of each layer to the present one [places of layers]; -1 for the encoder's while the
+        decoder runs."""
         cycle = [layer for layer in order if layer.stack == "decoder"] if present.stack == "decoder" else list(order)
         row = np.full(1 + max(place_of(layer) for layer in order), -1)
         for index, layer in enumerate(cycle):
@@ -328,7 +332,7 @@ class PaperEviction:
 
 
 class LeastRecentlyUsed:
-    """Evicts what was demanded longest ago; what was never demanded counts from when it was loaded."""
+    """LRU: evicts the expert that was demanded longest ago; one that was never demanded counts from its loading."""
 
     def worth(self, candidates: Candidates, present: LayerKey) -> npt.NDArray[Any]:
         return np.maximum(candidates.last_used, candidates.loaded_at)
@@ -338,10 +342,11 @@ class LeastRecentlyUsed:
 
 
 class LeastRecentOfLayer:
-    """Evicts what stands furthest back in the order in which the experts of its own layer were used, so that each layer
-    keeps about as many, the latest. Mixtral-offloading (Eliseev & Mazur 2023) keeps k of each.
+    """LRU by layer: evicts the expert that stands furthest back in the order in which the experts of its own layer were
+    used, so that each layer keeps about as many, the latest. Mixtral-offloading (Eliseev & Mazur 2023) keeps k of each
+    layer.
 
-    In the present layer those that it needs stand before all candidates.
+    In the present layer the experts that it needs stand before all candidates.
     """
 
     def worth(self, candidates: Candidates, present: LayerKey) -> npt.NDArray[Any]:
@@ -356,7 +361,7 @@ class LeastRecentOfLayer:
 
 
 class LeastFrequentlyUsed:
-    """Evicts what was demanded least often since the start."""
+    """LFU: evicts the expert that was demanded least often since the start."""
 
     def worth(self, candidates: Candidates, present: LayerKey) -> npt.NDArray[Any]:
         return candidates.frequency
@@ -366,18 +371,18 @@ class LeastFrequentlyUsed:
 
 
 class ExpectedWait:
-    """Evicts what is likely to be needed again last: Belady's rule (1966) with an estimate for the future.
+    """Belady's rule (1966) with an estimate for the future: evicts the expert that is likely to be needed again last.
 
-    An expert is taken at a visit of its layer with the probability p, half its frequency since the start and half a
-    mean that forgets (frequency with recency: LRFU, Lee et al. 2001, but counted in visits of the layer, since
-    only then an expert can be used). A succession, where there is one for the layer, has half the
-    say in p: it knows which experts follow those that the layer has selected last. If visits are independent, the
-    expert is needed after wait + interval · (1/p - 1) steps.
+    An expert is demanded at a visit of its layer with the probability p, half its frequency since the start and half a
+    mean that forgets (frequency with recency: LRFU, Lee et al. 2001, but counted in visits of the layer, since only
+    then an expert can be used). Where a succession has counted the layer, it makes up half of p: it knows which experts
+    follow those that the layer has selected last. If visits are independent, the expert is needed after wait + interval
+    · (1/p - 1) steps.
     """
 
     def __init__(self, order: LayerOrder, succession: Succession | None = None) -> None:
         self._succession = succession
-        self._latest: dict[int, tuple[int, ...]] = {}  # by place: what _following was looked up for
+        self._latest: dict[int, tuple[int, ...]] = {}  # by place: the experts that _following was looked up for
         self._following = np.zeros((0, 0))  # [places, num_experts], not a number where nothing is known
         self._n_places = 1 + max(place_of(layer) for layer in order)
         self._rule = Rule("wait")
@@ -392,7 +397,8 @@ class ExpectedWait:
         return -(candidates.wait + candidates.interval * (visits - 1.0))
 
     def visits(self, candidates: Candidates) -> F64:
-        """[n]: after how many visits of its layer each is likely to be needed, at least 1."""
+        """Returns the number of visits of its layer after which each candidate is likely to be needed [n], at least
+        1."""
         often = candidates.frequency / np.maximum(candidates.visits, 1)
         lately: F64 = (1.0 - FORGETTING) * candidates.recent * np.exp2(log2(FORGETTING) * candidates.age)
         probability: F64 = 0.5 * (often + lately)
@@ -433,5 +439,5 @@ EVICTION: Mapping[str, _Factory] = {
     "lfu": lambda order, succession=None: LeastFrequentlyUsed(),
     "expected": ExpectedWait,
 }
-"""Name → policy, given the order of the layers, and what the pack's trace says of the future if there is one. What
-needs the real future (Belady) is in moert.experts.replay."""
+"""Name → policy, made from the order of the layers and, if the pack has a trace, the succession in it. Belady's rule,
+which needs the real future, is in moert.experts.replay."""

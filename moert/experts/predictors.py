@@ -13,25 +13,25 @@ from moert.pack.model_spec import LayerKey
 from moert.pack.paths import F64, TransitionTable
 
 Selected = npt.NDArray[np.integer[Any]]
-"""What the router of one layer selected: [tokens, top_k] expert ids, -1 where a token was dropped."""
+"""The choice of one layer's router: expert ids [tokens, top_k], -1 where a token was dropped."""
 
 Prediction = list[tuple[int, float]]
 """(expert, probability that the group of tokens demands it), most probable first, none of probability zero."""
 
 
 def no_scores() -> F64 | None:
-    """For layers whose router can't be asked yet."""
+    """Returns no scores: for layers whose router can't be called yet."""
     return None
 
 
 @dataclass(frozen=True)
 class Situation:
-    """What is known when somebody asks which experts a layer will demand.
+    """The input of a prediction of the experts that a layer will demand.
 
-    `at` is the layer predicted. `n_tokens` will go through it together, each to `top_k` experts. `history` holds what
-    these tokens selected in the layers with experts before, in order; it is empty where they have no such layer.
-    `scores` asks that layer's router about the present hidden state and gives the mean of its probabilities over the
-    tokens, [num_experts]; None where there is no such state.
+    `at` is the layer predicted. `n_tokens` will go through it together, each to `top_k` experts. `history` holds the
+    selections of these tokens in the layers with experts before it, in order; it is empty before the first of them.
+    `scores` runs that layer's router on the present hidden state and returns the mean of its probabilities over the
+    tokens, [num_experts]; None where there is no hidden state yet.
     """
 
     at: LayerKey
@@ -43,18 +43,18 @@ class Situation:
 
 class Predictor(Protocol):
     def predict(self, situation: Situation) -> Prediction:
-        """The experts that are likely to be demanded; nothing where the predictor can't tell.
+        """Returns the experts that are likely to be demanded; an empty list where the predictor can't tell.
 
         For one token the probabilities add up to about top_k. They are the predictor's own claim, which
-        `moert.experts.ahead` checks against what comes.
+        `moert.experts.ahead` checks against the demand.
         """
         ...
 
 
 def of_one_token(weights: F64, top_k: int) -> F64:
-    """weights [num_experts] of at least 0 → probabilities in proportion, each at most 1, that add up to top_k.
+    """Returns probabilities [num_experts] in proportion to weights of at least 0, each at most 1, that add up to top_k.
 
-    With fewer than top_k experts above zero all of these get 1.
+    With fewer than top_k weights above zero all of these get 1.
     """
     ascending = np.sort(weights)
     rest = np.cumsum(ascending)[::-1]  # [i]: of all but the i largest
@@ -68,12 +68,12 @@ def of_one_token(weights: F64, top_k: int) -> F64:
 
 
 def of_any_token(probabilities: F64, n_tokens: int) -> F64:
-    """The probability that at least one of n independent tokens demands each expert: 1 - (1 - p)^n."""
+    """Returns the probability that at least one of n independent tokens demands each expert: 1 - (1 - p)^n."""
     return probabilities if n_tokens == 1 else 1.0 - (1.0 - probabilities) ** n_tokens
 
 
 def ranked(probabilities: F64) -> Prediction:
-    """probabilities [num_experts] → highest first, ties by expert."""
+    """Returns the prediction of probabilities [num_experts], highest first, ties by expert."""
     order = np.argsort(-probabilities, kind="stable")
     order = order[: np.count_nonzero(probabilities)]
     return list(zip(order.tolist(), probabilities[order].tolist(), strict=True))
@@ -81,11 +81,12 @@ def ranked(probabilities: F64) -> Prediction:
 
 class GateAhead:
     def predict(self, situation: Situation) -> Prediction:
-        """Nothing where there is no present hidden state: before the first layer of a token."""
+        """Returns the prediction of the layer's router on the present hidden state; an empty list before the first
+        layer of a token, which has no such state."""
         scores = situation.scores()
         if scores is None:
             return []
-        # Squared, since only the largest are selected: claims of trained models came out closer to what was demanded.
+        # Squared, since only the largest are selected: claims of trained models came out closer to the demand.
         return ranked(of_any_token(of_one_token(scores**2, situation.top_k), situation.n_tokens))
 
 
@@ -93,7 +94,7 @@ _SAMPLE = 32
 
 
 class Transitions:
-    """Probabilities from the pack's tables; for a large group of tokens from an even sample of it."""
+    """The predictor of the pack's path tables; of a large group of tokens it takes an even sample."""
 
     def __init__(self, tables: TransitionTable) -> None:
         self._tables = tables

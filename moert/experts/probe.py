@@ -1,4 +1,4 @@
-"""Measures a drive: how experts are read fastest, remembered, and the drive's curve for `moert info --system`."""
+"""Measurements of a drive: the fastest way to read experts, remembered, and its curve for `moert info --system`."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ from moert.pack.codec import U8
 
 PROBE_S = 0.5
 _THREADS = (1, 2, 4)
-_PIECE_BYTES = 4 << 20  # of a larger file no more is read by a probe
+_PIECE_BYTES = 4 << 20  # a probe reads no more of a larger file
 _FILES = 256
 _TIE = 0.95
 _SECTION = "drives"
@@ -46,8 +46,8 @@ _DAMAGED = (*DAMAGED, IoInvalid)
 
 @dataclass(frozen=True)
 class Drive:
-    """What was found out about a drive: the best settings, and what each of those tried brings [bytes/s], in reads of
-    at most `piece_bytes`; 0 where that was not remembered."""
+    """The measurement of a drive: the best settings, and the speed of each that was tried [bytes/s], in reads of at
+    most `piece_bytes`; 0 where that was not remembered."""
 
     settings: IoSettings
     speeds: Mapping[IoSettings, float]
@@ -55,19 +55,20 @@ class Drive:
 
 
 Measure = Callable[[Iterator[Path], IoSettings, float], float]
-"""Reads some of the files with these settings for about so many seconds; returns bytes/s, 0 if none can be read."""
+"""Reads some of the files with these settings for about that many seconds; returns bytes/s, 0 if none can be read."""
 
 
 def settings_for(files: Sequence[Path]) -> IoSettings:
-    """The best settings for the drive that the expert files lie on: remembered, or measured now and remembered."""
+    """Returns the best settings for the drive that the expert files lie on: remembered, or measured now and
+    remembered."""
     return drive_of(files).settings
 
 
 def drive_of(files: Sequence[Path], cache: Path | None = None, root: Path = Path("/")) -> Drive:
-    """What is known about that drive: remembered, or measured now and remembered.
+    """Returns the measurement of the files' drive: remembered, or measured now and remembered.
 
-    `cache` is the file to remember in, by default one in the user's cache folder; `root` is where /proc and /sys are.
-    Never fails: without a cache it measures each time.
+    `cache` is the file to remember it in, by default one in the user's cache folder; `root` is where /proc and /sys
+    are. Never fails: without a cache it measures each time.
     """
     cache, key = cache or cache_file(), drive_key(files[0], root)
     known = known_drives(cache)
@@ -80,16 +81,16 @@ def drive_of(files: Sequence[Path], cache: Path | None = None, root: Path = Path
 
 
 def remembered(path: Path, cache: Path | None = None, root: Path = Path("/")) -> Drive | None:
-    """What is known about the drive under a file or folder, without measuring; None if it was never measured."""
+    """Returns the measurement of the drive under a file or folder, without measuring; None if it was never measured."""
     key = drive_key(path, root)
     return known_drives(cache or cache_file()).get(key) if key else None
 
 
 def probe(files: Sequence[Path], measure: Measure | None = None, clock: Callable[[], float] = time.monotonic) -> Drive:
-    """Reads whole expert files, cold, in every way for about PROBE_S in all, and takes the fastest.
+    """Measures a drive: reads expert files, cold, in every way for about PROBE_S in all, and takes the fastest.
 
-    Each way has two turns, the second in reverse order, and its better one counts: other caches below this system
-    warm up meanwhile. A way that would not end in time is left out, so that slow drives try fewer of them.
+    Each way has two turns, the second in reverse order, and its better one counts: other caches below this system warm
+    up meanwhile. A way that would not end in time is left out, so that slow drives try fewer of them.
     """
     chosen = some_of(files)
     piece = max((_size(path) for path in chosen), default=0)
@@ -108,18 +109,19 @@ def probe(files: Sequence[Path], measure: Measure | None = None, clock: Callable
 
 
 def some_of(files: Sequence[Path]) -> list[Path]:
-    """As many of them as may well be opened, from everywhere among them."""
+    """Returns at most _FILES of the files, evenly spread among them."""
     return [files[at] for at in sorted({len(files) * step // _FILES for step in range(_FILES)})]
 
 
 def choose(speeds: Mapping[IoSettings, float]) -> IoSettings:
-    """The fastest; of those within 5% of it the fewest threads, then direct, which leaves the page cache alone."""
+    """Returns the settings with the fewest threads of those within 5% of the fastest, then direct ones, which leave the
+    page cache alone."""
     enough = _TIE * max(speeds.values())
     return min((way for way in speeds if speeds[way] >= enough), key=lambda way: (way.threads, not way.direct))
 
 
 def takes_direct(path: Path) -> bool:
-    """Whether this file can be read past the page cache."""
+    """Returns whether this file can be read past the page cache."""
     with suppress(OSError):
         fd = open_expert(path, direct=True)
         try:
@@ -133,8 +135,8 @@ def takes_direct(path: Path) -> bool:
 def read_for(
     files: Iterator[Path], settings: IoSettings, seconds: float, clock: Callable[[], float] = time.perf_counter
 ) -> float:
-    """See Measure. Threads begin no read after `seconds`. Where the system allows fewer threads than the settings
-    name, they can't be had: 0."""
+    """See Measure. Threads begin no read after `seconds`. Returns 0 where the system allows fewer threads than the
+    settings name."""
     lock, total = threading.Lock(), 0
     started = clock()
 
@@ -160,8 +162,7 @@ def read_for(
 
 
 def _read_cold(path: Path, direct: bool) -> int:
-    """Reads a file from the drive and leaves nothing of it in the page cache; returns its bytes, or of a long one those
-    that were read."""
+    """Reads a file from the drive and leaves nothing of it in the page cache; returns the number of bytes read."""
     fd = open_expert(path, direct)
     try:
         _forget(fd)
@@ -178,22 +179,22 @@ def _forget(fd: int) -> None:
 
 
 def aligned(nbytes: int) -> npt.NDArray[np.uint8]:
-    """uint8 [nbytes] that begins on a page."""
+    """Returns an array, uint8 [nbytes], that begins on a page."""
     room = np.empty(nbytes + PAGE_BYTES, dtype=np.uint8)
     start = -room.ctypes.data % PAGE_BYTES
     return room[start : start + nbytes]
 
 
 def _size(path: Path) -> int:
-    """Bytes of a file that a probe reads; 0 if it is not there."""
+    """Returns the bytes of a file that a probe reads; 0 if there is no file."""
     with suppress(OSError):
         return min(path.stat().st_size, _PIECE_BYTES)
     return 0
 
 
 def drive_key(path: Path, root: Path = Path("/")) -> str:
-    """Names the drive under a file: device number, file system, and what the system knows of the device. Empty if the
-    file is not there."""
+    """Returns a name for the drive under a file: device number, file system, and the system's data on the device. Empty
+    if there is no file."""
     try:
         device = path.stat().st_dev
     except OSError:
@@ -212,8 +213,8 @@ def drive_key(path: Path, root: Path = Path("/")) -> str:
 
 
 def known_drives(cache: Path | None) -> dict[str, Drive]:
-    """Drives that were measured before, by key; without those whose entry is damaged, and none if the whole file is, or
-    is not there."""
+    """Returns the drives that were measured before, by key; without damaged entries, and none if the whole file is
+    damaged or missing."""
     known: dict[str, Drive] = {}
     for key, found in entries(cache, _SECTION).items():
         with suppress(*_DAMAGED):
@@ -237,7 +238,7 @@ def _way(text: str) -> IoSettings:
 
 
 def _remember(cache: Path | None, drives: Mapping[str, Drive]) -> None:
-    """Where that can't be done, nothing is remembered."""
+    """Writes the drives to the cache; where that fails, nothing is remembered."""
     body = {
         key: {
             "settings": str(drive.settings),
@@ -256,14 +257,14 @@ def _text(path: Path) -> str:
 
 
 CHUNKS = tuple(512 << power for power in range(12))
-"""Bytes of one read."""
+"""Sizes of one read [bytes]."""
 IN_FLIGHT = (1, 2, 4, 8, 16, 32)
-"""Reads that are asked for in one call."""
+"""Numbers of reads in one call."""
 CELL_S = 0.1
-"""Of reading, for each chunk size and number in flight: at least one call."""
+"""Seconds of reading for each chunk size and number in flight: at least one call."""
 
 Open = Callable[[int], Reader]
-"""A reader, by so many threads where it has no better way."""
+"""Opens a reader, which uses that many threads where it has no better way."""
 
 
 class DriveUnmeasurable(RunError):
@@ -272,8 +273,9 @@ class DriveUnmeasurable(RunError):
 
 @dataclass(frozen=True)
 class Curve:
-    """`speeds`: (bytes of a chunk, chunks in flight) → bytes/s, without chunks that the drive does not read directly or
-    that are longer than any file. `spread_bytes`: of the files that chunks were taken from, at random places."""
+    """A drive's speed by size and number of reads. `speeds`: (bytes of a chunk, chunks in flight) → bytes/s, without
+    chunks that the drive does not read directly or that are longer than any file. `spread_bytes`: total size of the
+    files that chunks were taken from, at random places."""
 
     speeds: Mapping[tuple[int, int], float]
     spread_bytes: int
@@ -283,7 +285,8 @@ class Curve:
         return sorted({chunk for chunk, _ in self.speeds})
 
     def read_s(self, chunk: int, count: float) -> float:
-        """Time of so many chunks, asked for at once; of no more than were measured at a time."""
+        """Returns the time of `count` chunks in one call [s], at the speed of the largest number in flight that is not
+        above it."""
         widths = sorted(width for size, width in self.speeds if size == chunk)
         below = [width for width in widths if width <= count]
         return count * chunk / self.speeds[chunk, below[-1] if below else widths[0]]
@@ -293,7 +296,8 @@ def curve_of(
     files: Sequence[Path], seconds: float = CELL_S, open_with: Open = open_reader,
     clock: Callable[[], float] = time.perf_counter,
 ) -> Curve:  # fmt: skip
-    """Reads these files, all on one drive, as the engine does. Raises DriveUnmeasurable."""
+    """Returns the curve of the drive that all these files lie on, reading as the engine does. Raises
+    DriveUnmeasurable."""
     files = some_of(files)
     sizes = [_file_bytes(path) for path in files]
     into, speeds = aligned(CHUNKS[-1] * IN_FLIGHT[-1]), dict[tuple[int, int], float]()
@@ -313,8 +317,8 @@ def curve_of(
 
 @contextmanager
 def _opened(files: Sequence[Path], sizes: Sequence[int], chunk: int) -> Iterator[tuple[list[int], list[int]]]:
-    """Descriptors of the files that have a chunk of this size, and how many each has; none if they are not read
-    directly."""
+    """Yields descriptors of the files that have a chunk of this size, and the number of chunks in each; none if they
+    are not read directly."""
     fds, places = list[int](), list[int]()
     try:
         for path, size in zip(files, sizes, strict=True):
@@ -329,14 +333,14 @@ def _opened(files: Sequence[Path], sizes: Sequence[int], chunk: int) -> Iterator
 
 
 def _takes(fd: int, chunk: int) -> bool:
-    """Whether a chunk of this size is read without the page cache."""
+    """Returns whether a chunk of this size is read without the page cache."""
     with suppress(OSError):
         return read_into(fd, aligned(chunk)) == chunk and is_direct(fd)
     return False
 
 
 def _tables(fds: Sequence[int], places: Sequence[int], chunk: int, count: int, into: U8) -> Iterator[Table]:
-    """Endless: chunks at random places of random files, longer files more often."""
+    """Yields tables without end: chunks at random places of random files, longer files more often."""
     rng, ends = np.random.default_rng(0), np.cumsum(places)
     which: Table = np.array(fds)
     for _ in itertools.count():
@@ -350,7 +354,7 @@ def _tables(fds: Sequence[int], places: Sequence[int], chunk: int, count: int, i
 
 
 def _speed(reader: Reader, tables: Iterator[Table], seconds: float, clock: Callable[[], float]) -> float:
-    """bytes/s. Raises DriveUnmeasurable where something can't be read."""
+    """Returns the speed of these reads [bytes/s]. Raises DriveUnmeasurable where one fails."""
     reader.read_many(next(tables))
     nbytes, spent = 0, 0.0
     while not spent or spent < seconds:
@@ -365,22 +369,23 @@ def _speed(reader: Reader, tables: Iterator[Table], seconds: float, clock: Calla
 
 
 def _file_bytes(path: Path) -> int:
-    """Bytes of a file; 0 if it is not there."""
+    """Returns the bytes of a file; 0 if there is no file."""
     with suppress(OSError):
         return path.stat().st_size
     return 0
 
 
 class Neurons(NamedTuple):
-    """`n` neurons that a token may ask for at once, with columns of `nbytes` each."""
+    """The neurons that a token may need at once: `n` of them, with columns of `nbytes` bytes each."""
 
     n: int
     nbytes: int
 
 
 def piece_times(curve: Curve, neurons: Neurons, share: float) -> dict[int, float]:
-    """By the bytes of a piece, the time in which all that have a neuron that fires come, s, if `share` of them fire,
-    each for itself. Without pieces that no neuron fits in, or that hold more than there are."""
+    """Returns for each size of a piece [bytes] the time [s] of reading all pieces in which a neuron fires, if `share`
+    of the neurons fire, independently of each other. Without sizes that no neuron fits in, or that hold more neurons
+    than there are."""
     times = dict[int, float]()
     for chunk in curve.chunks:
         each = chunk // neurons.nbytes
@@ -391,6 +396,6 @@ def piece_times(curve: Curve, neurons: Neurons, share: float) -> dict[int, float
 
 
 def best_piece(times: Mapping[int, float]) -> int:
-    """The smallest, which takes the least memory, of those that are within 5% of the fastest."""
+    """Returns the smallest piece, which takes the least memory, of those that are within 5% of the fastest."""
     least = min(times.values())
     return min(piece for piece, seconds in times.items() if _TIE * seconds <= least)

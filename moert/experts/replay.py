@@ -24,7 +24,7 @@ from moert.pack.paths import DROPPED, EVICTION_SHARES, Trace
 
 @dataclass(frozen=True)
 class Replay:
-    """What a trace cost under a policy and a budget."""
+    """The cost of a trace under a policy and a budget."""
 
     demands: int
     hits: int
@@ -39,7 +39,7 @@ class Replay:
 
 
 Observer = Callable[[Demand, Sequence[ExpertKey], Sequence[ExpertKey], Residency], None]
-"""Called with the demand, experts that were brought in at once, who was evicted for them, and who is resident."""
+"""Called with the demand, experts that were brought in at once, those evicted for them, and the residency."""
 
 
 def replay(
@@ -49,7 +49,8 @@ def replay(
     policy: EvictionPolicy,
     observer: Observer | None = None,
 ) -> Replay:
-    """What a layer needs is brought in at once if it fits together, as for one token, else expert by expert.
+    """Replays a trace under a policy: a layer's experts are brought in at once if they fit together, as for one token,
+    else one by one.
 
     Raises ValueError if some demanded expert alone is larger than the budget.
     """
@@ -94,7 +95,7 @@ def _make_room(residency: Residency, missing: Sequence[ExpertKey], wanted: int) 
 
 
 MOST_DEMANDS = 1 << 18
-"""Demands that a recorder keeps: 1 MiB, and a fraction of a second to judge."""
+"""Demands that a recorder keeps: 1 MiB, and a fraction of a second to replay."""
 
 
 class Recorder:
@@ -106,44 +107,44 @@ class Recorder:
         self._codes = array("I")
 
     def add(self, demand: Demand) -> None:
-        """Recorded whole or not at all."""
+        """Records a demand, whole or not at all."""
         self.demands += len(demand.experts)
         if self.demands <= self._most:
             place = place_of(demand.at) << 16
             self._codes.extend([place | expert for expert in demand.experts])
 
     def __len__(self) -> int:
-        """Demands that were recorded."""
+        """Returns the number of demanded experts that were recorded."""
         return len(self._codes)
 
     def codes(self) -> npt.NDArray[np.uint32]:
-        """[demands] `code_of` each expert, in order."""
+        """Returns `code_of` each expert [demands], in order."""
         return np.array(self._codes, dtype=np.uint32)
 
 
 def code_of(key: ExpertKey) -> int:
-    """An expert as a recorder writes it."""
+    """Returns the number that stands for an expert in a recorder."""
     return place_of(key.at) << 16 | key.expert
 
 
 def headroom(recorded: Recorder, nbytes: Mapping[ExpertKey, int], capacity_bytes: int) -> Replay:
-    """What Belady's rule (1966) would have hit in the recorded demands, starting with nothing in memory.
+    """Returns the replay of the recorded demands under Belady's rule (1966), starting with nothing in memory.
 
-    Of those that are never needed again the largest leaves first. Raises ValueError if some demanded expert alone is
+    Of experts that are never needed again the largest leaves first. Raises ValueError if some demanded expert alone is
     larger than the capacity.
     """
     return _best(recorded.codes(), nbytes, capacity_bytes)[0]
 
 
 def replay_belady(trace: Sequence[Demand], nbytes: Mapping[ExpertKey, int], budget_bytes: int) -> Replay:
-    """The same for a whole trace."""
+    """Returns the replay of a whole trace under Belady's rule, as headroom does."""
     return _best(_record(trace).codes(), nbytes, budget_bytes)[0]
 
 
 def reads_of_belady(
     trace: Sequence[Demand], nbytes: Mapping[ExpertKey, int], budget_bytes: int
 ) -> npt.NDArray[np.int64]:
-    """[demands]: the bytes that each demand of a trace, in order, reads under the same rule; 0 for a hit."""
+    """Returns the bytes that each demand of a trace reads under Belady's rule [demands], in order; 0 for a hit."""
     return _best(_record(trace).codes(), nbytes, budget_bytes)[1]
 
 
@@ -157,7 +158,7 @@ def _record(trace: Sequence[Demand]) -> Recorder:
 def _best(
     codes: npt.NDArray[np.uint32], nbytes: Mapping[ExpertKey, int], capacity_bytes: int
 ) -> tuple[Replay, npt.NDArray[np.int64]]:
-    """What Belady's rule would have hit, and the bytes that each demand reads."""
+    """Returns the replay under Belady's rule, and the bytes that each demand reads [demands]."""
     names, experts = np.unique(codes, return_inverse=True)
     size_of = {code_of(key): size for key, size in nbytes.items()}
     sizes = np.array([size_of[name] for name in names.tolist()], dtype=np.int64)
@@ -170,9 +171,10 @@ def _best(
 
 
 def _evict_the_furthest(demands: I64, sizes: I64, capacity_bytes: int) -> tuple[npt.NDArray[np.bool_], int, int]:
-    """`demands` are indices into `sizes` → which of them miss, evictions, most bytes held at once."""
+    """Returns which demands miss [demands], the evictions, and the most bytes held at once; `demands` are indices into
+    `sizes`."""
     size_of = sizes.tolist()
-    needed_at = [0] * len(sizes)  # when each resident is needed again; 0 for what is not resident
+    needed_at = [0] * len(sizes)  # when each resident is needed again; 0 for an expert that is not resident
     furthest: list[tuple[int, int]] = []  # a heap of (-when, expert), also of residents that were used since
     missed = bytearray(len(demands))
     used = evictions = peak = 0
@@ -196,7 +198,7 @@ def _evict_the_furthest(demands: I64, sizes: I64, capacity_bytes: int) -> tuple[
 
 
 def _next_uses(demands: I64, sizes: I64) -> I64:
-    """For each demand when the same expert is demanded next; if never, after all demands, the largest last."""
+    """Returns for each demand when the same expert is demanded next; if never, after all demands, the largest last."""
     never = len(demands) + np.lexsort((np.arange(len(sizes)), sizes)).argsort()
     found = never[demands]
     order = demands.argsort(kind="stable")
@@ -207,22 +209,24 @@ def _next_uses(demands: I64, sizes: I64) -> I64:
 
 AUTO_EVICTION = "auto"
 DEFAULT = "expected"
-"""Without a record of what does best. In the replays of recipes/LOG.md no other is as good on the whole: within a point
-of the best at every room on g2p, the best by 6 to 7 points on wiki."""
+"""The policy where no record names the best one. In the replays of recipes/LOG.md no other is as good on the whole:
+within a point of the best at every room on g2p, the best by 6 to 7 points on wiki."""
 OF_PREFERENCES = "layer-lru"
-"""Where routers prefer what was used lately, which no trace in a pack shows."""
+"""The policy for cache-aware routing, whose demands no trace in a pack shows."""
 CONTESTANTS = ("expected", "paper", "lfu", "lru")
-"""Of equally good ones the first is taken. The others of EVICTION are baselines that these have always beaten."""
+"""The policies that are compared; of equally good ones the first is taken. The others of EVICTION are baselines that
+these have always beaten."""
 MOST_LAYERS = 6000
 MOST_EXPERTS = 16_000
-"""What is replayed for each of them ends where either is reached, which bounds the time to about a second in all."""
+"""The replay of each contestant ends at this number or at MOST_LAYERS, which bounds the time to about a second in
+all."""
 
 
 def hit_rates(
     trace: Trace, spec: ModelSpec, nbytes: Mapping[ExpertKey, int], capacity_bytes: int
 ) -> Mapping[str, float]:
-    """Returns the hit rate of each contestant on the first half of the trace; what policies learn from a trace, they
-    learn from the second half. Empty where the first half demands nothing or not even one expert fits.
+    """Returns the hit rate of each contestant on the first half of the trace; policies that learn from a trace get the
+    second half. Empty where the first half demands nothing or the largest expert does not fit.
 
     `nbytes` has every expert of the model.
     """
@@ -253,7 +257,7 @@ def with_eviction(trace: Trace, spec: ModelSpec, nbytes: Mapping[ExpertKey, int]
 
 
 def demands_of(trace: Trace, spec: ModelSpec, decoder_tokens: int | None = None) -> Iterator[Demand]:
-    """What a cache is asked for: for each sample its encoder in one pass, then its decoder token by token.
+    """Yields the demands of a trace: for each sample its encoder in one pass, then its decoder token by token.
 
     Ends before the decoder has read more than `decoder_tokens`. The trace must be one of this model (Trace.check).
     """
@@ -283,7 +287,7 @@ def _beginning(trace: Trace, spec: ModelSpec, decoder_tokens: int) -> list[Deman
 
 
 def _one_pass(layers: Sequence[LayerKey], tokens: npt.NDArray[np.uint16]) -> Iterator[Demand]:
-    """tokens [tokens, layers, top_k] that go through the stack at once."""
+    """Yields the demand of each layer by tokens [tokens, layers, top_k] that go through the stack at once."""
     for place, at in enumerate(layers):
         needed = sorted({*tokens[:, place].ravel().tolist()} - {DROPPED})
         if needed:

@@ -1,4 +1,4 @@
-"""Which experts are in memory, in bytes, and which must leave: pure bookkeeping of the cache and of replays."""
+"""The experts that are in memory, in bytes, and those that must leave: pure bookkeeping of the cache and of replays."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from moert.pack.model_spec import ExpertKey, LayerKey
 
 
 class Leaving:
-    """Of the experts that `usage` knows; `nbytes` by row grows with it."""
+    """The native library's choice of the experts that leave, of those in `usage`; `nbytes`, by row, grows with it."""
 
     def __init__(self, native: Library, usage: Usage, nbytes: array[int]) -> None:
         self._call: Any = native.functions.moert_leave
@@ -33,8 +33,8 @@ class Leaving:
         self._leaving = np.zeros(0, np.int64)
 
     def rows(self, rule: Rule, free: bytearray, missing: int) -> list[int]:
-        """Of the rows that are `free`, [rows] of 0 or 1, those that leave, in order: until `missing` bytes are free, or
-        none is left."""
+        """Returns the rows that leave, in order, of those that are `free` ([rows] of 0 or 1): until `missing` bytes are
+        free, or none is left."""
         if not free:
             return []
         if self._size != self._usage.size:
@@ -50,7 +50,7 @@ class Leaving:
         return found
 
     def _look_again(self) -> None:
-        """The columns have grown and lie elsewhere."""
+        """Passes on the new addresses of the columns, which have grown."""
         self._size = self._usage.size
         rows = self._size[0]
         if rows > len(self._leaving):
@@ -70,7 +70,7 @@ class Leaving:
 
 
 def _at(numbers: npt.NDArray[Any]) -> int:
-    """The address of its first number."""
+    """Returns the address of an array's first number."""
     assert numbers.flags.c_contiguous
     return int(numbers.ctypes.data)
 
@@ -78,12 +78,12 @@ def _at(numbers: npt.NDArray[Any]) -> int:
 class Residency:
     """The set of resident experts under a limit of bytes.
 
-    The layer being executed needs some experts: those are never evicted before they were used, unless everything
-    else has left already (a long prompt can need more of one layer than fits; what it needs last goes first then).
+    Experts that the present layer needs are never evicted before they were used, unless everything else has left
+    already (a long prompt can need more of one layer than fits; the experts that it needs last go first then).
     """
 
     def __init__(self, capacity_bytes: int, policy: EvictionPolicy, native: bool = True) -> None:
-        """`native`: who leaves is found by the native library, where there is one that knows the policy."""
+        """`native`: the native library finds the experts that leave, where there is one that knows the policy."""
         self.capacity_bytes = capacity_bytes
         self.used_bytes = 0
         self.policy = policy
@@ -104,18 +104,18 @@ class Residency:
         return (self._usage.keys[row] for row in self._resident.values())
 
     def begin(self, demand: Demand) -> None:
-        """A layer begins; what it needs is guarded until it was used."""
+        """Begins a layer: its demand is guarded until it was used."""
         self._present = demand.at
         self._usage.visit(demand)
         self._needed = set(demand.expert_keys())
 
     @property
     def needed(self) -> Collection[ExpertKey]:
-        """What the present layer has still to use."""
+        """Experts that the present layer has still to use."""
         return self._needed
 
     def owes(self) -> bool:
-        """True while something that the present layer has still to use is not resident."""
+        """Returns whether an expert that the present layer has still to use is not resident."""
         return any(key not in self._resident for key in self._needed)
 
     def demand(self, key: ExpertKey) -> None:
@@ -129,7 +129,7 @@ class Residency:
         self._needed.difference_update(keys)
 
     def done(self, key: ExpertKey) -> None:
-        """The present layer has used `key`: it may be evicted again."""
+        """Ends the guard of `key`, which the present layer has used: it may be evicted again."""
         self._needed.discard(key)
 
     def add(self, key: ExpertKey, nbytes: int) -> None:
@@ -144,7 +144,8 @@ class Residency:
         self._smallest = max(1, min(self._smallest, nbytes))
 
     def learn(self, demands: Iterable[Demand]) -> None:
-        """What was asked for before anything was resident, as if it had come for that alone."""
+        """Counts demands of the past, before anything is resident, as if each expert had been loaded for its demand
+        alone."""
         for demand in demands:
             self.begin(demand)
             for key in demand.expert_keys():
@@ -152,12 +153,12 @@ class Residency:
         self._needed = set()
 
     def pass_by(self, key: ExpertKey) -> None:
-        """Counts a demand for one that is not resident, as if it had come for that alone."""
+        """Counts a demand for an expert that is not resident, as if it had been loaded for that alone."""
         row = self._usage.row(key)
         self._usage.demand(self._row(key) if row is None else row)
 
     def outlasts(self, key: ExpertKey) -> bool:
-        """Whether one that has passed by, and might come now, would not be the first to leave."""
+        """Returns whether an expert that was passed by, if it came now, would not be the first to leave."""
         row, present = self._usage.row(key), self._present
         free = [at for resident, at in self._resident.items() if resident not in self._needed]
         if row is None or present is None or not free:
@@ -173,7 +174,7 @@ class Residency:
         return row
 
     def remove(self, key: ExpertKey) -> None:
-        """Raises KeyError if it is not resident."""
+        """Removes a resident expert. Raises KeyError if it is not resident."""
         row = self._resident.pop(key)
         self._is_resident[row] = 0
         self.used_bytes -= self._nbytes[row]
@@ -185,10 +186,10 @@ class Residency:
         predicted: Sequence[ExpertKey] = (),
         force: bool = False,
     ) -> list[ExpertKey] | None:
-        """Who must leave, in order, so that `nbytes` more fit; None if that can't be done.
+        """Returns the experts that must leave, in order, so that `nbytes` more fit; None if that can't be done.
 
-        `locked` never leave. `predicted` (most probable first) and what the present layer needs leave only with
-        `force`, in that order and last in first out.
+        `locked` experts never leave. `predicted` ones (most probable first) and those that the present layer needs
+        leave only with `force`, in that order and last in first out.
         """
         missing = self.used_bytes + nbytes - self.capacity_bytes
         if missing <= 0:
@@ -206,7 +207,8 @@ class Residency:
     def _choose(
         self, missing: int, guarded: Sequence[Collection[ExpertKey]], present: LayerKey
     ) -> tuple[list[ExpertKey], int]:
-        """What the policy lets go first, and the bytes that are missing then (none if 0 or less)."""
+        """Returns the experts that the policy lets go first, and the bytes that are missing then (none if 0 or
+        less)."""
         free = bytearray(self._is_resident)
         for keys in guarded:
             for key in keys:
@@ -220,7 +222,7 @@ class Residency:
         return self._choose_slowly(free, missing, present)
 
     def _choose_slowly(self, free: bytearray, missing: int, present: LayerKey) -> tuple[list[ExpertKey], int]:
-        """The same in numpy."""
+        """Returns the same, found by numpy."""
         rows = np.frombuffer(free, dtype=np.bool_).nonzero()[0]
         most = min(len(rows), -(-missing // self._smallest))  # that may have to leave
         if not most:
@@ -235,7 +237,7 @@ class Residency:
         return self._named(leaving[:count].tolist(), missing)
 
     def _named(self, rows: list[int], missing: int) -> tuple[list[ExpertKey], int]:
-        """The experts of these rows, and what is missing once they have left."""
+        """Returns the experts of these rows, and the bytes that are missing once they have left."""
         keys, nbytes = self._usage.keys, self._nbytes
         return [keys[row] for row in rows], missing - sum([nbytes[row] for row in rows])
 

@@ -1,4 +1,4 @@
-"""Runs the experts that a router selected, bringing each into memory once per layer and forward pass."""
+"""The runner of experts that a router selected: brings each into memory once per layer and forward pass."""
 
 from __future__ import annotations
 
@@ -16,14 +16,15 @@ from moert.pack.model_spec import ExpertKey, LayerKey
 from moert.pack.reader import Pack
 
 WAVE_BYTES = 1 << 20
-"""Experts that run in one call; larger ones run one by one, while the next are read."""
+"""Most bytes of experts that run in one call; larger ones run one by one, while the next are read."""
 
 
 class CachedExperts:
-    """The ExpertRunner of moert.models: experts from the cache, in ascending order, so that answers don't depend on it.
+    """The ExpertRunner of moert.models: experts from the expert cache, in ascending order, so that answers don't depend
+    on it.
 
     `ahead` reads the next layer's likely experts while this layer computes; None: nothing is read before it is
-    demanded. `listeners` hear of each demand.
+    demanded. `listeners` are called with each demand.
     """
 
     def __init__(
@@ -57,8 +58,8 @@ class CachedExperts:
             first = stop
 
     def _waves(self, keys: list[ExpertKey], counts: list[int], tokens: int) -> Iterator[int]:
-        """Where to end each group of experts that run in one call. Small ones run together, as far as the cache has
-        room to read ahead beside them; with many tokens each has enough to do alone."""
+        """Yields the end of each group of experts that run in one call. Small ones run together, as far as the cache
+        has room to read ahead beside them; with many tokens each has enough to do alone."""
         nbytes = rows = 0
         most = min(WAVE_BYTES, self._cache.capacity_bytes // 2)
         for place, (key, count) in enumerate(zip(keys, counts, strict=True)):
@@ -72,7 +73,7 @@ class CachedExperts:
     def _run_one(
         self, at: LayerKey, hidden: F32, experts: list[int], weights: F32, out: F32, x: F32
     ) -> None:  # fmt: skip
-        """The same for one token, whose experts are in memory all at once."""
+        """Runs the experts of one token, which are in memory all at once."""
         keys = announce(Demand(at, tuple(experts)), self.listeners, self._cache, self._ahead)
         with self._cache.lease(keys) as lease:
             if self._ahead is not None:
@@ -85,7 +86,8 @@ class CachedExperts:
                 self._backend.mixture(lease.all(), ones, first, weights, hidden, out, self._ffn)
 
     def _run_as_they_come(self, lease: Lease, ready: list[int], hidden: F32, weights: F32, out: F32) -> None:
-        """Computes with the experts that are there while others are read; added up in their order all the same."""
+        """Computes with experts that are in memory while others are read; adds results up in the experts' order all the
+        same."""
         missing = [place for place in range(len(weights)) if place not in ready]
         parts = np.empty((len(weights), hidden.shape[1]), np.float32)
         self._backend.parts([lease.expert(place) for place in ready], hidden, parts[: len(ready)], self._ffn)
@@ -98,8 +100,8 @@ class CachedExperts:
 def announce(
     demand: Demand, listeners: Iterable[Listener], cache: ExpertCache | None = None, ahead: Lookahead | None = None
 ) -> list[ExpertKey]:
-    """A router has decided: tells the cache of experts, whoever reads ahead into it, and all `listeners`. The experts
-    that are demanded."""
+    """Passes a router's demand on to the expert cache, to reading ahead, and to all `listeners`; returns the demanded
+    experts."""
     if cache is not None:
         arrivals = cache.begin(demand)
         if ahead is not None:
@@ -110,8 +112,8 @@ def announce(
 
 
 class ByExpert(NamedTuple):
-    """The experts that tokens go to, ascending, how many go to each, and these tokens, expert after expert, with their
-    weights."""
+    """Tokens by expert: the experts that they go to, ascending, how many go to each, and these tokens, expert after
+    expert, with their weights."""
 
     needed: list[int]
     counts: list[int]
@@ -120,7 +122,8 @@ class ByExpert(NamedTuple):
 
 
 def by_expert(experts: I64, weights: F32) -> ByExpert:
-    """experts and weights [tokens, top_k], ascending; negative where a token was dropped."""
+    """Returns the tokens of each expert; experts and weights [tokens, top_k], ascending, negative where a token was
+    dropped."""
     if len(experts) == 1:  # sorting takes as long as running a small expert
         needed, share = experts[0].tolist(), weights[0]
         if min(needed) < 0:
@@ -134,7 +137,7 @@ def by_expert(experts: I64, weights: F32) -> ByExpert:
 
 
 def _pieces(counts: list[int]) -> list[list[int]]:
-    """Rows of each expert in calls that get no more than ROWS: one call, but for an expert alone with more."""
+    """Returns the rows of each expert in calls of at most ROWS: one call, except for a single expert with more."""
     if sum(counts) <= ROWS:
         return [counts]
     assert len(counts) == 1

@@ -1,4 +1,4 @@
-"""Experts on the disk: one explicit read for each, straight into its place, checked; of small ones many in one call."""
+"""Experts on the disk: one explicit read for each, straight into its place, checked; many small ones in one call."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ from moert.pack.reader import Pack
 from moert.stats import ExpertCounters
 
 FAILURES = (OSError, FileTruncated, HashMismatch, HeaderInvalid)
-"""What a read raises that did not bring what the manifest promises."""
+"""Errors of reads that did not bring the bytes that the manifest promises."""
 _PAUSES_S = (0.02, 0.1, 0.5)
 _FINAL = {errno.ENOENT, errno.ENOTDIR, errno.EACCES, errno.EPERM, errno.EISDIR, errno.ELOOP}
 
@@ -44,14 +44,14 @@ _T = TypeVar("_T")
 
 
 class Patience:
-    """Tries again what failed to be read of a pack, and counts that; `lock` guards the counters."""
+    """Retries of failed reads of a pack, and their count; `lock` guards the counters."""
 
     def __init__(self, pack: Pack, counters: ExpertCounters, lock: threading.Lock) -> None:
         self._pack, self._counters, self._lock = pack, counters, lock
 
     def again(self, read: Callable[[], _T], path: str, error: Exception) -> _T:
-        """What `read` gives of a file of the pack, which had one of FAILURES before. Raises PackError for what is wrong
-        four times in a row, or is as it is."""
+        """Returns the result of `read`, tried again after one of FAILURES on a file of the pack. Raises PackError if it
+        fails four times in a row, or at once where waiting can't help."""
         for pause_s in _PAUSES_S:
             if isinstance(error, OSError) and error.errno in _FINAL:
                 break
@@ -68,23 +68,23 @@ class Patience:
 
 
 TOGETHER_BYTES = 128 << 10
-"""Below this size experts are read many in one call, from files that stay open."""
+"""Below this size many experts are read in one call, from files that stay open."""
 MAPPED_BYTES = 256 << 10
 """From this size on an expert that the page cache has is used there at first; smaller ones are read as quickly."""
 
 
 class ExpertStore:
-    """Reads experts of a pack and counts what it read. Safe to use from several threads.
+    """The experts of a pack on the drive: reads them, and counts reads and bytes. Safe to use from several threads.
 
-    A read that fails, ends early or brings other bytes than the manifest promises is tried again: a cable, a network
-    or a drive may have had a bad moment. What is wrong four times in a row is an error.
+    A read that fails, ends early or brings other bytes than the manifest promises is tried again: a cable, a network or
+    a drive may have had a bad moment. Four failures in a row are an error.
     """
 
     def __init__(self, pack: Pack, backend: Backend, counters: ExpertCounters, io: IoSettings) -> None:
         self.io = io
         self.leaves_page_cache = False
-        """True: what lies in the system's page cache is taken from there and left there. Otherwise nothing is left in
-        it, since it would count as memory of this process."""
+        """True: experts that lie in the system's page cache are taken from there and left there. Otherwise nothing is
+        left in it, since it would count as memory of this process."""
         self._pack, self._backend, self._counters = pack, backend, counters
         self._nbytes = {entry.key: entry.file_bytes for entry in pack.manifest.experts}
         self._lock = threading.Lock()
@@ -93,26 +93,26 @@ class ExpertStore:
         self._readers = Readers()
         self._sound: set[ExpertKey] = set()  # whose bytes, if they have the manifest's checksum, begin as they should
         self._mapped: WeakSet[FencedMapping] = WeakSet()
-        self._lost: list[str] = []  # files that were shorter than what is mapped, or is copied, of them
+        self._lost: list[str] = []  # files that became shorter than the part that is mapped or copied
         self._breaks = breaks()
         self._views: dict[ExpertKey, Mapping[str, ProjectionView]] = {}
         self._kinds: dict[object, Mapping[str, ProjectionView]] = {}  # of views, which many experts share
 
     def files(self) -> list[Path]:
-        """The files of all experts."""
+        """Returns the files of all experts."""
         return [self._pack.file(path) for path in dict.fromkeys(entry.path for entry in self._pack.manifest.experts)]
 
     def nbytes(self, key: ExpertKey) -> int:
-        """Bytes that the expert takes in memory: all that it has of its file, as it is read."""
+        """Returns the bytes that an expert takes in memory: all that it has of its file, as it is read."""
         return self._nbytes[key]
 
     def expect(self) -> None:
-        """A request is about to begin: something may have happened to the files since the last one."""
+        """Has files looked up again for a request that is about to begin: they may have changed since the last one."""
         self._files.expect()
 
     def check(self) -> None:
-        """That nothing has gone of what was given where the page cache has it: what is computed with it since the last
-        call is worth nothing then. Raises FileTruncated, from then on each time."""
+        """Raises FileTruncated if bytes of a mapped expert are gone: results computed with it since the last call are
+        worth nothing then. It is raised each time from then on."""
         if not self._lost and self._mapped and self._breaks != (now := breaks()):
             self._breaks = now
             with self._lock:
@@ -124,21 +124,22 @@ class ExpertStore:
             )
 
     def close(self) -> None:
-        """Closes files that nobody reads from any more."""
+        """Closes the files that are not being read."""
         self._files.close()
         self._readers.close()
 
     def read(self, key: ExpertKey, into: U8) -> U8:
-        """Fills `into`, uint8 [nbytes], page-aligned, and gives it back; or leaves it as it is, and gives the bytes
-        where the page cache has them, not to be written. Raises a PackError if the file does not begin with what the
-        manifest promises; what has been added behind that is not looked at."""
+        """Reads an expert into `into`, uint8 [nbytes], page-aligned, and returns it; or leaves it as it is, and returns
+        the bytes where the page cache has them, not to be written. Raises a PackError if the file does not begin with
+        the bytes that the manifest promises; later additions to the file are not looked at."""
         try:
             return self._read_once(key, into)
         except FAILURES as error:
             return self._again(key, into, error)
 
     def read_all(self, wanted: Sequence[tuple[ExpertKey, U8]]) -> list[U8 | PackError]:
-        """The same for several experts: the place of each, or why it can't be read."""
+        """Reads several experts as `read` does; returns the bytes that each lies in, or the error that stopped its
+        reading."""
         if self.leaves_page_cache or any(len(into) >= TOGETHER_BYTES for _, into in wanted):
             return [self._tried(key, into) for key, into in wanted]
         return [
@@ -147,15 +148,15 @@ class ExpertStore:
         ]
 
     def expert(self, key: ExpertKey, buffer: U8) -> Expert:
-        """What was read, as the backend takes it."""
+        """Returns the expert that was read, as the backend takes it."""
         return self._backend.expert(self.view(key, buffer))
 
     def view(self, key: ExpertKey, buffer: U8) -> ExpertView:
-        """What was read, as it lies there."""
+        """Returns the view of an expert that was read, as it lies there."""
         return ExpertView(buffer, self.projections(key))
 
     def projections(self, key: ExpertKey) -> Mapping[str, ProjectionView]:
-        """Where they lie in an expert's bytes; one object for all experts that are alike."""
+        """Returns the places of projections in an expert's bytes; one object for all experts that are alike."""
         views = self._views.get(key)
         if views is None:
             entry = self._pack.entry(key)
@@ -165,14 +166,14 @@ class ExpertStore:
         return views
 
     def _tried(self, key: ExpertKey, into: U8, error: Exception | None = None) -> U8 | PackError:
-        """With an `error`, which it failed with, once more."""
+        """Reads an expert, again if it failed with `error`; returns the bytes that it lies in, or its error."""
         try:
             return self.read(key, into) if error is None else self._again(key, into, error)
         except PackError as caught:
             return caught
 
     def _again(self, key: ExpertKey, into: U8, error: Exception) -> U8:
-        """After a read that failed."""
+        """Reads an expert again after a read that failed."""
         return self._patience.again(lambda: self._read_once(key, into), self._pack.entry(key).path, error)
 
     def _read_once(self, key: ExpertKey, into: U8) -> U8:
@@ -199,7 +200,7 @@ class ExpertStore:
         return into
 
     def _mapping(self, key: ExpertKey, handle: int, nbytes: int) -> U8 | None:
-        """The expert where the page cache has it, as it should be."""
+        """Returns the expert's bytes where the page cache has them, checked; None if they can't be used there."""
         entry = self._pack.entry(key)
         found = mapped(handle, nbytes, entry.offset)
         if found is None:
@@ -214,7 +215,7 @@ class ExpertStore:
         return place
 
     def _read_together(self, wanted: Sequence[tuple[ExpertKey, U8]]) -> list[Exception | None]:
-        """In one call: of each, why it failed."""
+        """Reads experts in one call; returns for each the error that stopped it, or None."""
         started = time.perf_counter()
         errors: list[Exception | None] = [None] * len(wanted)
         files: list[OpenFile | None] = []
@@ -238,7 +239,7 @@ class ExpertStore:
         return errors
 
     def _carry_out(self, wanted: Sequence[tuple[ExpertKey, U8]], files: Sequence[OpenFile | None]) -> tuple[Table, int]:
-        """What came of each, and how many failed."""
+        """Carries out one read for each expert; returns their results, and how many failed."""
         entries = [self._pack.entry(key) for key, _ in wanted]
         table = table_of([
             Read(-1 if file is None else file.fd, entry.offset, into, entry.crc32, forget=True)
@@ -247,7 +248,7 @@ class ExpertStore:
         return table, self._readers.read_many(table, self.io.threads)
 
     def _wrong(self, key: ExpertKey, into: U8, row: Any) -> Exception | None:
-        """What is wrong with what came of a read; None if nothing is."""
+        """Returns the error of a read by its row of results; None if it brought the right bytes."""
         entry = self._pack.entry(key)
         if row["error"]:
             return OSError(int(row["error"]), os.strerror(int(row["error"])))
@@ -273,7 +274,7 @@ def _ends_early(entry: ExpertEntry, found: int) -> FileTruncated:
 
 
 def _views(pack: Pack, key: ExpertKey) -> dict[str, ProjectionView]:
-    """Where the projections of an expert lie in its file."""
+    """Returns the places of an expert's projections in its file."""
     quantization, layout, views = pack.manifest.quantization, pack.layout(key), {}
     powers = pack.entry(key).powers or {}
     for name, width in pack.entry(key).bits.items():

@@ -1,4 +1,4 @@
-"""Fits reading and eviction to the room that experts have: nothing to do while all fit."""
+"""Streaming: reading and eviction, fitted to the room that experts have; nothing to do while all fit."""
 
 from __future__ import annotations
 
@@ -24,35 +24,36 @@ from moert.stats import PAGE_CACHE, ExpertCounters
 
 
 class Streaming:
-    """The cache of a pack's experts, and what reads into it."""
+    """The expert cache of a pack, and the store that reads into it."""
 
     def __init__(
         self, pack: Pack, backend: Backend, counters: ExpertCounters, eviction: str | EvictionPolicy,
         io: IoSettings | None, keep_neurons: str = DEFAULT_KEEPING, predictor: NeuronPredictor | None = None,
         device: Device | None = None, asked: Asked | None = None,
     ) -> None:  # fmt: skip
-        """`eviction`: a name, or a policy of the program's own. `io`: None to find out what is best; `keep_neurons`: a
-        name of moert.beside.flash.keeping; `predictor`: only neurons that it names count; `device`: a second place
-        for experts, used as it is `asked`. Raises PackError."""
+        """`eviction`: a name, or a policy of the program's own. `io`: None to measure the best; `keep_neurons`: a name
+        of moert.beside.flash.keeping; `predictor`: only neurons that it names count; `device`: a second place for
+        experts, used as `asked` says. Raises PackError."""
         self._own = None if isinstance(eviction, str) else eviction
         self.eviction = eviction if isinstance(eviction, str) else type(eviction).__name__
-        """Of the name that was asked for, until experts have to go."""
+        """Name that was asked for, until experts have to leave; then the policy's."""
         self.recorder = Recorder()
         self.capacity_bytes = 0
-        """Room for experts."""
+        """Room for experts [bytes]."""
         self._pack, self._backend, self._begun = pack, backend, False
         self._measures_drive, settings = io is None, io or IoSettings(True, DEFAULT_THREADS)
         self._store = ExpertStore(pack, backend, counters, settings)
         nbytes = {entry.key: entry.file_bytes for entry in pack.manifest.experts}
         self._all_bytes = sum(nbytes.values())
         self.firing: Firing | Naming | None = None
-        """Where experts run neuron by neuron: then what is cached, and counted, of an expert are its rows, if that."""
+        """Set where experts run neuron by neuron: then only an expert's rows are cached and counted, or nothing of
+        it."""
         if predictor is not None:
             self.firing = Naming(pack, counters, settings, keep_neurons, predictor, backend)
         elif pack.has_neurons:
             self.firing = Firing(pack, counters, settings, keep_neurons)
         self.nbytes = nbytes if self.firing is None else self.firing.nbytes
-        """What is cached of each expert."""
+        """Bytes of each expert in the expert cache."""
         self.tier: DeviceTier | None = None
         """Experts on a device beside those in memory."""
         store: Store = self._store if self.firing is None else self.firing.store
@@ -65,7 +66,7 @@ class Streaming:
     def runner(
         self, ahead: Lookahead | None, listeners: Iterable[Listener]
     ) -> CachedExperts | FiringExperts | PredictedExperts | TieredExperts:
-        """What runs the experts. Raises PackError."""
+        """Returns the ExpertRunner of the pack. Raises PackError."""
         if self.tier is not None:
             return self.tier.open(self.cache, ahead, listeners)
         if self.firing is not None:
@@ -88,26 +89,27 @@ class Streaming:
         self.firing.blocks.resize(shares.blocks_bytes)
 
     def prefers(self) -> None:
-        """Routers prefer what a sequence has used lately: that is kept, where the user does not say what is."""
+        """Adapts eviction to cache-aware routing: unless the user names a policy, experts that a sequence has used
+        lately are kept."""
         if self.eviction == AUTO_EVICTION:
             self.eviction = OF_PREFERENCES
 
     def expects(self) -> None:
-        """A request is about to begin: what is read once may stay in the system's page cache for the next start, unless
-        the user says how to read."""
+        """Prepares for a request: experts that are read once may stay in the system's page cache for the next start,
+        unless the user says how to read."""
         self._store.expect()
         if self.firing is not None:
             self.firing.pieces.expect()
         self._store.leaves_page_cache = self._measures_drive
 
     def begins(self) -> None:
-        """A request has its room, and is about to run."""
+        """Begins a request that has its room: brings experts to the device, if there is one."""
         if self.tier is not None:
             self.tier.begins()
 
     def adapt(self, room_bytes: int, notify: Callable[[str], None]) -> None:
-        """To so much room for experts: where that is not enough for all, finds out, once, how this drive is best read
-        and which eviction policy is best. Raises FileTruncated if experts have gone that were in use."""
+        """Adapts to the room for experts: where not all of them fit, finds out, once, how this drive is best read and
+        which eviction policy is best. Raises FileTruncated if bytes of experts have gone that were in use."""
         self._store.check()
         if room_bytes >= self._all_bytes:
             return
@@ -122,7 +124,7 @@ class Streaming:
                 self.firing.pieces.io = self._store.io
         cached_bytes = room_bytes if self.firing is None else self.firing.shares(room_bytes).rows_bytes
         if not cached_bytes:
-            return  # of no expert anything is kept that could be evicted with it
+            return  # the expert cache keeps nothing of any expert, so nothing is evicted
         if self._own is not None:
             self.cache.use(self._own)
             return
@@ -138,6 +140,6 @@ class Streaming:
         return PAGE_CACHE if self._store.leaves_page_cache else str(self._store.io)
 
     def headroom(self) -> tuple[int, float]:
-        """Demands that Belady's rule was tried on, and its hit rate in the present room."""
+        """Returns the number of demands that Belady's rule was tried on, and its hit rate in the present room."""
         best = headroom(self.recorder, self.nbytes, self.cache.capacity_bytes)
         return best.demands, best.hit_rate

@@ -1,4 +1,4 @@
-"""The arithmetic: what models ask of it, a readable version in numpy, and a fast one in C."""
+"""The arithmetic: its interface for models, a readable version in numpy, and a fast one in C."""
 
 from __future__ import annotations
 
@@ -16,9 +16,8 @@ AUTO_KERNELS = "auto"
 
 
 def open_backend(name: str = AUTO_KERNELS, threads: int = 1) -> Backend:
-    """`name`: "reference", an instruction set of the native kernels, or "auto" for the best of them, and the reference
-    where they are missing. Raises InstructionSetInvalid.
-    """
+    """Returns a backend. `name`: "reference", an instruction set of the native kernels, or "auto" for the best of them,
+    and the reference where they are missing. Raises InstructionSetInvalid."""
     found = None if name == REFERENCE else library.load()
     sets = [] if found is None else [each.name for each in found.instruction_sets if each.runs]
     if name not in (AUTO_KERNELS, REFERENCE, *sets):

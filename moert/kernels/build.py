@@ -1,4 +1,4 @@
-"""Compiles csrc into _native.so: `pip install` does, and so does `make native` after a change.
+"""The build of _native.so from csrc, by `pip install`, and by `make native` after a change.
 
 A plain shared library without Python in it: one for all versions of Python. setuptools loads this file alone, so it
 imports nothing of moert.
@@ -24,7 +24,7 @@ FLAGS = [
     "-std=gnu11", "-O3", "-fno-math-errno", "-fno-trapping-math", "-ffp-contract=off", "-fvisibility=hidden", "-fPIC",
     "-pthread",
 ]  # fmt: skip
-LINK = ["-shared", "-pthread", "-Wl,--strip-debug"]  # what some compilers put in unasked
+LINK = ["-shared", "-pthread", "-Wl,--strip-debug"]  # some compilers put debug symbols in unasked
 
 
 class CompilerMissing(Exception):
@@ -32,11 +32,12 @@ class CompilerMissing(Exception):
 
 
 class CompilationFailed(Exception):
-    """The C compiler refused; the message says why."""
+    """The C compiler failed; the message gives the reason."""
 
 
 def find_compiler() -> list[str]:
-    """The C compiler as a command: $CC, or the first of the usual names. Raises CompilerMissing, CompilationFailed."""
+    """Returns the C compiler as a command: $CC, or the first of the usual names. Raises CompilerMissing,
+    CompilationFailed."""
     given = os.environ.get("CC", "")
     try:
         named = shlex.split(given)
@@ -49,7 +50,7 @@ def find_compiler() -> list[str]:
 
 
 def compile_library(target: Path) -> None:
-    """Writes the library to `target`; if that fails, an old one does not stay. Raises CompilerMissing,
+    """Writes the library to `target`; if that fails, an old library does not stay. Raises CompilerMissing,
     CompilationFailed."""
     sources = sorted((HERE / "csrc").glob("*.c"))
     target.parent.mkdir(parents=True, exist_ok=True)
@@ -72,7 +73,7 @@ def compile_library(target: Path) -> None:
 
 
 def _run(command: list[str]) -> None:
-    """Raises CompilationFailed."""
+    """Runs a command. Raises CompilationFailed if it fails."""
     try:
         found = subprocess.run(command, capture_output=True, text=True, errors="replace", check=False)
     except OSError as error:
@@ -82,11 +83,12 @@ def _run(command: list[str]) -> None:
 
 
 class BuildNative(build_ext):  # type: ignore[misc]
-    """Without a compiler, or with one that fails, the installation goes on: moert then computes with numpy."""
+    """The step of an installation that compiles the library. Without a compiler, or with one that fails, the
+    installation goes on: moert then computes with numpy."""
 
     def run(self) -> None:
-        """Without the compiler that setuptools sets up, which fails for some $CC; straight to its place among the
-        sources where these are what is installed."""
+        """Builds without the compiler that setuptools sets up, which fails for some $CC; straight to the library's
+        place among the sources in an editable installation."""
         for ext in self.extensions:
             self.build_extension(ext)
 
@@ -101,7 +103,7 @@ class BuildNative(build_ext):  # type: ignore[misc]
 
 
 class PlainWheel(bdist_wheel):  # type: ignore[misc]
-    """The library has no Python in it: one wheel of a platform is for all versions."""
+    """A wheel without Python in its library: one wheel of a platform is for all versions of Python."""
 
     def get_tag(self) -> tuple[str, str, str]:
         return "py3", "none", super().get_tag()[2]
@@ -112,7 +114,7 @@ def _say(message: str) -> None:
 
 
 def main() -> int:
-    """For developers: a change that does not compile is an error; no compiler is none."""
+    """Compiles the library for developers: a change that does not compile is an error; a missing compiler is none."""
     try:
         compile_library(HERE / "_native.so")
     except CompilerMissing as error:

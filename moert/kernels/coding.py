@@ -1,4 +1,4 @@
-"""Codes for the inputs of a matrix one after the other, each making up for the errors before it: GPTQ's loop, in C."""
+"""GPTQ's loop in C: codes for the inputs of a matrix one after the other, each making up for the errors before it."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ from moert.pack.codec import F32
 
 @dataclass(frozen=True)
 class Grid:
-    """What codes stand for: scale * code + minimum, codes from 0 to `top`. scale and minimum [groups, columns],
-    contiguous; group [inputs]: whose scales an input has."""
+    """The weights that codes stand for: scale * code + minimum, codes from 0 to `top`. scale and minimum [groups,
+    columns], contiguous; group [inputs]: the group of each input."""
 
     scale: F32
     minimum: F32
@@ -25,14 +25,15 @@ class Grid:
 
 
 CodeInputs = Callable[[F32, F32, Grid, F32, F32, bool], None]
-"""values, codes and moved [inputs, columns] with columns side by side and as long a way from input to input, factor
-[inputs, inputs] likewise, the grid: fills in codes and moved as moert_code_inputs says (csrc/moert.h), improving the
-codes that there are where the last argument says so. `values` stay as they are."""
+"""A function of values, factor [inputs, inputs], the grid, codes, moved and `improves`. values, codes and moved
+[inputs, columns] have adjacent columns and one stride from input to input, factor likewise. It fills in codes and moved
+as moert_code_inputs does (csrc/moert.h), improving the present codes if `improves`. `values` stay as they are."""
 
 
 @cache
 def code_inputs() -> CodeInputs | None:
-    """None where there is no library (moert.kernels.library.missing). Any thread may call it, and others go on."""
+    """Returns the function; None where there is no library (moert.kernels.library.missing). Any thread may call it, and
+    other threads run meanwhile."""
     found = library.load()
     if found is None:
         return None

@@ -1,4 +1,4 @@
-"""The C's structs, filled in with what lies in numpy's arrays; whoever fills one keeps the arrays alive."""
+"""The C's structs, filled in with the addresses of numpy's arrays; a caller that fills one keeps the arrays alive."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _S = TypeVar("_S", bound=Structure)
 
 @dataclass(frozen=True)
 class NativeMatrix:
-    """A dense matrix; `stored` and `bias` lie where `struct` points to."""
+    """A dense matrix; `struct` points to `stored` and `bias`."""
 
     stored: Stored
     bias: F32 | None
@@ -38,7 +38,7 @@ class NativeMatrix:
 
 
 def keys_of(kept: KeptKeys) -> Keys:
-    """Where their pages lie, until there are others; they have to outlive it."""
+    """Returns the struct with the pages' addresses, valid until the pages change; the pages have to outlive it."""
     if kept.place is None:
         _, *others, head = kept.layout.places
         table = (c_void_p * len(kept.pages))(*[page.address for page in kept.pages])
@@ -48,15 +48,16 @@ def keys_of(kept: KeptKeys) -> Keys:
 
 
 def address(array: npt.NDArray[Any]) -> int:
-    """The address of its first number: `array.ctypes` takes three times as long, and every token asks for many."""
+    """Returns the address of an array's first number: `array.ctypes` takes three times as long, and every token needs
+    many."""
     try:
         return addressof(c_char.from_buffer(array))  # type: ignore[arg-type]
-    except (TypeError, ValueError):  # what is empty, or not to be written
+    except (TypeError, ValueError):  # an array that is empty, or not to be written
         return int(array.ctypes.data)
 
 
 def address_in_place(state: F32) -> int:
-    """The address of what is changed there, which no copy can stand for."""
+    """Returns the address of an array that is changed in place, which no copy can stand for."""
     assert state.flags.c_contiguous
     return address(state)
 
@@ -94,7 +95,7 @@ def _heads(weights: AttentionWeights[NativeMatrix]) -> structs.Heads:
 
 
 def _fill(struct: _S, weights: AttentionWeights[NativeMatrix], norms: Sequence[str], matrices: Sequence[str]) -> _S:
-    """The norms and matrices of these names that there are."""
+    """Fills in the norms and matrices of these names that the weights have; returns the struct."""
     for name in norms:
         if name in weights.norms:
             setattr(struct, name if name == "after" else f"{name}_norm", norm(weights.norms[name]))
@@ -105,7 +106,7 @@ def _fill(struct: _S, weights: AttentionWeights[NativeMatrix], norms: Sequence[s
 
 
 def attention(weights: AttentionWeights[NativeMatrix], with_keys: bool | None = None) -> structs.Attention:
-    """Without the matrices of keys and values where these are there already."""
+    """Returns the struct of an attention, without the matrices of keys and values where these are there already."""
     part = weights.part
     assert isinstance(part, Attention)
     block = structs.Attention(

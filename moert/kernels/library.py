@@ -1,4 +1,4 @@
-"""Finds the compiled C and chooses an instruction set; the checksum of a pack's files by it."""
+"""The loader of the compiled C, which chooses an instruction set; the checksum of a pack's files in C."""
 
 from __future__ import annotations
 
@@ -80,7 +80,7 @@ _FUNCTIONS = {
 
 @dataclass(frozen=True)
 class InstructionSet:
-    """One of those compiled in. number: as moert_pool_open takes it."""
+    """One of the instruction sets that the library has. number: the number for moert_pool_open."""
 
     number: int
     name: str
@@ -89,7 +89,7 @@ class InstructionSet:
 
 @dataclass(frozen=True)
 class Missing:
-    """Why there is no library, and what the user can do about it."""
+    """The reason why there is no library, and the user's remedy."""
 
     reason: str
     advice: str = "install moert again"
@@ -103,7 +103,7 @@ class Library:
     instruction_sets: tuple[InstructionSet, ...]
 
     def choose(self, wanted: str | None = None) -> int:
-        """The number of the wanted instruction set, by default of the best that runs.
+        """Returns the number of the wanted instruction set, by default of the best that runs.
 
         Raises InstructionSetInvalid.
         """
@@ -120,31 +120,31 @@ class Library:
 
 
 def check(failed: int) -> None:
-    """Checks what a function of the library has returned. Raises NativeFailed unless that is 0."""
+    """Raises NativeFailed unless a function of the library has returned 0."""
     if failed:
         raise NativeFailed("the native kernels could not get the memory that they need")
 
 
 def load() -> Library | None:
-    """The library, or None where there is none that works; missing() then says why."""
+    """Returns the library, or None where there is none that works; missing() then returns the reason."""
     found = _open(PATH)
     return found if isinstance(found, Library) else None
 
 
 def missing() -> str | None:
-    """Why load() gives None; None if it does not."""
+    """Returns the reason why load() returns None; None if it does not."""
     found = _open(PATH)
     return found.reason if isinstance(found, Missing) else None
 
 
 def advice() -> str | None:
-    """What the user can do where load() gives None."""
+    """Returns the user's remedy where load() returns None."""
     found = _open(PATH)
     return found.advice if isinstance(found, Missing) else None
 
 
 def missing_note() -> str | None:
-    """What to tell the user once where the library is missing, and what to do about it."""
+    """Returns a note for the user where the library is missing, with the reason and the remedy."""
     found = _open(PATH)
     if isinstance(found, Library):
         return None
@@ -153,7 +153,7 @@ def missing_note() -> str | None:
 
 @cache
 def _open(path: Path) -> Library | Missing:
-    """The library at `path`, or why it can't be used."""
+    """Returns the library at `path`, or the reason why it can't be used."""
     try:
         if _cut_short(path):
             return Missing(f"{path.name} is damaged: its end is missing")
@@ -171,8 +171,8 @@ def _open(path: Path) -> Library | Missing:
 
 
 def _cut_short(path: Path) -> bool:
-    """Whether a 64-bit ELF file ends before the table of its sections, which linkers write last: to load it would end
-    the process. Raises OSError."""
+    """Returns whether a 64-bit ELF file ends before the table of its sections, which linkers write last: to load it
+    would end the process. Raises OSError."""
     with path.open("rb") as stream:
         header, nbytes = stream.read(64), os.fstat(stream.fileno()).st_size
     if not header.startswith(b"\x7fELF\x02\x01"):  # of 64 bits, little-endian
@@ -200,12 +200,12 @@ _PART = 1 << 28
 
 
 def crc32(data: bytes | memoryview, value: int = 0) -> int:
-    """As zlib.crc32."""
+    """Returns the CRC-32 of `data`, as zlib.crc32 does."""
     found = load()
     if found is None or not found.functions.moert_crc32_fast():
         return zlib.crc32(data, value)
     array = np.frombuffer(data, np.uint8)
-    for at in range(0, len(array), _PART):  # between parts Ctrl-C is heard
+    for at in range(0, len(array), _PART):  # Ctrl-C is handled between parts
         part = array[at : at + _PART]
         value = int(found.functions.moert_crc32(value, part.ctypes.data, part.nbytes))
     return value

@@ -17,11 +17,11 @@ PAGE_BYTES = mmap.PAGESIZE
 _SLAB = 64 << 20
 _HUGE = 2 << 20
 _LINE = 64
-_UNCOUNTED = 0x4000 if sys.platform == "linux" else 0  # MAP_NORESERVE: what is not touched needs no memory
+_UNCOUNTED = 0x4000 if sys.platform == "linux" else 0  # MAP_NORESERVE: pages that are not touched need no memory
 
 
 class Arena:
-    """Hands out pieces of large slabs, one after the other, until the arena as a whole is dropped."""
+    """An allocator that hands out pieces of large slabs, one after the other, until the arena as a whole is dropped."""
 
     def __init__(self, align: int = _LINE) -> None:
         """`align`: a power of two; every piece begins on a multiple of it."""
@@ -29,7 +29,7 @@ class Arena:
         self._free: U8 = np.empty(0, np.uint8)
 
     def allocate(self, nbytes: int) -> U8:
-        """uint8 [nbytes] with undefined contents. Raises MemoryError."""
+        """Returns uint8 [nbytes] with undefined contents. Raises MemoryError."""
         if nbytes > len(self._free):
             self._free = _slab(max(nbytes, _SLAB))
         room, self._free = self._free[:nbytes], self._free[nbytes + -nbytes % self._align :]
@@ -37,7 +37,8 @@ class Arena:
 
 
 def forget(piece: U8) -> None:
-    """Gives the whole pages of a piece of an arena back to the system; what it held is lost, it may be used again.
+    """Gives the whole pages of a piece of an arena back to the system; their contents are lost, the piece may be used
+    again.
 
     From then on it is of small pages: the system would fill holes in large ones again by itself.
     """
@@ -50,7 +51,8 @@ def forget(piece: U8) -> None:
 
 
 def _slab(nbytes: int) -> U8:
-    """Anonymous memory that begins on a large page, which the system is asked to use."""
+    """Returns anonymous memory that begins on a large page; the system is advised to use large pages. Raises
+    MemoryError."""
     size = -(-nbytes // _HUGE) * _HUGE
     flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | _UNCOUNTED  # shared memory gets no large pages
     try:
@@ -66,25 +68,25 @@ def _slab(nbytes: int) -> U8:
 
 
 class FencedMapping(mmap.mmap):
-    """Bytes of a file where the page cache has them, not to be written. The fence stands as long as anything uses
-    them."""
+    """A mapping of a file's bytes, where the page cache has them, not to be written. Within its fence bytes that the
+    drive does not give read as zeros; the fence stands as long as any array uses the bytes."""
 
     path: str = ""
-    """Of the file, for messages."""
+    """The path of the file, for messages."""
     lost: list[str] | None = None
-    """Gets the path when the mapping ends and has broken, since what was copied of it may be zeros."""
+    """A list that gets the path when the mapping ends and has broken, since copies of its bytes may be zeros."""
     _fence: int = -1
     _call: Any = None
 
     def fence(self, call: Any) -> bool:
-        """Puts one around it; False where that can't be had."""
+        """Puts a fence around the mapping; returns False where no fence can be had."""
         self._fence = call.moert_fence(np.frombuffer(self, np.uint8).ctypes.data, len(self))
         self._call = call
         return self._fence >= 0
 
     @property
     def is_broken(self) -> bool:
-        """Whether a part of it was asked for and not there."""
+        """Returns whether zeros were read within the fence in place of bytes that are not there."""
         return bool(self._call.moert_fence_broken(self._fence))
 
     def __del__(self) -> None:  # before it is unmapped
@@ -97,8 +99,8 @@ class FencedMapping(mmap.mmap):
 
 
 def mapped(fd: int, nbytes: int, offset: int = 0) -> tuple[U8, FencedMapping] | None:
-    """Bytes of a file, and what holds them; None where the file is shorter or can't be mapped, or without the kernels
-    that have fences."""
+    """Returns bytes of a file, and the mapping that holds them; None where the file is shorter or can't be mapped, or
+    without the kernels that have fences."""
     found = library.load()
     if found is None:
         return None
@@ -111,6 +113,6 @@ def mapped(fd: int, nbytes: int, offset: int = 0) -> tuple[U8, FencedMapping] | 
 
 
 def breaks() -> int:
-    """How often any fence has broken in this process."""
+    """Returns how often any fence has broken in this process."""
     found = library.load()
     return 0 if found is None else int(found.functions.moert_fences_broken())

@@ -1,4 +1,4 @@
-"""The native kernels as a backend: hands the bytes of a pack, and the addresses of arrays, to the C in csrc."""
+"""The native kernels as a backend, which passes the bytes of a pack, and the addresses of arrays, to the C in csrc."""
 
 from __future__ import annotations
 
@@ -39,11 +39,12 @@ from moert.pack.fence import heard
 from moert.pack.layout import NeuronLayout
 from moert.pack.parts import Act, Ffn, Latent
 
-_MOST = 256  # kinds of expert that are remembered
+_MOST = 256  # kinds of experts that are remembered
 
 
 class NativeExpert:
-    """A feed-forward part; `alive` is what holds its bytes. `ffn`: the struct of this name, or its words."""
+    """A feed-forward network; `ffn`: the C struct of this name, or its words; `alive` is the object that holds its
+    bytes."""
 
     __slots__ = ("_alive", "_ffn", "address")
 
@@ -52,7 +53,8 @@ class NativeExpert:
 
 
 class _Kind(NamedTuple):
-    """The words of the struct of an expert that lies at address 0, and which of them are addresses (1, others 0)."""
+    """The words of the struct of an expert that lies at address 0, and a mask of the words that are addresses (1,
+    others 0)."""
 
     words: I64
     places: I64
@@ -60,13 +62,13 @@ class _Kind(NamedTuple):
 
 
 class Kinds:
-    """Of experts seen so far. Safe to use from several threads."""
+    """The kinds of the experts seen so far. Safe to use from several threads."""
 
     def __init__(self) -> None:
         self._known: dict[int, _Kind] = {}
 
     def expert(self, view: ExpertView) -> NativeExpert:
-        """Experts whose `projections` are the same object are of one kind."""
+        """Returns the expert of a view. Experts whose `projections` are the same object are of one kind."""
         kind = self._known.get(id(view.projections))
         if kind is None:
             kind = self._learn(view.projections)
@@ -84,7 +86,7 @@ class Kinds:
 
 
 def _words(projections: Mapping[str, ProjectionView], start: int) -> I64:
-    """Of the struct of an expert that lies at this address."""
+    """Returns the words of the struct of an expert that lies at address `start`."""
     ffn = structs.Ffn()
     for name, part in projections.items():
         places = [start + at for at in part.places]
@@ -98,22 +100,22 @@ def _words(projections: Mapping[str, ProjectionView], start: int) -> I64:
 
 
 def _place_of(array: npt.NDArray[Any]) -> int:
-    """The address of its first number."""
+    """Returns the address of an array's first number."""
     try:
         return addressof(c_char.from_buffer(array))  # type: ignore[arg-type]
     except (TypeError, ValueError):  # not to be written
         return int(array.ctypes.data)
 
 
-_LONG_S = 0.05  # another thread makes what takes longer
-_MANY = 1 << 24  # products that may take so long
+_LONG_S = 0.05  # a call that takes longer is another thread's
+_MANY = 1 << 24  # products: a call of fewer takes less than _LONG_S
 _SLOW = 1e9  # products a second, of a function that was not called with as many yet
 _Item = TypeVar("_Item", bound=np.generic)
 _W = TypeVar("_W")
 
 
 class NativeBackend:
-    """See `moert.kernels.backend.Backend`. `isa` is a number of Library.choose."""
+    """The backend of the native kernels, see `moert.kernels.backend.Backend`. `isa` is a number of Library.choose."""
 
     widens = False
 
@@ -132,19 +134,20 @@ class NativeBackend:
         self._kinds = Kinds()
 
     def close(self) -> None:
-        """Ends the threads. Nothing may be computed after that."""
+        """Ends the threads. No method may be called after that."""
         if self._pool:
             self._call.moert_pool_close(self._pool)
             self._pool, self._call = None, None
 
     def stay(self, nbytes: int) -> U8:
-        """See `moert.kernels.backend.Keeps`: in large pages."""
+        """Returns large pages: see `moert.kernels.backend.Keeps`."""
         room = self._arena.allocate(nbytes)
         self._staying.add(_at(room))
         return room
 
     def _compute(self, products: int, name: str, *arguments: Any) -> Any:
-        """Calls a function of the library that makes so many products; Ctrl-C is heard where it takes long."""
+        """Calls a function of the library that makes `products` products; Ctrl-C is handled meanwhile where the call
+        takes long."""
         call = getattr(self._call, name)
         if products < _MANY:
             return call(self._pool, *arguments)
@@ -388,7 +391,8 @@ class NativeBackend:
         return out
 
     def _place(self, weights: _W, purpose: str, make: Callable[[_W], Structure]) -> int:
-        """Where the struct lies that stands for these weights, which are kept alive: made once for each purpose."""
+        """Returns the address of the struct that stands for these weights, which are kept alive: made once for each
+        purpose."""
         key = id(weights), purpose
         if key not in self._made:
             struct = make(weights)
@@ -409,7 +413,7 @@ class NativeBackend:
         return addressof(self._layouts[key])
 
     def _kept(self, array: npt.NDArray[_Item]) -> npt.NDArray[_Item]:
-        """In large pages: a copy, or the array itself where it lies there."""
+        """Returns the array in large pages: a copy, or the array itself where it lies in memory from `stay`."""
         if _at(array) in self._staying:
             self._staying.discard(_at(array))
             return array

@@ -16,15 +16,15 @@ from moert.pack.parts import Attention, Latent
 KvBits = Literal[8, 16]
 
 KEYS = 64
-"""Tokens of a page (MOERT_KEYS)."""
+"""The tokens of a page (MOERT_KEYS)."""
 STEP_BYTES = 4
-"""Of what the key of a token counts in a head, and of what its value does."""
-_ALIGNED = 64  # bytes; what lies in a page is whole multiples of it
+"""The bytes of the step that a token's key is counted in, in one head; and of its value's step."""
+_ALIGNED = 64  # bytes; the arrays in a page are whole multiples of it
 
 
 @dataclass(frozen=True)
 class PageLayout:
-    """What a page has of `kv` heads."""
+    """The layout of a page with `kv` heads."""
 
     kv: int
     dim: int
@@ -37,19 +37,20 @@ class PageLayout:
 
     @cached_property
     def places(self) -> tuple[int, ...]:
-        """Where in what a page has of a head its keys, values, and the steps of both begin, and where it ends."""
+        """Returns the places in a head's share of a page where its keys, values, and the steps of both begin, and the
+        share's end."""
         number = self.bits // 8
         sizes = (self.dim * number, self.value_dim * number, STEP_BYTES, STEP_BYTES)
         return tuple(accumulate((KEYS * size for size in sizes), initial=0))
 
     @property
     def nbytes(self) -> int:
-        """Of a page."""
+        """Returns the bytes of a page."""
         return self.kv * self.places[-1]
 
     def pages(self, count: int) -> list[KeptPage]:
-        """So many new ones that follow one another in memory, all zeros: what lies behind the last key is multiplied,
-        and must be a number."""
+        """Returns `count` new pages that follow one another in memory, all zeros: numbers behind the last key are
+        multiplied too, and must be finite."""
         room, size = _aligned(count * self.nbytes), self.nbytes
         return [Page(self, room[at * size :][:size]) for at in range(count)]
 
@@ -61,13 +62,14 @@ class KeptPage(Protocol):
     def nbytes(self) -> int: ...
 
     def copy(self) -> KeptPage:
-        """Another one with the same keys and values."""
+        """Returns another page with the same keys and values."""
         ...
 
 
 class Page:
-    """In memory, all in `buffer`: `keys` [kv, dim, KEYS] and `values` [kv, KEYS, value_dim], float16 or of 8 bits,
-    times the steps of their tokens, `key_steps` and `value_steps` [kv, KEYS]. What is a head's lies together."""
+    """A page in memory, all in `buffer`: `keys` [kv, dim, KEYS] and `values` [kv, KEYS, value_dim], float16 or of 8
+    bits, times the steps of their tokens, `key_steps` and `value_steps` [kv, KEYS]. The arrays of a head lie
+    together."""
 
     def __init__(self, layout: PageLayout, buffer: U8) -> None:
         self.layout, self.buffer = layout, buffer
@@ -93,11 +95,11 @@ class Page:
 
 
 def _aligned(nbytes: int) -> U8:
-    """Zeros."""
+    """Returns zeros [nbytes] at an aligned address."""
     room = np.zeros(nbytes + _ALIGNED, np.uint8)
     return room[-room.ctypes.data % _ALIGNED :][:nbytes]
 
 
 def pages_of(tokens: int) -> int:
-    """How many pages so many tokens take."""
+    """Returns the number of pages that `tokens` tokens take."""
     return -(-tokens // KEYS)

@@ -37,18 +37,18 @@ class Plain(NamedTuple):
 
 
 def product(x: F32, matrix: Plain) -> F32:
-    """x [tokens, in] → [tokens, out]"""
+    """Returns [tokens, out] for x [tokens, in]."""
     made: F32 = x @ matrix.weight.T
     return made if matrix.bias is None else made + matrix.bias
 
 
 def ffn(matrices: Mapping[str, Plain], x: F32, spec: Ffn) -> F32:
-    """x [rows, d_model] → [rows, d_model]; see moert.pack.parts.Ffn and Act."""
+    """Returns [rows, d_model] for x [rows, d_model]; see moert.pack.parts.Ffn and Act."""
     return product(bent(matrices, x, spec), matrices["down"])
 
 
 def bent(matrices: Mapping[str, Plain], x: F32, spec: Ffn) -> F32:
-    """The same before `down`: [rows, d_ff]"""
+    """Returns the input of `down`, [rows, d_ff]."""
     act, limit = spec.act, np.float32(math.inf if spec.act.limit is None else spec.act.limit)
     up = product(x, matrices["up"])
     if "gate" not in matrices:
@@ -59,7 +59,7 @@ def bent(matrices: Mapping[str, Plain], x: F32, spec: Ffn) -> F32:
 
 
 def normed(x: F32, norm: NormWeights) -> F32:
-    """x [..., n]; see moert.pack.parts.Norm, and NormWeights."""
+    """Returns x [..., n], normed; see moert.pack.parts.Norm, and NormWeights."""
     if norm.weight is None:
         same: F32 = x.copy()
         return same
@@ -71,7 +71,7 @@ def normed(x: F32, norm: NormWeights) -> F32:
 
 
 def softmax(scores: F32, sink: np.float32 | None = None) -> F32:
-    """Over the last axis; with a `sink` that is one score more, whose share is left out."""
+    """Returns the softmax over the last axis; a `sink` is one score more, whose share is left out."""
     most = scores.max(axis=-1, keepdims=True)
     most = most if sink is None else np.maximum(most, sink)
     powers: F32 = np.exp(scores - most)
@@ -110,7 +110,7 @@ def activated(act: Act, x: F32) -> F32:
 
 
 def weights(stored: Stored | Mxfp4Matrix) -> F32:
-    """A matrix as float32 [out, in], bit for bit what `moert.pack.codec.dequantize` gives."""
+    """Returns a matrix as float32 [out, in], bit for bit as `moert.pack.codec.dequantize` does."""
     return times_two(_dequantize(stored), stored.power) if isinstance(stored, QuantizedMatrix) else stored.widened()
 
 
@@ -129,7 +129,7 @@ def _dequantize(matrix: QuantizedMatrix) -> F32:
 
 
 def _codes(matrix: QuantizedMatrix) -> F32:
-    """Codes [out, in] as a fresh float32 array, looked up a byte at a time."""
+    """Returns codes [out, in] as a fresh float32 array, looked up a byte at a time."""
     packed, bits, n = matrix.qweight, matrix.bits, matrix.in_features
     if bits != 3:
         return _plane(packed, bits, n, 1.0)
@@ -140,7 +140,7 @@ def _codes(matrix: QuantizedMatrix) -> F32:
 
 
 def _plane(packed: npt.NDArray[np.uint8], width: int, n: int, unit: float) -> F32:
-    """A packed plane [out, bytes] → [out, n] float32, each code times `unit`."""
+    """Returns the codes of a packed plane [out, bytes], [out, n] in float32, each times `unit`."""
     if width == 8:
         return packed[:, :n].astype(np.float32)
     wide: F32 = _table(width, unit)[packed].reshape(packed.shape[0], -1)
@@ -149,7 +149,7 @@ def _plane(packed: npt.NDArray[np.uint8], width: int, n: int, unit: float) -> F3
 
 @cache
 def _table(width: int, unit: float) -> F32:
-    """[256, 8 // width]: the codes that each byte holds, lowest bits first."""
+    """Returns [256, 8 // width]: the codes that each byte holds, lowest bits first, times `unit`."""
     shifts = np.arange(8 // width) * width
     codes = (np.arange(256)[:, None] >> shifts) & ((1 << width) - 1)
     table: F32 = codes.astype(np.float32) * np.float32(unit)
@@ -157,8 +157,8 @@ def _table(width: int, unit: float) -> F32:
 
 
 def mixed(weights: AttentionWeights[Plain], query: F32, kept: tuple[F32, F32], start: int, positions: Positions) -> F32:
-    """What each head reads: query [tokens, heads, dim] → [tokens, heads, value_dim]. `kept`: keys [kv, length, dim] and
-    values [kv, length, value_dim]."""
+    """Returns each head's mean of the values, [tokens, heads, value_dim], for query [tokens, heads, dim]. `kept`: keys
+    [kv, length, dim] and values [kv, length, value_dim]."""
     part, (keys, values) = weights.part, kept
     shared, mixed = part.n // part.kv, np.empty((*query.shape[:2], part.value_dim), np.float32)
     softcap = part.softcap if isinstance(part, Attention) else None
@@ -178,12 +178,13 @@ def mixed(weights: AttentionWeights[Plain], query: F32, kept: tuple[F32, F32], s
 def keys_and_values(
     part: Attention, weights: AttentionWeights[Plain], hidden: F32, positions: Positions
 ) -> tuple[F32, F32]:
-    """hidden [tokens, d_model] → [tokens, kv, dim] and [tokens, kv, value_dim]"""
+    """Returns keys [tokens, kv, dim] and values [tokens, kv, value_dim] for hidden [tokens, d_model]."""
     return tuple(heads(part, weights, name, hidden, positions) for name in "kv")  # type: ignore[return-value]
 
 
 def heads(part: Attention, weights: AttentionWeights[Plain], name: str, hidden: F32, positions: Positions) -> F32:
-    """Queries, keys or values: [tokens, d_model] → [tokens, heads, dim], normed, bounded and turned."""
+    """Returns queries, keys or values [tokens, heads, dim], normed, bounded and turned, for hidden [tokens,
+    d_model]."""
     made, norm = product(hidden, weights.matrices[name]), weights.norms.get(name)
     whole = (len(made), -1) if part.qk_norm == "whole" and name != "v" else (len(made), -1, part.dim)
     if norm is not None and (name == "v" or not part.norm_turned):
@@ -200,7 +201,7 @@ def heads(part: Attention, weights: AttentionWeights[Plain], name: str, hidden: 
 
 
 def _turned(heads: F32, positions: Positions) -> F32:
-    """[tokens, heads, dim], of which the first features turn."""
+    """Returns heads [tokens, heads, dim], whose first features are turned."""
     if positions.turns is None:
         return heads
     half = positions.turns.shape[2]
@@ -211,7 +212,7 @@ def _turned(heads: F32, positions: Positions) -> F32:
 
 
 def latent_queries(part: Latent, weights: AttentionWeights[Plain], hidden: F32, positions: Positions) -> F32:
-    """[tokens, heads, dim]: what meets c, and what meets the key that turns."""
+    """Returns queries [tokens, heads, dim]: the features that meet c, and the features that meet the key that turns."""
     matrices, n = weights.matrices, len(hidden)
     asked = hidden if part.q_rank is None else normed(product(hidden, matrices["q_a"]), weights.norms["q"])
     still = product(asked, matrices["q"]).reshape(n, part.n, part.nope)
@@ -222,20 +223,21 @@ def latent_queries(part: Latent, weights: AttentionWeights[Plain], hidden: F32, 
 
 
 def latent_kept(part: Latent, weights: AttentionWeights[Plain], hidden: F32, positions: Positions) -> tuple[F32, F32]:
-    """[tokens, 1, dim] and [tokens, 1, value_dim]: c with the key that turns, and c"""
+    """Returns [tokens, 1, dim] and [tokens, 1, value_dim]: c with the key that turns, and c."""
     c = normed(product(hidden, weights.matrices["kv_a"]), weights.norms["kv"])[:, None]
     turned = _turned(product(hidden, weights.matrices["k_turn"])[:, None], positions)
     return np.concatenate((c, turned), axis=-1), c
 
 
 def _by_place(by_distance: F32, zero: int, tokens: int, length: int) -> F32:
-    """[offsets], the one at `zero` that of key 0 and query 0 → [tokens, length], not copied: there may be many."""
+    """Returns biases [tokens, length], not copied (there may be many), for biases [offsets], of which the one at `zero`
+    is for key 0 and query 0."""
     windows: F32 = np.lib.stride_tricks.sliding_window_view(by_distance, length)
     return windows[zero - tokens + 1 : zero + 1][::-1]
 
 
 def _unseen(part: Attention | Latent, start: int, tokens: int, length: int) -> npt.NDArray[np.bool_]:
-    """[tokens, length]: keys after the query, or before its window or chunk."""
+    """Returns a mask [tokens, length] of keys after the query, or before its window or chunk."""
     key, query = np.arange(length), np.arange(start, start + tokens)[:, None]
     unseen: npt.NDArray[np.bool_] = key > query
     if part.window is not None:
@@ -246,7 +248,7 @@ def _unseen(part: Attention | Latent, start: int, tokens: int, length: int) -> n
 
 
 def lstm(inputs: F32, recurrent: F32, state: F32, counts: Sequence[int], backward: bool) -> F32:
-    """See `moert.kernels.backend.Backend.lstm`."""
+    """Runs an LSTM, see `moert.kernels.backend.Backend.lstm`."""
     made, lengths = np.empty((len(inputs), len(recurrent)), np.float32), np.array(counts, np.int64)
     starts = np.cumsum(lengths) - lengths
     for step in range(max(counts, default=0)):
@@ -261,9 +263,9 @@ def lstm(inputs: F32, recurrent: F32, state: F32, counts: Sequence[int], backwar
 
 
 def sparsemax(scores: F32) -> F32:
-    """scores [..., n] → the nearest point on the simplex, max(scores - threshold, 0), in which most may be 0 (Martins &
-    Astudillo 2016). Those that are not above the threshold which they and the others would have leave, until none does
-    (Michelot 1986): none that is 1 below the largest has a share."""
+    """Returns for scores [..., n] the nearest point on the simplex, max(scores - threshold, 0), in which most may be 0
+    (Martins & Astudillo 2016). Scores that are not above the threshold of the present support leave it, until none does
+    (Michelot 1986): no score that is 1 below the largest has a share."""
     scores = scores - scores.max(axis=-1, keepdims=True)
     support = scores > -1
     while True:
@@ -277,7 +279,7 @@ def sparsemax(scores: F32) -> F32:
 
 
 def attend_sparsely(queries: F32, keys: F32, values: F32, spans: I32) -> F32:
-    """See `moert.kernels.backend.Backend.attend_sparsely`."""
+    """Returns sparse attention, see `moert.kernels.backend.Backend.attend_sparsely`."""
     made = np.zeros_like(queries)
     for row, (first, stop) in enumerate(spans):
         if first < stop:
@@ -290,7 +292,7 @@ _LEAST, _MOST_HALF = 2.0**-10, 65504.0
 
 
 def write(kept: KeptKeys, start: int, key: F32, value: F32) -> None:
-    """key [tokens, kv, dim], value [tokens, kv, value_dim]"""
+    """Writes key [tokens, kv, dim] and value [tokens, kv, value_dim] to the pages from place `start` on."""
     first = 0
     while first < len(key):
         at, within = divmod(start + first, KEYS)
@@ -308,23 +310,23 @@ def _write(page: Page, places: slice, key: F32, value: F32) -> None:
 
 
 def read(kept: KeptKeys) -> tuple[F32, F32]:
-    """Keys and values so far, [kv, tokens, dim] and [kv, tokens, value_dim]."""
+    """Returns the keys and values so far, [kv, tokens, dim] and [kv, tokens, value_dim]."""
     parts = zip(*map(_read_page, kept.pages), strict=True)
     keys, values = (np.concatenate(part, axis=1)[:, : kept.length] for part in parts)
     return keys, values
 
 
 def _read_page(page: Page) -> tuple[F32, F32]:
-    """[kv, KEYS, dim] and [kv, KEYS, value_dim]"""
+    """Returns the keys and values of a page, [kv, KEYS, dim] and [kv, KEYS, value_dim]."""
     keys: F32 = page.keys.swapaxes(1, 2) * page.key_steps[:, :, None]
     values: F32 = page.values * page.value_steps[:, :, None]
     return np.ascontiguousarray(keys), values
 
 
 def kept_as(dtype: npt.DTypeLike, x: F32) -> tuple[npt.NDArray[Any], F32]:
-    """x [tokens, kv, dim] → float16 or whole numbers of 8 bits, and what they count [tokens, kv]: a power of two that
-    brings the largest magnitude to where float16 is exact, 1 for most; of 8 bits times a float16, 1/127 of it. Where a
-    number is not finite, the step is none, and all numbers are 0."""
+    """Returns x [tokens, kv, dim] as float16 or whole numbers of 8 bits, and their steps [tokens, kv]: a power of two
+    that brings the largest magnitude to where float16 is exact, 1 for most; of 8 bits times a float16, 1/127 of it.
+    Where a number is not finite, the step is NaN, and all numbers are 0."""
     largest = np.abs(x).max(-1, keepdims=True)
     fits = (largest == 0) | ((largest >= _LEAST) & (largest <= _MOST_HALF))
     power = np.where(fits | ~np.isfinite(largest), 0, np.maximum(np.frexp(largest)[1] - 15, -126))
@@ -338,12 +340,12 @@ def kept_as(dtype: npt.DTypeLike, x: F32) -> tuple[npt.NDArray[Any], F32]:
 
 
 def fire(layout: NeuronLayout, base: U8, offsets: I64, x: F32, spec: Ffn) -> F32:
-    """See `moert.kernels.backend.Backend.fire`."""
+    """Returns the neurons' activations, see `moert.kernels.backend.Backend.fire`."""
     return bent({name: _matrix(layout, place, base, offsets) for name, place in layout.rows.items()}, x, spec)
 
 
 def project(layout: NeuronLayout, base: U8, offsets: I64, hidden: F32, bias: F32 | None) -> F32:
-    """See `moert.kernels.backend.Backend.project`."""
+    """Returns the product with `down`, see `moert.kernels.backend.Backend.project`."""
     made = np.zeros((len(hidden), layout.d_model), np.float32)
     fired = np.flatnonzero((hidden != 0).any(axis=0))
     blocks = np.unique(fired // layout.per_block)
@@ -357,7 +359,7 @@ def project(layout: NeuronLayout, base: U8, offsets: I64, hidden: F32, bias: F32
 
 
 def _matrix(layout: NeuronLayout, place: MatrixPlace, base: U8, offsets: I64) -> Plain:
-    """[d_ff, d_model], with zeros for what is not there."""
+    """Returns a matrix [d_ff, d_model], with zeros for blocks that are not there."""
     shape = layout.n_blocks * layout.per_block, layout.d_model
     weight, bias = np.zeros(shape, np.float32), np.zeros(shape[0], np.float32)
     for block in np.flatnonzero(offsets >= 0):
@@ -369,7 +371,7 @@ def _matrix(layout: NeuronLayout, place: MatrixPlace, base: U8, offsets: I64) ->
 
 
 def _block(layout: NeuronLayout, place: MatrixPlace, base: U8, offset: int) -> Plain:
-    """The matrix of one piece, [per_block, d_model]."""
+    """Returns the matrix of one piece, [per_block, d_model]."""
     shape, group = (layout.per_block, layout.d_model), group_of(layout.d_model, place.group_size)
     view = ProjectionView(shape, place.bits, group, place.form16, place.places, place.bias_place, place.power)
     piece = base[offset:]
@@ -380,7 +382,7 @@ _LENGTH_EPS = np.float32(1e-6)
 
 
 def conv(x: F32, taps: F32, bias: F32 | None, state: F32) -> F32:
-    """See `moert.kernels.backend.Backend.conv`."""
+    """Returns the convolution, see `moert.kernels.backend.Backend.conv`."""
     inputs, made = np.concatenate((state, x)), np.zeros_like(x)
     for place, tap in enumerate(taps):
         made += tap * inputs[place : place + len(x)]
@@ -389,7 +391,7 @@ def conv(x: F32, taps: F32, bias: F32 | None, state: F32) -> F32:
 
 
 def delta(q: F32, k: F32, v: F32, decay: F32, beta: F32, state: F32) -> F32:
-    """See `moert.kernels.backend.Backend.delta`."""
+    """Runs the gated delta rule, see `moert.kernels.backend.Backend.delta`."""
     shared, made = v.shape[1] // k.shape[1], np.empty_like(v, order="C")
     q = _of_length_1(q).repeat(shared, axis=1) / np.float32(q.shape[2] ** 0.5)
     k, kept = _of_length_1(k).repeat(shared, axis=1), np.exp(decay)
@@ -407,13 +409,13 @@ def _of_length_1(x: F32) -> F32:
 
 
 def _read_state(state: F32, by: F32) -> F32:
-    """state [heads, dk, dv], by [heads, dk] → [heads, dv]"""
+    """Returns [heads, dv] for state [heads, dk, dv] and by [heads, dk]."""
     found: F32 = np.matmul(by[:, None], state)[:, 0]
     return found
 
 
 def scan(x: F32, dt: F32, a: F32, b: F32, c: F32, d: F32, state: F32) -> F32:
-    """See `moert.kernels.backend.Backend.scan`."""
+    """Runs the scan of Mamba, see `moert.kernels.backend.Backend.scan`."""
     shared, made = x.shape[1] // b.shape[1], np.empty_like(x, order="C")
     b, c = b.repeat(shared, axis=1), c.repeat(shared, axis=1)
     for at in range(len(x)):
@@ -433,7 +435,7 @@ def swish(x: F32) -> F32:
 
 
 def gated(x: F32, gate: F32, norm: NormWeights | None, groups: int, last: bool) -> F32:
-    """See `moert.kernels.backend.Backend.gated`."""
+    """Returns the gated product, see `moert.kernels.backend.Backend.gated`."""
     by = swish(gate)
     if norm is None:
         return x * by
@@ -453,18 +455,18 @@ SCORES: Mapping[str, Callable[[F32], F32]] = {
     "sigmoid_of_chosen": lambda numbers: numbers,
     "sparsemixer": lambda numbers: numbers,
 }
-"""What a router makes of its numbers [tokens, experts]."""
+"""The scores that a router makes of its numbers [tokens, experts]."""
 
 
 class Preferred(NamedTuple):
-    """See Backend.prefer; `experts` are those that are preferred."""
+    """The preference of Backend.prefer; `experts` are the preferred ones."""
 
     bonus: np.float32
     sure: int
     experts: I32
 
     def raised(self, deciding: F32, taken: int) -> F32:
-        """What decides, once so many are taken. [tokens, experts]"""
+        """Returns the scores to choose by, [tokens, experts], once `taken` experts are taken."""
         if taken != self.sure:
             return deciding
         deciding = deciding.copy()
@@ -473,7 +475,8 @@ class Preferred(NamedTuple):
 
 
 def best(deciding: F32, top_k: int, preferred: Preferred | None = None) -> I64:
-    """Those with the largest of deciding [tokens, experts], in that order, the first of equal ones: [tokens, top_k]."""
+    """Returns the experts with the largest of deciding [tokens, experts], in that order, the first of equal ones:
+    [tokens, top_k]."""
     if preferred is None:
         return np.argsort(-deciding, axis=1, kind="stable")[:, :top_k]
     chosen = np.argsort(-deciding, axis=1, kind="stable")[:, : min(preferred.sure, top_k)]
@@ -484,7 +487,7 @@ def best(deciding: F32, top_k: int, preferred: Preferred | None = None) -> I64:
 
 
 def of_best_groups(deciding: F32, part: Router) -> F32:
-    """[tokens, experts], -infinity for those of other groups."""
+    """Returns scores [tokens, experts], -infinity for the experts of other groups."""
     if (groups := part.groups) is None:
         return deciding
     tokens, experts = deciding.shape
@@ -497,7 +500,8 @@ def of_best_groups(deciding: F32, part: Router) -> F32:
 
 
 def sparsely(numbers: F32, part: Router, preferred: Preferred | None = None) -> tuple[I64, F32]:
-    """See moert.pack.parts.Router: chosen and weights, both [tokens, top_k]."""
+    """Returns the experts that a sparsemixer chooses and their weights, both [tokens, top_k]: see
+    moert.pack.parts.Router."""
     left, chosen, weights = numbers.copy(), [], []
     for taken in range(part.top_k):
         deciding = left if preferred is None or taken < preferred.sure else preferred.raised(left, preferred.sure)
@@ -516,7 +520,8 @@ Made = Callable[[], Mapping[str, Plain]]
 
 
 class ReferenceBackend:
-    """See `moert.kernels.backend.Backend`. Dense matrices are held in float32, experts unpacked at each use."""
+    """The reference backend, see `moert.kernels.backend.Backend`. Dense matrices are held in float32, experts unpacked
+    at each use."""
 
     name = "reference"
     widens = True

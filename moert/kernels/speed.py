@@ -1,4 +1,5 @@
-"""How fast the native kernels multiply one token with weights that no cache holds: what a decoded token is reckoned by.
+"""The speed at which the native kernels multiply one token with weights that no cache holds: the time of a decoded
+token follows from it.
 
 Bytes of weights a second, scales among them. `make bench-kernels` measures the same at length, beside peers.
 """
@@ -20,7 +21,7 @@ from moert.pack.codec import U8, n_groups, row_bytes
 
 WIDTHS = (2, 3, 4, 8, 16)
 MOST_BYTES = 256 << 20
-"""Of weights: more than the caches of most processors hold."""
+"""The bytes of all weights: more than the caches of most processors hold."""
 PASSES = 4
 _ROWS, _COLS, _GROUP = 2048, 2048, 64
 _FILL = 1 << 20
@@ -28,7 +29,8 @@ _FILL = 1 << 20
 
 @dataclass(frozen=True, eq=False)
 class Weights:
-    """Matrices of one width, one after the other in the same bytes as those of all others; `nbytes` of each."""
+    """Matrices of one width, one after the other in the same bytes as the matrices of all other widths; `nbytes` of
+    each."""
 
     bits: int
     matrices: Sequence[Matrix]
@@ -36,7 +38,8 @@ class Weights:
 
     @classmethod
     def laid_out(cls, data: U8, bits: int) -> Weights:
-        """As many as there is room for. At 16 bits they are bfloat16, else codes in groups of 64 inputs."""
+        """Returns as many matrices as `data` has room for. At 16 bits they are bfloat16, else codes in groups of 64
+        inputs."""
         codes = 2 * _ROWS * _COLS if bits == 16 else _ROWS * row_bytes(_COLS, bits)
         scales = 0 if bits == 16 else 2 * _ROWS * n_groups(_COLS, _GROUP)
         nbytes, base = codes + 2 * scales, data.ctypes.data
@@ -53,7 +56,8 @@ class Weights:
 def kernel_speeds(
     library: Library, threads: int, most_bytes: int = MOST_BYTES, clock: Callable[[], float] = time.perf_counter
 ) -> dict[int, float]:
-    """Width → bytes/s of the best instruction set on so many threads, in half a second or so; takes `most_bytes`.
+    """Returns for each width the speed [bytes/s] of the best instruction set on `threads` threads, in half a second or
+    so; takes `most_bytes`.
 
     Raises NativeFailed and MemoryError where there is no memory for it.
     """
@@ -69,7 +73,7 @@ def kernel_speeds(
 
 
 def _speed(functions: Any, pool: object, weights: Weights, clock: Callable[[], float]) -> float:
-    """Of the fastest of PASSES over all matrices, each against one vector."""
+    """Returns the speed [bytes/s] of the fastest of PASSES over all matrices, each against one vector."""
     x, y = np.full((1, _COLS), 0.5, np.float32), np.empty((1, _ROWS), np.float32)
     table = (c_void_p * len(weights.matrices))(*map(addressof, weights.matrices))
     output = (c_void_p * 1)(y.ctypes.data)
@@ -85,7 +89,8 @@ def _speed(functions: Any, pool: object, weights: Weights, clock: Callable[[], f
 
 
 def _small_numbers(nbytes: int) -> U8:
-    """Any two of these bytes are a small float16 and a small bfloat16, so they are scales as well as codes."""
+    """Returns uint8 [nbytes]. Any two of these bytes are a small float16 and a small bfloat16, so they are scales as
+    well as codes."""
     some = np.random.default_rng(0).integers(0x3000, 0x3800, _FILL // 2, dtype=np.uint16).view(np.uint8)
     data = Arena().allocate(nbytes)
     for start in range(0, nbytes, _FILL):

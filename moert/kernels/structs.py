@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from ctypes import Structure, c_double, c_float, c_int32, c_int64, c_uint32, c_void_p
 
-KINDS = {"MXFP4": 5, "F16": 16, "BF16": 17, "F32": 32}  # of a matrix without codes of ours, which have their width
+KINDS = {"MXFP4": 5, "F16": 16, "BF16": 17, "F32": 32}  # of a matrix without codes of ours; for codes it is their width
 ACTIVATIONS = {"relu": 0, "silu": 1, "gelu": 2, "gelu_new": 3, "relu2": 4}
 SCORES = {"softmax": 0, "sigmoid": 1, "sigmoid_of_chosen": 2, "sparsemixer": 3}
 
@@ -169,7 +169,7 @@ class Residents(Structure):
 
 
 PLACING = 6
-"""Numbers for each expert in the scratch of moert_assign."""
+"""The numbers for each expert in the scratch of moert_assign."""
 
 
 class Placing(Structure):

@@ -1,4 +1,4 @@
-"""The weights of everything but the experts: backbone.safetensors, read when they are asked for."""
+"""The weights of all parts but the experts: backbone.safetensors, read weight by weight."""
 
 from __future__ import annotations
 
@@ -19,19 +19,19 @@ from moert.pack.reader import Pack, all_finite
 from moert.pack.tensors import Place, header_of
 
 _CHUNK = 1 << 20
-_NAME_BYTES = 600  # what a name takes in the tables that say where tensors are (400 measured)
+_NAME_BYTES = 600  # of a name in the tables of tensors' places (400 measured)
 
 
 _FLOATS: Mapping[str, Any] = {"F32": np.float32, "F16": np.float16, "BF16": np.uint16}
 _TYPES: Mapping[str, Any] = {**_FLOATS, "U8": np.uint8}
 
 Allocate = Callable[[int], U8]
-"""uint8 of so many bytes to read into."""
+"""A function that returns uint8 [nbytes] to read into."""
 
 
 class StoredWeights(Mapping[str, Stored]):
-    """Canonical name → weights as they are stored, each read from the open file when it is asked for, into memory that
-    is the asker's own. What is taken out with `pop` and is a matrix with a role is read to where it may stay.
+    """Canonical name → weights as they are stored, each read from the open file at the time of the look-up, into memory
+    that is the caller's own. A matrix with a role that is taken out with `pop` is read to memory where it may stay.
 
     Reading raises FileMissing, FileTruncated or HeaderInvalid.
     """
@@ -40,12 +40,13 @@ class StoredWeights(Mapping[str, Stored]):
         self, pack: Pack, file: OpenedFile, tensors: Mapping[str, Place], names: dict[str, StoredTensors],
         stay: Allocate,
     ) -> None:  # fmt: skip
-        """`tensors` of the file; `names`: which of them stand for each weight."""
+        """`tensors`: places of the file's tensors; `names`: for each weight the tensors that stand for it."""
         self._spec, self._quantization = pack.manifest.model, pack.manifest.quantization
         self._file, self._tensors, self._names, self._stay = file, tensors, names, stay
 
     def pop(self, name: str) -> Stored:
-        """Raises KeyError for what is not there, or no more."""
+        """Returns the weights of this name and takes them out. Raises KeyError for a name that is not there, or no
+        more."""
         found = self._read(name, self._stay if self._spec.tensors[name].role is not None else _anywhere)
         del self._names[name]
         return found
@@ -84,7 +85,7 @@ class StoredWeights(Mapping[str, Stored]):
         return found
 
     def _tensor(self, name: str, allocate: Allocate) -> tuple[Any, npt.NDArray[Any]]:
-        """Its dtype, and what it holds."""
+        """Returns the dtype of a tensor, and its contents."""
         place = self._tensors[name]
         into = allocate(place.stop - place.start)
         self._file.read_into(into.data, place.start)
@@ -92,10 +93,11 @@ class StoredWeights(Mapping[str, Stored]):
 
 
 def load_backbone(pack: Pack, stay: Allocate | None = None) -> StoredWeights:
-    """All weights but the experts', to be read from the open file, which has the manifest's checksum. `stay`: memory
-    for matrices that are kept where they are read to, as a backend has it.
+    """Returns all weights but the experts', to be read from the open file, which has the manifest's checksum. `stay`:
+    memory for matrices that are kept where they are read to, as a backend has it.
 
-    Raises FileMissing, FileTruncated, HashMismatch, HeaderInvalid, SizeOverflow, or what the pack's room does.
+    Raises FileMissing, FileTruncated, HashMismatch, HeaderInvalid, SizeOverflow, or the error that the pack's room
+    raises.
     """
     if BACKBONE not in pack.manifest.files:
         raise FileMissing(f"the pack at {pack.root} lists no {BACKBONE}: convert the model again")
@@ -117,7 +119,8 @@ def _anywhere(nbytes: int) -> U8:
 
 
 def _check_checksum(file: OpenedFile, expected: int) -> None:
-    """Reads the file once in pieces, so that it is never in memory as a whole beside what is kept of it."""
+    """Reads the file once in pieces, so that it is never in memory as a whole beside the weights that are kept of it.
+    Raises HashMismatch."""
     checksum = 0
     for start in range(0, file.nbytes, _CHUNK):
         checksum = crc32(file.read(min(_CHUNK, file.nbytes - start), start), checksum)

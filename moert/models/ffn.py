@@ -15,14 +15,14 @@ from moert.pack.model_spec import LayerKey
 from moert.pack.parts import Ffn
 
 Routers = MutableMapping[LayerKey, Router]
-"""Of each layer with experts; a layer asks the one that stands here when it runs."""
+"""The router of each layer with experts; a layer calls the one that stands here when it runs."""
 
 
 class ExpertRunner(Protocol):
-    """Runs the experts of a layer; how it comes by their weights is its own affair."""
+    """The runner of a layer's experts; how it comes by their weights is its own affair."""
 
     def run(self, at: LayerKey, hidden: F32, experts: I64, weights: F32, out: F32, x: F32) -> None:
-        """out += for each token the sum of weight times expert(hidden), both [tokens, features of an expert]; see
+        """Adds to out for each token the sum of weight times expert(hidden), both [tokens, features of an expert]; see
         Routed for the rest. x [tokens, d_model] is the stream as the experts find it, which may be out itself."""
         ...
 
@@ -34,14 +34,14 @@ class Network:
         self._part, self._weights, self._backend = part, weights, backend
 
     def add(self, hidden: F32, weights: F32, out: F32) -> None:
-        """out [tokens, d_model] += weights[:, None] · network(hidden)"""
+        """Adds weights[:, None] · network(hidden) to out [tokens, d_model]."""
         n = len(hidden)
         self._backend.mixture([self._weights], [n], np.arange(n, dtype=np.int32), weights, hidden, out, self._part)
 
 
 @dataclass(frozen=True)
 class SharedExpert:
-    """`gate`: its matrix, or None."""
+    """The network that every token passes beside the chosen experts. `gate`: its gate's matrix, or None."""
 
     network: Network
     gate: Matrix | None
@@ -49,7 +49,7 @@ class SharedExpert:
 
 @dataclass(frozen=True)
 class BesideExperts:
-    """See moert.pack.parts.Beside."""
+    """The weights of moert.pack.parts.Beside."""
 
     network: Network
     norm: NormWeights
@@ -59,7 +59,7 @@ class BesideExperts:
 
 @dataclass(frozen=True)
 class NarrowExperts:
-    """See moert.pack.parts.Narrow."""
+    """The weights of moert.pack.parts.Narrow."""
 
     features: int
     narrow: Matrix
@@ -68,9 +68,10 @@ class NarrowExperts:
 
 @dataclass(frozen=True)
 class MoeJoin:
-    """See moert.pack.parts.Join and Router. `apart`: what is made is put together before it joins; else it joins at
-    once, and `add` is in the router's weights. `weighs_input`: these multiply what experts get. `keeps_overflow`: a
-    token whose expert is full keeps what that would have got, times its weight."""
+    """The way in which the experts' output joins the stream, see moert.pack.parts.Join and Router. `apart`: outputs are
+    put together before they join; else each joins at once, and `add` is in the router's weights. `weighs_input`: the
+    router's weights multiply the experts' input. `keeps_overflow`: a token whose expert is full keeps the expert's
+    input, times its weight."""
 
     after: NormWeights | None
     add: float
@@ -80,7 +81,8 @@ class MoeJoin:
 
 
 class MoeFfn:
-    """x joins experts(norm(x)), as the layer's router says; the norm is part of the router."""
+    """The feed-forward part of a layer with experts: x joins experts(norm(x)), as the layer's router decides; the norm
+    is part of the router."""
 
     def __init__(
         self, at: LayerKey, routers: Routers, runner: ExpertRunner, backend: Backend, join: MoeJoin,
@@ -92,7 +94,8 @@ class MoeFfn:
         self._bypass = bypass
 
     def __call__(self, x: F32, lengths: Sequence[int], recent: Sequence[Recent]) -> None:
-        """x [tokens, d_model], sequences of `lengths` tokens one after the other; see Router for `recent`."""
+        """Changes x [tokens, d_model] in place, sequences of `lengths` tokens one after the other; see Router for
+        `recent`."""
         hidden, experts, weights = self._routers[self._at].route(x, lengths, recent)
         out = np.zeros_like(x) if self._join.apart else x
         if self._shared is not None:
@@ -120,7 +123,7 @@ class MoeFfn:
         return made
 
     def _narrowed(self, narrow: NarrowExperts, hidden: F32) -> tuple[F32, F32]:
-        """What the experts get, and zeros for what they give, both [tokens, features]."""
+        """Returns the experts' input, and zeros for their output, both [tokens, features]."""
         given, made = np.zeros((2, len(hidden), narrow.features), np.float32)
         for rows in _pieces(len(hidden)):
             given[rows] = self._backend.linear(hidden[rows], narrow.narrow)
@@ -135,7 +138,7 @@ class MoeFfn:
         shared.network.add(hidden, weights, out)
 
     def _bring_in(self, x: F32, made: F32) -> None:
-        """x joins what the experts have made."""
+        """Adds the experts' output to x in place."""
         if (beside := self._beside) is not None:
             made = self._backend.norm(made, beside.experts_after)
             for rows in _pieces(len(x)):
@@ -148,13 +151,13 @@ class MoeFfn:
 
 
 class DenseFfn:
-    """x joins ffn(norm(x))"""
+    """The feed-forward part of a layer without experts: x joins ffn(norm(x))."""
 
     def __init__(self, network: Network, norm: NormWeights, after: NormWeights | None, add: float, backend: Backend):
         self._network, self._norm, self._after, self._add, self._backend = network, norm, after, add, backend
 
     def __call__(self, x: F32, lengths: Sequence[int], recent: Sequence[Recent]) -> None:
-        """x [tokens, d_model]; which sequence a token belongs to makes no difference."""
+        """Changes x [tokens, d_model] in place; the sequence that a token belongs to makes no difference."""
         for piece in _pieces(len(x)):
             rows = x[piece]
             hidden = self._backend.norm(rows, self._norm)

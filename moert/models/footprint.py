@@ -1,4 +1,4 @@
-"""How much memory requests take beside the weights: activations, KV cache, recurrent states. Pure."""
+"""The memory that requests take beside the weights: activations, KV cache, recurrent states. Pure."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from moert.pack.model_spec import Layer, ModelSpec
 from moert.pack.parts import Attention, Experts, Ffn, FixedState, GatedDelta, Latent, Mamba, Mamba2, ShortConv
 
 _ROUNDED = 16
-"""Bytes that one number takes in the native kernels: as float32, rounded in up to three orders with the scales, and a
-quarter more, as their scratch grows ahead."""
+"""The bytes that one number takes in the native kernels: as float32, rounded in up to three orders with the scales, and
+a quarter more, as their scratch grows ahead."""
 _PADDED = 512  # numbers of a row are rounded to whole multiples of this
 _REFERENCE_COPIES = 4  # of each number that an expert makes, in numpy
 _LOGITS = 3  # for each sequence: the last ones, the present ones, and those put together
@@ -23,14 +23,14 @@ _DRAWN = 10  # the same numbers adjusted, sorted, filtered and so on, of one seq
 
 
 def activation_bytes(spec: ModelSpec, tokens: int, widened: bool, sequences: int = 1) -> int:
-    """Upper bound for `tokens` tokens of `sequences` that are read in one pass, and for what is done with the logits.
-    `widened`: as of Backend.widens."""
+    """Returns an upper bound of the bytes of activations for `tokens` tokens of `sequences` sequences that are read in
+    one pass, and of copies of their logits. `widened`: see Backend.widens."""
     projected = sequences * 2 * _ROUNDED * _padded(spec.d_model) if spec.head.projected else 0
     return _layer_bytes(spec, tokens, widened) + projected + 4 * spec.vocab_size * (_LOGITS * sequences + _DRAWN)
 
 
 def _layer_bytes(spec: ModelSpec, tokens: int, widened: bool) -> int:
-    """Of the layer that takes the most. Tokens that see each other are read at once."""
+    """Returns the bytes of the layer that takes the most. Tokens that see each other are read at once."""
     whole = spec.tokens.prefix_end is not None
     return max(
         tokens * _whole_row_bytes(spec.d_model, kind)
@@ -42,8 +42,8 @@ def _layer_bytes(spec: ModelSpec, tokens: int, widened: bool) -> int:
 
 
 def _whole_row_bytes(d_model: int, kind: Layer) -> int:
-    """What a token keeps while a layer runs: the stream, its norm, the router's scores and choice; and what experts
-    make where that does not go into the stream at once."""
+    """Returns the bytes that a token keeps while a layer runs: the stream, its norm, the router's scores and choice;
+    and the experts' output where it does not go into the stream at once."""
     if not isinstance(kind.ffn, Experts):
         return 4 * 3 * d_model
     apart = 3 if kind.ffn.beside is not None or kind.ffn_join.after is not None or kind.ffn.bypass else 0
@@ -54,8 +54,8 @@ def _whole_row_bytes(d_model: int, kind: Layer) -> int:
 
 
 def _mixture_bytes(d_model: int, part: Ffn | Experts | None, tokens: int, widened: bool) -> int:
-    """Bytes that one call of a network takes, with as many rows as it may have; of the experts with one token, all that
-    it goes to."""
+    """Returns the bytes that one call of a network takes, with as many rows as it may have; for one token all experts
+    that it goes to."""
     if part is None:
         return 0
     if isinstance(part, Ffn):
@@ -73,41 +73,44 @@ def _mixture_bytes(d_model: int, part: Ffn | Experts | None, tokens: int, widene
 
 
 def _network_bytes(widths: tuple[int, int], rows: int, widened: bool) -> int:
-    """`widths`: what goes into its matrices, one after the other."""
+    """Returns the bytes of one network for `rows` rows. `widths`: the features that its matrices get, one after the
+    other."""
     if widened:
         return rows * 4 * _REFERENCE_COPIES * sum(widths)
     return rows * _ROUNDED * sum(map(_padded, widths))
 
 
 def _mixer_bytes(d_model: int, kind: Layer, tokens: int, whole: bool, widened: bool) -> int:
-    """Bytes that one call of its mixer takes."""
+    """Returns the bytes that one call of the layer's mixer takes."""
     if isinstance(kind.mixer, FixedState):
         return _fixed_bytes(d_model, kind.mixer, min(tokens, ROWS), widened)
     return 0 if kind.mixer is None else _attention_bytes(d_model, kind.mixer, tokens, whole, widened)
 
 
 def _fixed_bytes(d_model: int, part: FixedState, rows: int, widened: bool) -> int:
-    """Of a piece of a prompt: all that a mixer makes, one step after the other, and the native kernels' scratch."""
+    """Returns the bytes of a piece of a prompt in a mixer: all arrays that it makes, one step after the other, and the
+    native kernels' scratch."""
     inner = _inner(d_model, part)
     made = rows * (4 * (2 * d_model + _made(d_model, part)) + _ROUNDED * (_padded(d_model) + _padded(inner)) // 2)
     if not widened:
         return made
     states = sum(math.prod(shape) for shape in part.state_shapes(d_model))
-    repeated = 0  # for each head, what those of a group share
+    repeated = 0  # for each head, the arrays that the heads of a group share
     if isinstance(part, (Mamba, Mamba2)):
         repeated = 2 * part.state * (part.n if isinstance(part, Mamba2) else part.features)
     return 2 * made + 4 * (_REFERENCE_COPIES * (states + rows * inner) + rows * repeated)
 
 
 def _inner(d_model: int, part: FixedState) -> int:
-    """Features that its last matrix takes."""
+    """Returns the features that the mixer's last matrix gets."""
     if isinstance(part, ShortConv):
         return d_model
     return part.value_features if isinstance(part, GatedDelta) else part.features
 
 
 def _made(d_model: int, part: FixedState) -> int:
-    """Numbers that it makes of one token between two matrices, copies of what lies apart included."""
+    """Returns the count of numbers that the mixer makes of one token between two matrices, with the copies that lie
+    apart."""
     if isinstance(part, ShortConv):
         return 6 * d_model
     if isinstance(part, GatedDelta):
@@ -119,7 +122,7 @@ def _made(d_model: int, part: FixedState) -> int:
 
 
 def _attention_bytes(d_model: int, part: Attention | Latent, tokens: int, whole: bool, widened: bool) -> int:
-    """Bytes that one call of attention takes: a piece of a prompt, or, where `whole`, all of it."""
+    """Returns the bytes that one call of attention takes: a piece of a prompt, or, where `whole`, all of it."""
     rows, q, kv = tokens if whole else min(tokens, ROWS), part.q_features, part.kv_features
     inner = part.n * part.v if isinstance(part, Latent) else q
     made = rows * (4 * (d_model + 2 * q + 2 * kv) + _ROUNDED * (_padded(d_model) + _padded(inner)) // 2)
@@ -139,11 +142,11 @@ def _padded(width: int) -> int:
 
 @dataclass(frozen=True)
 class Load:
-    """One request: tokens of its prompt, the most that it may write, and what it has `written` so far (0: its prompt is
-    still to be read, but for the `kept_tokens` that it begins with). `held_bytes` of memory are in its keys, values and
-    states. `marks`: it keeps its states of fixed size as they are behind its prompt. `beams`: sequences that go on from
-    the prompt together. `noted_bytes` are kept of each token that it writes, and printed; `scored`: tokens whose logits
-    are there at once, if these are more than its sequences."""
+    """One request: tokens of its prompt, the most that it may write, and the tokens `written` so far (0: its prompt is
+    still to be read, but for the `kept_tokens` that it begins with). `held_bytes` of memory are in its KV cache and
+    recurrent states. `marks`: it keeps its recurrent states as they are behind its prompt. `beams`: sequences that go
+    on from the prompt together. `noted_bytes` are kept of each token that it writes, and printed; `scored`: tokens
+    whose logits are there at once, if these are more than its sequences."""
 
     prompt_tokens: int
     max_new_tokens: int
@@ -161,9 +164,9 @@ Loads = Sequence[Load]
 
 @dataclass(frozen=True)
 class Footprint:
-    """Upper bounds in bytes for requests that run together. `widened`: as of Backend.widens; `prefers`: see Recent;
-    `foreseeing`: what a Foresees takes for a prompt of so many tokens and so many new ones; `apart`: what each expert
-    makes of each of its tokens is kept until the layer is done."""
+    """Upper bounds in bytes for requests that run together. `widened`: see Backend.widens; `prefers`: see Recent;
+    `foreseeing`: the bytes that a Foresees takes, by the tokens of a prompt and the new ones; `apart`: the output of
+    each expert for each of its tokens is kept until the layer is done."""
 
     spec: ModelSpec
     widened: bool
@@ -173,35 +176,35 @@ class Footprint:
     apart: bool = False
 
     def request(self, loads: Loads) -> int:
-        """The most at one time, if all start or go on now and write all that they may."""
+        """Returns the most bytes at one time, if all requests start or go on now and write all that they may."""
         return max(self.prompt(loads), self.written(loads))
 
     def prompt(self, loads: Loads) -> int:
-        """While the prompts of new ones are read and the others go on."""
+        """Returns the bytes while the prompts of new requests are read and the others go on."""
         tokens = sum(load.beams if load.written else load.prompt_tokens - load.kept_tokens for load in loads)
         states = (self._state(load, max(1, load.written)) for load in loads)
         made = activation_bytes(self.spec, tokens, self.widened, _sequences(loads))
         return made + self._parts(tokens) + sum(states)
 
     def written(self, loads: Loads) -> int:
-        """When all have written all that they may."""
+        """Returns the bytes when all requests have written all that they may."""
         return self._step(_sequences(loads)) + sum(self._state(load, load.max_new_tokens) for load in loads)
 
     def next_block(self, loads: Loads) -> int:
-        """What a step takes, and keys and values of the next block beside those that are there."""
+        """Returns the bytes of a step, and of keys and values of the next block beside the present ones."""
         grown = (growth_bytes(self.spec, self.kv_bits, load.beams) for load in loads)
         noted = (load.noted_bytes * (load.written + BLOCK_TOKENS) for load in loads)
         return self._step(_sequences(loads)) + sum(grown) + sum(noted)
 
     def read(self, load: Load) -> int:
-        """Tokens that the decoder has read."""
+        """Returns the number of tokens that the decoder has read."""
         return (load.prompt_tokens if self.spec.encoder is None else 1) + load.written - 1
 
     def _step(self, sequences: int) -> int:
         return activation_bytes(self.spec, sequences, self.widened, sequences) + self._parts(sequences)
 
     def _parts(self, tokens: int) -> int:
-        """What experts make, once more on its way from a device, and what one gets."""
+        """Returns the bytes of the experts' output, once more on its way from a device, and of their input."""
         moe = self.spec.moe
         return 3 * 4 * tokens * moe.router.top_k * moe.width(self.spec.d_model) if self.apart else 0
 

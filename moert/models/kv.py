@@ -1,5 +1,5 @@
-"""What a sequence remembers: keys and values of the tokens so far, in pages that forks share; and states of a fixed
-size."""
+"""The memory of a sequence: its KV cache, keys and values of the tokens so far, in pages that forks share; and its
+recurrent states."""
 
 from __future__ import annotations
 
@@ -17,37 +17,37 @@ from moert.pack.model_spec import Layer, ModelSpec
 from moert.pack.parts import Attention, FixedState, Latent
 
 BLOCK_TOKENS = 128
-"""Tokens that room is reckoned for at once."""
+"""The tokens of a block: room is reckoned for whole blocks."""
 
 MakePages = Callable[[PageLayout, int], list[KeptPage]]
-"""Gives so many new pages; see moert.kernels.backend.Backend."""
+"""A function that returns as many new pages of a layout as it is called for; see moert.kernels.backend.Backend."""
 
 
 class Kept:
-    """Keys and values of one attention: `pages`, as many as its `length` takes.
+    """The KV cache of one attention: `pages`, as many as its `length` takes.
 
-    A copy shares them. Of a page that both have, the first of them writes on behind what the other one reads, the copy
-    writes into a page of its own, and so does who has gone back to a place that others read. So pages are shared until
-    they are written, and no more than the last one is ever copied.
+    A copy shares the pages. On a page that both have, the original writes on behind the tokens that the copy reads, and
+    the copy writes into a page of its own, as does a cache that was cut back to a place that others read. So pages are
+    shared until they are written, and no more than the last one is ever copied.
     """
 
     def __init__(
         self, part: Attention | Latent, expected: int = 0, bits: KvBits = 16, make: MakePages | None = None
     ) -> None:
-        """`expected`: tokens that will come soon, for which room is made at once when the first of them does. `make`:
-        by default pages in memory."""
+        """Makes an empty cache. `expected`: tokens that will come soon, for which room is made at once when the first
+        of them does. `make`: by default it makes pages in memory."""
         self.layout = PageLayout.of(part, bits)
         self.length = 0
         self.pages: list[KeptPage] = []
         self.place: Any = None
-        """What a backend remembers of where they lie; None where nothing is known of the present pages."""
+        """A backend's record of the pages' addresses; None where it has none of the present pages."""
         self._part, self._expected, self._make = part, expected, make or PageLayout.pages
-        self._room: list[KeptPage] = []  # pages for what is expected
+        self._room: list[KeptPage] = []  # pages for expected tokens
         self._own = 0  # it may write into pages from this one on,
-        self._read = 0  # at places from this one on: what lies before is read by copies
+        self._read = 0  # at places from this one on: copies read the tokens before
 
     def extend(self, new: int) -> int:
-        """Makes room for `new` tokens, whose keys and values are the caller's to write; gives the first one's place."""
+        """Makes room for `new` tokens, whose keys and values the caller writes. Returns the place of the first."""
         start = self.length
         self.length += new
         at, within = divmod(start, KEYS)
@@ -60,19 +60,19 @@ class Kept:
         return start
 
     def copy(self) -> Kept:
-        """Another with the same, that goes on by itself."""
+        """Returns another cache with the same tokens, which goes on by itself."""
         self._read = max(self._read, self.length)
         twin = Kept(self._part, 0, self.layout.bits, self._make)  # page by page: one that ends leaves none behind
         twin.length, twin.pages, twin._own = self.length, list(self.pages), len(self.pages)
         return twin
 
     def cut(self, length: int, expected: int) -> bool:
-        """Forgets all but the first `length` tokens; `expected` will be there in all. False where Ctrl-C came before
-        there were pages for so many."""
+        """Forgets all but the first `length` tokens; `expected` will be there in all. Returns False where Ctrl-C came
+        before there were pages for `length` tokens."""
         if length > min(self.length, len(self.pages) * KEYS):
             return False
         left = pages_of(length)
-        free = max(left, self._own, pages_of(self._read))  # those from here on nobody else has
+        free = max(left, self._own, pages_of(self._read))  # no other cache has the pages from here on
         self._room = [*self.pages[free:], *self._room]
         del self.pages[left:]
         self.length, self._expected, self.place = length, expected, None
@@ -84,11 +84,11 @@ class Kept:
 
     @property
     def written_bytes(self) -> int:
-        """Of the tokens so far: the system gives memory when it is written."""
+        """Returns the bytes of the pages with tokens: the system gives memory when it is written."""
         return self.layout.nbytes * len(self.pages)
 
     def _part_ways(self, at: int, within: int) -> None:
-        """What it writes from now on goes into pages of its own, of which the first may begin with a copy."""
+        """Moves the cache to pages of its own for all further tokens; the first page may begin with a copy."""
         if within:
             self.pages[at] = self.pages[at].copy()
         self._own, self._read = min(self._own, at), min(self._read, at * KEYS)
@@ -103,8 +103,9 @@ class Kept:
 
 
 class Fixed:
-    """What a layer without attention remembers of any number of tokens: the `arrays` of its mixer, in float32, zeros
-    before the first; none for a layer that has no mixer. It can be cut to where it was marked, and nowhere else."""
+    """The memory of a layer without attention, for any number of tokens: its recurrent state, the `arrays` of its
+    mixer, in float32, zeros before the first token; no arrays for a layer without a mixer. It can be cut to the length
+    where it was marked, and to no other earlier one."""
 
     def __init__(self, part: FixedState | None, d_model: int) -> None:
         shapes = () if part is None else part.state_shapes(d_model)
@@ -113,30 +114,30 @@ class Fixed:
         self._marked: tuple[int, list[npt.NDArray[np.float32]]] | None = None
 
     def extend(self, new: int) -> int:
-        """To be called before the arrays change, so that `length` is never that of an earlier state; gives the place of
-        the first of `new` tokens."""
+        """Counts `new` tokens, to be called before the arrays change, so that `length` is never the length of an
+        earlier state. Returns the place of the first."""
         self.length += new
         return self.length - new
 
     def copy(self) -> Fixed:
-        """Another with the same, that goes on by itself and has no mark."""
+        """Returns another with the same state, which goes on by itself and has no mark."""
         twin = Fixed(None, 0)
         twin.length, twin.arrays = self.length, [array.copy() for array in self.arrays]
         return twin
 
     def mark(self) -> None:
-        """Keeps a copy of how it is now, in place of the one before."""
+        """Keeps a copy of the present state, in place of the copy before."""
         kept = [np.empty_like(array) for array in self.arrays] if self._marked is None else self._marked[1]
         self._marked = None  # until all is copied
         _copy(self.arrays, kept)
         self._marked = self.length, kept
 
     def reaches(self) -> set[int]:
-        """The lengths that it can be cut to."""
+        """Returns the lengths that the state can be cut to."""
         return {self.length} if self._marked is None else {self.length, self._marked[0]}
 
     def cut(self, length: int, expected: int) -> bool:
-        """Forgets all but the first `length` tokens, if it can."""
+        """Forgets all but the first `length` tokens. Returns False if the state can't be cut to that length."""
         if self.arrays and length != self.length:
             if self._marked is None or length != self._marked[0]:
                 return False
@@ -162,11 +163,11 @@ def _copy(arrays: Iterable[npt.NDArray[np.float32]], places: Iterable[npt.NDArra
 
 
 Remembered = Kept | Fixed
-"""Of one layer."""
+"""The memory of one layer."""
 
 
 class Heard(Protocol):
-    """What a Foresees remembers of the tokens of a sequence."""
+    """The memory that a Foresees has of the tokens of a sequence."""
 
     def copy(self) -> Heard: ...
 
@@ -180,46 +181,46 @@ class Heard(Protocol):
 
 @dataclass
 class State:
-    """All that a running sequence remembers: of each decoder layer what it has read, and with an encoder what that has
-    made of the input."""
+    """All memory of a running sequence: for each decoder layer its memory of the tokens read, and with an encoder the
+    keys and values of the encoder's output."""
 
     own: list[Remembered]
     cross: list[Kept] = field(default_factory=list)
     recent: list[Recent] = field(default_factory=list)
-    """Of each decoder layer with experts, where routers prefer some."""
+    """The recent experts of each decoder layer with experts, where routers prefer some (cache-aware routing)."""
     heard: Heard | None = None
-    """Where something foresees what layers will ask for."""
+    """The memory of a Foresees, where one predicts the layers' demand."""
 
     @property
     def length(self) -> int:
-        """Tokens that the decoder has read."""
+        """Returns the number of tokens that the decoder has read."""
         return self.own[0].length
 
     def copy(self) -> State:
-        """Another with the same, that goes on by itself. Pages are shared until they are written; what an encoder has
-        made never is."""
+        """Returns another state with the same tokens, which goes on by itself. Pages are shared until they are written;
+        pages of an encoder's output never are."""
         heard = None if self.heard is None else self.heard.copy()
         return State([kept.copy() for kept in self.own], self.cross, [kept.copy() for kept in self.recent], heard)
 
     def exact_until(self, length: int) -> None:
-        """The first `length` tokens are a prompt, and routed exactly."""
+        """Declares the first `length` tokens a prompt, which is routed exactly."""
         for kept in self.recent:
             kept.exact = length
 
     def mark(self) -> None:
-        """Takes care that it can be cut to its present length later, whatever it remembers by."""
+        """Makes sure that the state can be cut to its present length later, whatever kinds of memory it has."""
         for kept in self._fixed:
             kept.mark()
 
     def reach(self, length: int) -> int:
-        """The most of the first `length` tokens that it can be cut to."""
+        """Returns the most of the first `length` tokens that the state can be cut to."""
         length = min((kept.reach(length) for kept in self.recent), default=length)
         lengths = [kept.reaches() for kept in self._fixed]
         return max((each for each in set.intersection(*lengths) if each <= length), default=0) if lengths else length
 
     def cut(self, length: int, expected: int = 0) -> bool:
-        """Forgets all that the decoder has read but the first `length` tokens, as many as it reaches; where it fails,
-        all of it is to be thrown away."""
+        """Forgets all tokens that the decoder has read but the first `length`, as many as the state reaches. Returns
+        False where that fails; then the state is to be thrown away."""
         for kept in self.recent:
             kept.cut(length)
         if self.heard is not None:
@@ -246,22 +247,22 @@ class State:
 def remembered(
     layer: Layer, d_model: int, expected: int, bits: KvBits, make: MakePages | None = None
 ) -> Remembered:  # fmt: skip
-    """Of a layer that has read nothing yet; `expected` tokens will come soon."""
+    """Returns the memory of a layer that has read nothing yet; `expected` tokens will come soon."""
     if isinstance(layer.mixer, (Attention, Latent)):
         return Kept(layer.mixer, expected, bits, make)
     return Fixed(layer.mixer, d_model)
 
 
 def forked(states: list[State], parents: Sequence[int]) -> list[State]:
-    """Of each of these its state, or where it has been given, a copy. `states` is emptied first of those that nobody
-    goes on from."""
+    """Returns for each of `parents`, places in `states`, its state, or a copy where that was returned before. `states`
+    is emptied first, so that states without a successor are gone."""
     left = {parent: states[parent] for parent in parents}
     states.clear()
     return [left[parent] if parents.index(parent) == at else left[parent].copy() for at, parent in enumerate(parents)]
 
 
 def written_bytes(states: Iterable[State]) -> int:
-    """Of several together: what they share counts once."""
+    """Returns the written bytes of several states together: pages that they share count once."""
     states = list(states)
     kept = [each for state in states for each in (*state.own, *state.cross)]
     pages = {id(page): page.nbytes for each in kept if isinstance(each, Kept) for page in each.pages}
@@ -270,15 +271,15 @@ def written_bytes(states: Iterable[State]) -> int:
 
 
 def rounded(tokens: int) -> int:
-    """`tokens` rounded up to whole blocks."""
+    """Returns `tokens` rounded up to whole blocks."""
     return -(-tokens // BLOCK_TOKENS) * BLOCK_TOKENS
 
 
 def state_bytes(
     spec: ModelSpec, prompt_tokens: int, max_new_tokens: int, bits: KvBits = 16, beams: int = 1
 ) -> int:  # fmt: skip
-    """Upper bound of the bytes that keys, values and states take while such a request runs. Beams share what was read
-    of the prompt but for its last page."""
+    """Returns an upper bound of the bytes that keys, values and recurrent states of one request take. Beams share the
+    tokens read of the prompt but for its last page."""
     if (room := spec.room(prompt_tokens)) is not None:
         max_new_tokens = max(1, min(max_new_tokens, room))
     first = prompt_tokens if spec.encoder is None else 1
@@ -291,24 +292,25 @@ def state_bytes(
 
 
 def growth_bytes(spec: ModelSpec, bits: KvBits = 16, beams: int = 1) -> int:
-    """Upper bound of what the keys and values of the next block take, and the copies with which beams part."""
+    """Returns an upper bound of the bytes of the keys and values of the next block, and of the copies with which beams
+    part."""
     copied = KEYS if beams > 1 else 0
     return beams * token_bytes(spec, bits) * (BLOCK_TOKENS + copied)
 
 
 def fixed_bytes(spec: ModelSpec) -> int:
-    """Of the states of a sequence that do not grow, in all layers of the decoder."""
+    """Returns the bytes of a sequence's recurrent states, which do not grow, in all layers of the decoder."""
     parts = [kind.mixer for kind in _layers(spec) if isinstance(kind.mixer, FixedState)]
     return 4 * sum(math.prod(shape) for part in parts for shape in part.state_shapes(spec.d_model))
 
 
 def token_bytes(spec: ModelSpec, bits: KvBits = 16) -> int:
-    """Bytes that the keys and values of one token take in all layers of the decoder."""
+    """Returns the bytes of the keys and values of one token in all layers of the decoder."""
     return sum(_kept_bytes(kind.attention, bits) for kind in _layers(spec) if kind.attention is not None)
 
 
 def _kept_bytes(part: Attention | Latent, bits: KvBits) -> int:
-    """Of the key and the value of one token."""
+    """Returns the bytes of the key and the value of one token."""
     return part.kv * ((part.dim + part.value_dim) * bits // 8 + 2 * STEP_BYTES)
 
 

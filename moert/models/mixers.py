@@ -1,4 +1,4 @@
-"""Layers that mix tokens through a recurrent state, and the positions that attention hears of."""
+"""Mixers with a recurrent state, and the positions that attention takes into account."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class Rotary:
         self._turns = np.empty((0, 2, len(frequencies)), np.float32)
 
     def turns(self, start: int, tokens: int) -> F32:
-        """Cosines and sines of positions from `start` on, [tokens, 2, dims / 2]."""
+        """Returns cosines and sines of positions from `start` on, [tokens, 2, dims / 2]."""
         if start + tokens > len(self._turns):
             angles = np.arange(rounded(start + tokens), dtype=np.float32)[:, None] * self._frequencies
             self._turns = np.stack((np.cos(angles), np.sin(angles)), axis=1) * self._factor
@@ -35,17 +35,18 @@ class Rotary:
 
 
 def query_scales(stretch: Stretch, start: int, tokens: int) -> F32:
-    """Of positions from `start` on, [tokens]."""
+    """Returns the factors on queries at positions from `start` on, [tokens]."""
     passed = np.floor((np.arange(start, start + tokens, dtype=np.float32) + 1) / np.float32(stretch.every))
     scales: F32 = 1 + np.float32(stretch.by) * np.log1p(passed)
     return scales
 
 
 class AddedPositions:
-    """Vectors by position (see moert.pack.parts.PositionTable)."""
+    """Vectors that are added by position (see moert.pack.parts.PositionTable)."""
 
     def __init__(self, table: Floats, pad: int | None, counts_pad: bool) -> None:
-        """table [n, d_model], kept as it is stored. `pad`: the token that gets none, if there is one; is it counted?"""
+        """table [n, d_model], kept as it is stored. `pad`: the token that gets no vector, if there is one;
+        `counts_pad`: whether that token takes a position."""
         self._table, self._pad, self._counts_pad = table, pad, counts_pad
 
     @property
@@ -53,8 +54,8 @@ class AddedPositions:
         return len(self._table.data)
 
     def add(self, x: F32, ids: Sequence[int], start: int) -> None:
-        """x [tokens, d_model] of a sequence's tokens from position `start` on gets theirs added. Raises ValueError for
-        positions past the table."""
+        """Adds to x [tokens, d_model], a sequence's tokens from position `start` on, their vectors. Raises ValueError
+        for positions past the table."""
         if self._pad is None or self._pad not in ids:
             self.add_from(x, start)
             return
@@ -64,7 +65,7 @@ class AddedPositions:
         x[there] += replace(self._table, data=self._table.data[places[there]]).widened()
 
     def add_from(self, x: F32, start: int) -> None:
-        """The same for tokens of which none is the pad token."""
+        """Adds the vectors to tokens of which none is the pad token."""
         self._check(start + len(x))
         for at in range(0, len(x), _ROWS):
             some = x[at : at + _ROWS]
@@ -84,8 +85,8 @@ class DistanceBias:
         self._bias, self._reach = np.empty((table.shape[1], 0), np.float32), 0
 
     def by_distance(self, reach: int) -> tuple[F32, int]:
-        """[heads, offsets] by how far a key lies after the query, at least from -reach to reach; and where the query's
-        own stands."""
+        """Returns biases [heads, offsets] by how far a key lies after the query, at least from -reach to reach; and the
+        place of the query's own."""
         if reach > self._reach or not self._bias.size:
             self._reach = rounded(reach)
             offsets = np.arange(-self._reach, self._reach + 1)
@@ -93,7 +94,8 @@ class DistanceBias:
         return self._bias, self._reach
 
     def _buckets(self, offsets: I64) -> I64:
-        """One bucket for each small distance, logarithmically wider ones up to max_distance, the last for the rest.
+        """Returns the buckets of offsets: one bucket for each small distance, logarithmically wider ones up to
+        max_distance, the last for the rest.
 
         Two-way biases keep half of the buckets for keys after the query; one-way biases put those at distance 0.
         """
@@ -112,11 +114,11 @@ class DistanceBias:
 
 
 State = Sequence[F32]
-"""The arrays that its part names, to be changed in place."""
+"""The arrays of a recurrent state, as the part names them, changed in place."""
 
 
 class Weights(Protocol):
-    """What moert.models.model.Builder gives by name."""
+    """The methods of moert.models.model.Builder that mixers call, which return weights by name."""
 
     backend: Backend
 
@@ -128,21 +130,22 @@ class Weights(Protocol):
 
 
 class Mix(Protocol):
-    """Tokens of one sequence, of which those before them left a state."""
+    """The computation of a mixer for tokens of one sequence; the tokens before them left a state."""
 
     def __call__(self, hidden: F32, state: State) -> F32:
-        """hidden [tokens, d_model] → what joins the stream, of the same shape. One token or many: the same bits."""
+        """Returns the output that joins the stream, of the same shape as hidden [tokens, d_model]. One token or many:
+        the same bits."""
         ...
 
 
 class FixedMixer:
-    """x joins mix(norm(x)); see moert.pack.parts.Join."""
+    """A mixer with a recurrent state: x joins mix(norm(x)); see moert.pack.parts.Join."""
 
     def __init__(self, mix: Mix, norm: NormWeights, after: NormWeights | None, add: float, backend: Backend) -> None:
         self._mix, self._norm, self._after, self._add, self._backend = mix, norm, after, add, backend
 
     def read(self, x: F32, kept: Fixed) -> None:
-        """x [tokens, d_model], the next ones of a sequence."""
+        """Changes x [tokens, d_model] in place, the next tokens of a sequence."""
         for start in range(0, len(x), ROWS):
             piece = x[start : start + ROWS]
             kept.extend(len(piece))
@@ -153,7 +156,7 @@ class FixedMixer:
 
 
 class ShortConvMix:
-    """See moert.pack.parts.ShortConv."""
+    """The computation of moert.pack.parts.ShortConv."""
 
     def __init__(self, part: ShortConv, at: str, weights: Weights) -> None:
         self._backend = weights.backend
@@ -167,7 +170,7 @@ class ShortConvMix:
 
 
 class DeltaMix:
-    """See moert.pack.parts.GatedDelta."""
+    """The computation of moert.pack.parts.GatedDelta."""
 
     def __init__(self, part: GatedDelta, at: str, weights: Weights) -> None:
         self._part, self._backend = part, weights.backend
@@ -191,7 +194,7 @@ class DeltaMix:
 
 
 class Mamba2Mix:
-    """See moert.pack.parts.Mamba2."""
+    """The computation of moert.pack.parts.Mamba2."""
 
     def __init__(self, part: Mamba2, at: str, weights: Weights) -> None:
         self._part, self._backend = part, weights.backend
@@ -215,7 +218,7 @@ class Mamba2Mix:
 
 
 class MambaMix:
-    """See moert.pack.parts.Mamba."""
+    """The computation of moert.pack.parts.Mamba."""
 
     def __init__(self, part: Mamba, at: str, weights: Weights) -> None:
         self._backend = weights.backend
@@ -241,7 +244,7 @@ class MambaMix:
 
 
 MIXES: Mapping[type, Any] = {ShortConv: ShortConvMix, GatedDelta: DeltaMix, Mamba2: Mamba2Mix, Mamba: MambaMix}
-"""Part → what is made with (part, the name that its tensors begin with, Weights), a Mix."""
+"""Part → its Mix, which is made with (part, the name that its tensors begin with, Weights)."""
 
 
 class _Conv:
@@ -251,17 +254,17 @@ class _Conv:
         self._backend, self._silu, self.channels = weights.backend, silu, self._taps.shape[1]
 
     def __call__(self, x: F32, state: F32) -> F32:
-        """x [tokens, channels] → the same; state [taps - 1, channels]"""
+        """Returns the convolution of x [tokens, channels], of the same shape; state [taps - 1, channels]."""
         return self._backend.conv(x, self._taps, self._bias, state, self._silu)
 
 
 class _Cut:
-    """Columns of so many each, one after the other."""
+    """A cut of an array's columns into pieces of these sizes, one after the other."""
 
     def __init__(self, *sizes: int) -> None:
         ends = accumulate(sizes)
         self._pieces = [(slice(None), slice(end - size, end)) for end, size in zip(ends, sizes, strict=True)]
 
     def __call__(self, x: F32) -> list[F32]:
-        """[tokens, all of them] → views [tokens, size]"""
+        """Returns views [tokens, size] of x [tokens, all sizes together]."""
         return [x[piece] for piece in self._pieces]

@@ -1,4 +1,4 @@
-"""A model, built of the parts that its ModelSpec names: reads tokens, gives logits."""
+"""A model, built of the parts that its ModelSpec names: reads tokens, returns logits."""
 
 from __future__ import annotations
 
@@ -43,33 +43,34 @@ from moert.pack.parts import Attention, Beside, Experts, Ffn, FixedState, Latent
 
 
 class Foresees(Protocol):
-    """See moert.beside.sida.foresight.Foresight. `embed`: the model's embedding [vocab, d_model]."""
+    """A network that predicts all layers' demand from the tokens: see moert.beside.sida.foresight.Foresight. `embed`:
+    the model's embedding [vocab, d_model]."""
 
     embed: Matrix | None
 
     def begin(self) -> Any:
-        """What it will remember of a new sequence, a Heard."""
+        """Returns the memory for a new sequence, a Heard."""
         ...
 
     def encodes(self, sequences: Sequence[Sequence[int]], heard: Sequence[Any]) -> None:
-        """An encoder is about to read these."""
+        """Is called before an encoder reads these sequences."""
         ...
 
     def decodes(self, sequences: Sequence[Sequence[int]], heard: Sequence[Any]) -> None:
-        """A decoder is about to read these behind what it has read."""
+        """Is called before a decoder reads these sequences behind the tokens that it has read."""
         ...
 
     def expects(self, prompts: Iterable[Sequence[int]]) -> None:
-        """These wait for others to end, the next one first."""
+        """Is called with prompts that wait for other sequences to end, the next one first."""
         ...
 
     def numbers(self, at: LayerKey) -> F32:
-        """Of the present pass, what stands for the numbers of a layer's router: [tokens, experts]."""
+        """Returns the numbers that stand for the output of a layer's router in the present pass: [tokens, experts]."""
         ...
 
 
 class Weights(Protocol):
-    """Canonical name → as stored. What is taken out is the taker's own."""
+    """Canonical name → weights as stored. Weights that are taken out are the caller's own."""
 
     def __contains__(self, name: object, /) -> bool: ...
 
@@ -77,24 +78,24 @@ class Weights(Protocol):
 
 
 class Builder:
-    """Takes weights out by name."""
+    """The builder of a model's parts, which takes weights out by name."""
 
     def __init__(self, weights: Weights, ropes: Sequence[Rope], backend: Backend) -> None:
         self._weights, self._ropes, self.backend = weights, ropes, backend
 
     def matrix(self, name: str) -> Matrix:
-        """With its bias, if it has one."""
+        """Returns the matrix of this name with its bias, if it has one."""
         bias = self.floats(f"{name}.bias") if f"{name}.bias" in self._weights else None
         return self.backend.matrix(self._weights.pop(f"{name}.weight"), bias)
 
     def floats(self, name: str) -> F32:
-        """What is never quantised: a copy in float32."""
+        """Returns a tensor that is never quantised: a copy in float32."""
         stored = self._weights.pop(name)
         assert isinstance(stored, Floats), f"{name} is no tensor of floats"
         return stored.widened()
 
     def stored(self, name: str) -> Floats:
-        """The same as it is stored."""
+        """Returns a tensor that is never quantised, as it is stored."""
         found = self._weights.pop(name)
         assert isinstance(found, Floats), f"{name} is no tensor of floats"
         return found
@@ -186,18 +187,18 @@ _PROJECTIONS = ("gate", "up", "down")
 
 
 def _like(norm: Norm | None) -> Norm | None:
-    """Of the kind rms, with its eps."""
+    """Returns a norm of the kind rms with the eps of another norm."""
     return None if norm is None else Norm(norm.eps)
 
 
 def _named(tensors: Iterable[Tensor], at: str, suffix: str) -> list[str]:
-    """AT.NAMEsuffix → NAME"""
+    """Returns NAME of each tensor AT.NAMEsuffix."""
     return [tensor.name[len(at) + 1 : -len(suffix)] for tensor in tensors if tensor.name.endswith(suffix)]
 
 
 class _Layer:
-    """`attention` and `mixer`: one of them, or none. `mutual`: the attention of tokens that see each other. `routed`:
-    its place among the layers with experts, if it has some."""
+    """A layer with its weights. `attention` and `mixer`: one of them, or none. `mutual`: the attention of tokens that
+    see each other. `routed`: its place among the layers with experts, if it has some."""
 
     def __init__(self, part: Layer, at: LayerKey, builder: Builder, runner: ExpertRunner, routers: Routers) -> None:
         name, decoding, mixer = f"{at.stack}.{at.layer}", at.stack == "decoder", part.mixer
@@ -220,7 +221,7 @@ class _Layer:
 
 
 class _Tower:
-    """The layers of one stack, what they share of positions, and the norm that ends it."""
+    """The layers of one stack, the positions that they share, and the norm that ends it."""
 
     def __init__(
         self, name: StackName, stack: Stack, ropes: Sequence[Rotary], builder: Builder, runner: ExpertRunner,
@@ -241,8 +242,8 @@ class _Tower:
         ]
 
     def read(self, x: F32, lengths: Sequence[int], states: Sequence[State], prefixes: Sequence[int]) -> None:
-        """x [tokens, d_model], sequences of `lengths` tokens one after the other, goes through all layers in place.
-        `prefixes`: of each sequence, how many of its first tokens see each other, where nothing was read before."""
+        """Runs all layers on x [tokens, d_model] in place, sequences of `lengths` tokens one after the other.
+        `prefixes`: for each sequence, how many of its first tokens see each other, where nothing was read before."""
         starts = np.cumsum([0, *lengths])
         sequences = [x[start : start + n] for start, n in zip(starts, lengths, strict=False)]
         for place, layer in enumerate(self.layers):
@@ -268,7 +269,8 @@ class _Tower:
             kept.extend(len(rows))
 
     def _attend(self, layer: _Layer, rows: F32, kept: Kept, prefix: int) -> None:
-        """Of tokens that see each other, all keys are there before the first query looks."""
+        """Runs attention on a sequence's rows in place. Of tokens that see each other, all keys are there before the
+        first query looks."""
         assert layer.attention is not None
         assert layer.mutual is not None
         if not layer.attention.causal:
@@ -290,7 +292,7 @@ class _Tower:
 
 
 def _recent(states: Sequence[State], place: int | None) -> list[Recent]:
-    """Of the layer at this place among those with experts."""
+    """Returns the Recent of each state for the layer at this place among those with experts."""
     return [state.recent[place] for state in states] if place is not None and states[0].recent else []
 
 
@@ -303,18 +305,18 @@ def _pieces(rows: F32) -> list[F32]:
 
 
 class Model:
-    """Without gradients, in float32, deterministic. Each sequence has its own State. Many sequences at once read each
-    expert once per layer for all of them; what comes out is bit for bit what each alone gives."""
+    """A model without gradients, in float32, deterministic. Each sequence has its own State. Many sequences at once
+    read each expert once per layer for all of them; the logits are bit for bit those of each sequence alone."""
 
     def __init__(
         self, spec: ModelSpec, weights: Weights, runner: ExpertRunner, backend: Backend, kv_bits: KvBits = 16,
         preference: Preference | None = None,
     ) -> None:  # fmt: skip
-        """`weights` is emptied on the way."""
+        """Builds the model; `weights` is emptied on the way."""
         builder = Builder(weights, spec.ropes, backend)
         self.spec, self.backend, self.kv_bits = spec, backend, kv_bits
         self.routers: Routers = {}
-        """Those of all layers with experts; put another in one's place, and the layer asks that."""
+        """The routers of all layers with experts; put another in one's place, and the layer calls that."""
         self.embed = builder.matrix("embed")
         self._head = self.embed if spec.head.tied else builder.matrix("head")
         if spec.head.tied and spec.head.bias:
@@ -332,8 +334,8 @@ class Model:
         self.foresight: Foresees | None = None
 
     def foresee(self, foresight: Foresees, top_k: int | None = None) -> None:
-        """From now on what begins is told to it before the layers run. With `top_k` it takes the place of the routers,
-        whose tokens go to so many experts then."""
+        """Calls `foresight` from now on before the layers run. With `top_k` it takes the place of the routers, whose
+        tokens go to `top_k` experts then."""
         self.foresight = foresight
         foresight.embed = self.embed
         if top_k is not None:
@@ -342,7 +344,7 @@ class Model:
                 self.routers[at] = ForeseeingRouter(exact, self.backend, partial(foresight.numbers, at), top_k)
 
     def prefer(self, preference: Preference) -> None:
-        """From now on, what begins is routed by this; to be said once."""
+        """Routes all sequences by this preference that begin from now on; to be called once."""
         self.preference, places = preference, [at for at in self.spec.moe_layers() if at.stack == "decoder"]
         for at, bonus in zip(places, preference.bonus, strict=True):
             exact = self.routers[at]
@@ -350,7 +352,8 @@ class Model:
             self.routers[at] = PreferringRouter(exact, self.backend, bonus, preference.sure)
 
     def expects(self, prompts: Iterable[Sequence[int]]) -> None:
-        """These wait for others to end, the next one first: what can be done beforehand may be."""
+        """Passes on prompts that wait for other sequences to end, the next one first, so that work may be done
+        beforehand."""
         if self.foresight is not None:
             self.foresight.expects(prompts)
 
@@ -362,21 +365,21 @@ class Model:
         return self.prefill_many([ids])[0]
 
     def prefill_many(self, prompts: Sequence[Sequence[int]]) -> list[tuple[State, F32]]:
-        """`prefill` for several prompts at once."""
+        """Reads several prompts at once; returns as `prefill` does for each."""
         begun = self.begin(prompts)
         logits = self.read([state for state, _ in begun], [ids for _, ids in begun])
         return [(state, row) for (state, _), row in zip(begun, logits, strict=True)]
 
     def begin(self, prompts: Sequence[Sequence[int]]) -> list[tuple[State, Sequence[int]]]:
-        """For each prompt a new state, and the tokens that the decoder is to read first: the prompt itself, or behind
-        an encoder, which reads that now, the start token. Raises ValueError for an empty prompt."""
+        """Returns for each prompt a new state, and the tokens that the decoder is to read first: the prompt itself, or
+        behind an encoder, which reads the prompt now, the start token. Raises ValueError for an empty prompt."""
         states = self._states(prompts)
         return list(zip(states, prompts if self._encoder is None else [[self._start]] * len(prompts), strict=True))
 
     def read(self, states: Sequence[State], sequences: Sequence[Sequence[int]]) -> F32:
         """Appends to each state the tokens of its sequence, one or many; returns the logits [sequences, vocab] after
-        the last of each. Tokens that see each other (see Tokens.prefix_end) have to come at once, with that behind
-        them."""
+        the last of each. Tokens that see each other have to come at once, with the prefix_end behind them (see
+        Tokens)."""
         ends = np.cumsum([len(ids) for ids in sequences]) - 1
         return self._logits(self._decode(sequences, states)[ends])
 
@@ -386,21 +389,21 @@ class Model:
         return logits
 
     def step_many(self, states: Sequence[State], tokens: Sequence[int]) -> F32:
-        """`step` for several sequences at once; returns logits [sequences, vocab]."""
+        """Appends one token to each of several states; returns logits [sequences, vocab]."""
         return self.read(states, [[token] for token in tokens])
 
     def forward_all(self, ids: Sequence[int], target_ids: Sequence[int] | None = None) -> F32:
-        """The logits [n, vocab] of `rows`, all at once."""
+        """Returns the logits [n, vocab] of `rows`, all at once."""
         return np.concatenate(list(self.rows(ids, target_ids)))
 
     def rows(
         self, ids: Sequence[int], target_ids: Sequence[int] | None = None, at_once: int = ROWS
     ) -> Iterator[F32]:  # fmt: skip
-        """Gives teacher-forced logits of one pass, [at_once or fewer, vocab] at a time. What prefers experts does so
-        behind the first token, as of tokens that are written.
+        """Yields teacher-forced logits of one pass, [at_once or fewer, vocab] at a time. Routers that prefer experts do
+        so behind the first token, as for tokens that are written.
 
-        Decoder-only: row i follows ids[: i + 1]. Encoder–decoder: `target_ids` are what the decoder reads, start
-        token included, and row i follows target_ids[: i + 1]. Raises ValueError for the wrong one of both.
+        Decoder-only: row i follows ids[: i + 1]. Encoder–decoder: the decoder reads `target_ids`, start token included,
+        and row i follows target_ids[: i + 1]. Raises ValueError for the wrong one of both.
         """
         if (self._encoder is not None) != bool(target_ids):
             raise ValueError("target_ids are for encoder–decoder models, and these need them, start token included")
@@ -417,7 +420,8 @@ class Model:
         return start
 
     def _states(self, prompts: Sequence[Sequence[int]]) -> list[State]:
-        """New ones; with an encoder, what it makes of the prompts is in them."""
+        """Returns new states; with an encoder, the keys and values of the encoded prompts are in them. Raises
+        ValueError for an empty prompt."""
         if not all(prompts):
             raise ValueError("the prompt has no tokens")
         lengths = [len(ids) if self._encoder is None else 0 for ids in prompts]
@@ -453,7 +457,7 @@ class Model:
         return kept
 
     def _encode(self, encoder: _Tower, prompts: Sequence[Sequence[int]]) -> list[F32]:
-        """Hidden states of each prompt, [tokens, d_model]."""
+        """Returns the hidden states of each prompt, [tokens, d_model]."""
         lengths = [len(ids) for ids in prompts]
         x = self._embedded(encoder, prompts, [0] * len(prompts))
         d_model, make = self.spec.d_model, self.backend.pages
@@ -462,7 +466,7 @@ class Model:
         return np.split(self.backend.norm(x, encoder.norm), np.cumsum(lengths)[:-1])
 
     def _embedded(self, tower: _Tower, sequences: Sequence[Sequence[int]], starts: Sequence[int]) -> F32:
-        """What a tower reads of tokens from these positions on, [all tokens, d_model]."""
+        """Returns the input of a tower for tokens from these positions on, [all tokens, d_model]."""
         x = self.backend.rows(self.embed, [token for ids in sequences for token in ids])
         if self.spec.embed_scale != 1:
             x = x * np.float32(self.spec.embed_scale)
@@ -473,7 +477,7 @@ class Model:
         return x
 
     def _decode(self, sequences: Sequence[Sequence[int]], states: Sequence[State]) -> F32:
-        """Runs the tokens of each sequence after those in its state → hidden states [all tokens, d_model]."""
+        """Runs the tokens of each sequence after those in its state; returns hidden states [all tokens, d_model]."""
         x = self._embedded(self._decoder, sequences, [state.length for state in states])
         lengths = [len(ids) for ids in sequences]
         if self.foresight is not None:
@@ -483,7 +487,7 @@ class Model:
         return x
 
     def _prefix(self, ids: Sequence[int]) -> int:
-        """How many of a prompt's first tokens see each other."""
+        """Returns how many of a prompt's first tokens see each other."""
         end = self.spec.tokens.prefix_end
         return ids.index(end) if end is not None and end in ids else 0
 

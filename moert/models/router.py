@@ -1,4 +1,4 @@
-"""Which experts a token goes to: a router for each layer, and routers that prefer recent experts."""
+"""The routers that choose experts for tokens: one for each layer, and routers that prefer recent experts."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ _BLOCK_TOKENS = 128
 
 
 class Recent:
-    """Of one sequence and layer: the `experts` [k] that its tokens went to last, the latest first, of one token
-    ascending, -1 behind the last. It depends on the tokens of the sequence alone, and not on how many of them were
-    read at once, or what is in memory.
+    """The recent experts of one sequence and layer: the `experts` [k] that its tokens went to last, the latest first,
+    of one token ascending, -1 behind the last. They depend on the tokens of the sequence alone, and not on how many of
+    them were read at once, or which experts are in memory.
 
-    The first `exact` tokens are routed as the model would. What these chose is written down, 2 bytes a choice, so that
-    all behind any of them can be forgotten; of what comes later nothing can.
+    The first `exact` tokens are routed as the model would. Their choices are recorded, 2 bytes a choice, so that all
+    tokens behind any of them can be forgotten; later tokens are forgotten all together or not at all.
     """
 
     def __init__(self, k: int, top_k: int) -> None:
@@ -32,7 +32,7 @@ class Recent:
         self._chosen: npt.NDArray[np.int16] = np.empty((0, top_k), np.int16)
 
     def add(self, chosen: I64) -> None:
-        """The next tokens, routed exactly, went to chosen [tokens, top_k]; -1 for none."""
+        """Records that the next tokens, routed exactly, went to chosen [tokens, top_k]; -1 for none."""
         end = self.length + len(chosen)
         if end > len(self._chosen):
             room = np.empty((-(-end // _BLOCK_TOKENS) * _BLOCK_TOKENS, chosen.shape[1]), np.int16)
@@ -43,11 +43,11 @@ class Recent:
         self.length = end
 
     def went(self) -> None:
-        """A token chose by `experts`, and has put its own first."""
+        """Counts a token that was routed by `experts`, where its own experts are first already."""
         self.length += 1
 
     def reach(self, length: int) -> int:
-        """The most of the first `length` tokens that it can be cut to."""
+        """Returns the most of the first `length` tokens that it can be cut to."""
         return min(length, self.exact, self.length)
 
     def cut(self, length: int) -> None:
@@ -58,7 +58,7 @@ class Recent:
         self._use(self._chosen[:length].astype(np.int64))
 
     def copy(self) -> Recent:
-        """Another with the same, that goes on by itself."""
+        """Returns another with the same experts, which goes on by itself."""
         twin = Recent(len(self.experts), self._chosen.shape[1])
         twin.length, twin.exact, twin._chosen = self.length, self.exact, self._chosen.copy()
         twin.experts = self.experts.copy()
@@ -77,7 +77,8 @@ class Recent:
 
 
 def recent_bytes(spec: ModelSpec, prompt_tokens: int) -> int:
-    """Upper bound of what a sequence with such a prompt takes in all layers, while its room grows."""
+    """Returns an upper bound of the bytes that a sequence with such a prompt takes in all layers, while its room
+    grows."""
     moe, layers = spec.moe, sum(at.stack == "decoder" for at in spec.moe_layers())
     choices = 2 * moe.router.top_k * (prompt_tokens + _BLOCK_TOKENS)
     return layers * (2 * choices + 4 * moe.n)
@@ -87,7 +88,7 @@ _GUESSED_FROM = 32  # tokens of a prompt that a guess looks at
 
 
 class Routed(NamedTuple):
-    """What a router has decided: hidden [tokens, d_model] is what the experts get (the layer's input, normed); experts
+    """The decision of a router: hidden [tokens, d_model] is the experts' input (the layer's input, normed); experts
     [tokens, top_k], ascending, -1 where one was full; weights [tokens, top_k]."""
 
     hidden: F32
@@ -96,21 +97,21 @@ class Routed(NamedTuple):
 
 
 class Router(Protocol):
-    """What a layer with experts asks. x is the layer's input, and is not changed."""
+    """The router of a layer with experts. x is the layer's input, and is not changed."""
 
     def route(self, x: F32, lengths: Sequence[int], recent: Sequence[Recent] = ()) -> Routed:
-        """x [tokens, d_model], sequences of `lengths` tokens one after the other. `recent`: what each of them remembers
-        of this layer, empty where nothing is remembered."""
+        """Returns the decision for x [tokens, d_model], sequences of `lengths` tokens one after the other. `recent`:
+        each sequence's recent experts of this layer, empty where none are kept."""
         ...
 
     def guess(self, x: F32) -> F32:
-        """What the router would say if x [tokens, d_model] came to this layer as it is: the mean of the numbers that it
-        chooses by, [num_experts], over an even sample of many tokens."""
+        """Returns the router's output if x [tokens, d_model] came to this layer as it is: the mean of the scores that
+        it chooses by, [num_experts], over an even sample of many tokens."""
         ...
 
 
 class LearnedRouter:
-    """The model's own."""
+    """The model's own router."""
 
     def __init__(self, weights: RouterWeights[Matrix], backend: Backend) -> None:
         self.weights, self._capacity, self._backend = weights, weights.part.capacity, backend
@@ -120,11 +121,11 @@ class LearnedRouter:
         return Routed(hidden, *self.choose(scores, lengths))
 
     def scores(self, x: F32) -> tuple[F32, F32]:
-        """See Backend."""
+        """Returns the experts' input and the scores: see Backend."""
         return self._backend.scores(x, self.weights)
 
     def choose(self, scores: F32, lengths: Sequence[int]) -> tuple[I64, F32]:
-        """scores [tokens, experts] → experts and weights as in Routed."""
+        """Returns experts and weights as in Routed for scores [tokens, experts]."""
         n_experts = scores.shape[1]
         experts, weights = self._backend.choose(scores, self.weights)
         if self._capacity is not None and max(lengths) > self._capacity:
@@ -140,13 +141,14 @@ class LearnedRouter:
 
 
 class PreferringRouter:
-    """The model's own, which prefers what the sequence has used lately: a token that is written adds `bonus` to the
-    score of each expert in its Recent, but for the `sure` best, which it takes as they are; weights are those of the
-    scores without it. Prompts are routed exactly, since there each expert is read once for all tokens anyway.
+    """The model's own router, which prefers experts that the sequence has used lately: a token that is written adds
+    `bonus` to the score of each expert in its Recent, but for the `sure` best, which it takes as they are; weights are
+    those of the scores without bonus. Prompts are routed exactly, since there each expert is read once for all tokens
+    anyway.
 
     So nearly as good experts that are likely to be in memory take the place of better ones that are not (cache-aware
-    routing: Skliar et al. 2024, arXiv 2412.00099, who add to the logits of what is in memory). What is in memory has no
-    say here: the same tokens go the same ways on every machine.
+    routing: Skliar et al. 2024, arXiv 2412.00099, who add to the logits of experts in memory). The contents of memory
+    have no say here: the same tokens go the same ways on every machine.
     """
 
     def __init__(self, exact: LearnedRouter, backend: Backend, bonus: float, sure: int) -> None:
@@ -176,7 +178,7 @@ class PreferringRouter:
         return Routed(hidden, experts, weights)
 
     def guess(self, x: F32) -> F32:
-        """As if each sequence were to write its next token."""
+        """Returns the guess for sequences that each write their next token."""
         scores = self._exact.guess(x)
         for kept in self._latest:
             scores[kept.experts[kept.experts >= 0]] += np.float32(self._bonus / len(self._latest))
@@ -184,8 +186,8 @@ class PreferringRouter:
 
 
 class ForeseeingRouter:
-    """What was foreseen of the tokens takes the place of the router's product (SiDA, Du et al. 2023): a softmax of
-    these numbers is what tokens go by, each to `top_k` experts, and what chosen experts are weighed by."""
+    """A router whose numbers were predicted from the tokens, in place of a product (SiDA, Du et al. 2023): a softmax of
+    the numbers chooses `top_k` experts for each token, and gives the chosen experts' weights."""
 
     def __init__(self, exact: LearnedRouter, backend: Backend, numbers: Callable[[], F32], top_k: int) -> None:
         self._exact, self._backend, self._numbers = exact, backend, numbers
@@ -200,7 +202,7 @@ class ForeseeingRouter:
 
 
 def without_overflow(experts: I64, n_experts: int, capacity: int) -> I64:
-    """experts [tokens, top_k] → the same with -1 for each token past the first `capacity` of an expert."""
+    """Returns experts [tokens, top_k] with -1 for each token past the first `capacity` of an expert."""
     asked = np.zeros((len(experts), n_experts), np.int64)
     np.put_along_axis(asked, experts, 1, axis=1)
     place = np.take_along_axis(asked.cumsum(axis=0), experts, axis=1)  # counted from 1

@@ -1,1 +1,1 @@
-"""The pack format: what the bytes mean (see SPEC.md)."""
+"""The pack format: the meaning of a pack's bytes (see SPEC.md)."""

@@ -19,7 +19,8 @@ WIDTHS = (*INT_WIDTHS, 16)
 _PLANES = {2: (2,), 3: (2, 1), 4: (4,), 8: (8,)}
 
 Form16 = Literal["F16", "BF16", "MXFP4"]
-"""How a projection of 16 bits is stored: in two bytes a weight, or in the four bits that its source has it in."""
+"""The form in which a projection of 16 bits is stored: two bytes a weight, or the four bits that its source has it
+in."""
 
 U8 = npt.NDArray[np.uint8]
 F16 = npt.NDArray[np.float16]
@@ -30,8 +31,8 @@ F32 = npt.NDArray[np.float32]
 class QuantizedMatrix:
     """One quantised projection.
 
-    codes are packed in `qweight` [out, row_bytes]; `scale` and `minimum` are [out, n_groups] in float16.
-    `group_size` counts inputs; the last group of a row may be shorter. All of it is times 2**power: see `power_of`.
+    Codes are packed in `qweight` [out, row_bytes]; `scale` and `minimum` are [out, n_groups] in float16. `group_size`
+    counts inputs; the last group of a row may be shorter. All weights are times 2**power: see `power_of`.
     """
 
     bits: int
@@ -48,8 +49,8 @@ _LEAST, _MOST = 2.0**-8, 65504.0  # of a matrix's largest magnitude, whose scale
 
 
 def power_of(weights: F32) -> int:
-    """The power of two that a matrix is divided by before its scales become float16: 0 for most, else the one that
-    leaves it with a largest magnitude from 2**14 on and below 2**15."""
+    """Returns the power of two (its exponent) that a matrix is divided by before its scales become float16: 0 for most
+    matrices, else the one that leaves a largest magnitude from 2**14 on and below 2**15."""
     largest = float(np.abs(weights).max(initial=0.0))
     if largest == 0 or _LEAST <= largest < _MOST or not np.isfinite(largest):
         return 0
@@ -57,19 +58,19 @@ def power_of(weights: F32) -> int:
 
 
 def power_of_halves(weights: F32) -> int:
-    """The same for a matrix that is stored in float16: 0 where it is exact there."""
+    """Returns the same exponent for a matrix that is stored in float16: 0 where float16 holds it exactly."""
     power = power_of(weights)
     with np.errstate(over="ignore"):
         return power if power and not np.array_equal(weights.astype(np.float16), weights) else 0
 
 
 def times_two(weights: F32, power: int) -> F32:
-    """Times 2**power; themselves for 0."""
+    """Returns the weights times 2**power; the weights themselves for 0."""
     return np.ldexp(weights, power) if power else weights
 
 
 def row_bytes(in_features: int, bits: int) -> int:
-    """Bytes of one packed row of `in_features` codes."""
+    """Returns the bytes of one packed row of `in_features` codes."""
     return sum((in_features * width + 7) // 8 for width in _PLANES[bits])
 
 
@@ -78,7 +79,7 @@ def n_groups(in_features: int, group_size: int) -> int:
 
 
 def _pack_plane(codes: U8, width: int) -> U8:
-    """codes [out, in] below 2**width → bytes [out, ceil(in * width / 8)]."""
+    """Returns bytes [out, ceil(in * width / 8)] for codes [out, in] below 2**width."""
     per_byte = 8 // width
     out, n = codes.shape
     padded = np.zeros((out, (n + per_byte - 1) // per_byte * per_byte), dtype=np.uint8)
@@ -98,7 +99,7 @@ def _unpack_plane(packed: U8, width: int, n: int) -> U8:
 
 
 def pack_codes(codes: U8, bits: int) -> U8:
-    """codes [out, in], each below 2**bits → bytes [out, row_bytes(in, bits)]."""
+    """Returns bytes [out, row_bytes(in, bits)] for codes [out, in]. Raises ValueError for a code of 2**bits or more."""
     if codes.size and int(codes.max()) >> bits:
         raise ValueError(f"a code of {int(codes.max())} does not fit in {bits} bits")
     planes, shift = [], 0
@@ -109,7 +110,7 @@ def pack_codes(codes: U8, bits: int) -> U8:
 
 
 def unpack_codes(packed: U8, bits: int, in_features: int) -> U8:
-    """Inverse of pack_codes: bytes [out, row_bytes] → codes [out, in]."""
+    """Returns codes [out, in] for bytes [out, row_bytes]: the inverse of pack_codes."""
     codes = np.zeros((packed.shape[0], in_features), dtype=np.uint8)
     start, shift = 0, 0
     for width in _PLANES[bits]:
@@ -120,7 +121,7 @@ def unpack_codes(packed: U8, bits: int, in_features: int) -> U8:
 
 
 def dequantize(matrix: QuantizedMatrix) -> F32:
-    """The weights [out, in] in float32, computed in float32 from the float16 scale and minimum."""
+    """Returns the weights [out, in] in float32, computed in float32 from the float16 scale and minimum."""
     codes = unpack_codes(matrix.qweight, matrix.bits, matrix.in_features).astype(np.float32)
     scale = _per_input(matrix.scale, matrix.group_size, matrix.in_features)
     minimum = _per_input(matrix.minimum, matrix.group_size, matrix.in_features)
@@ -134,21 +135,21 @@ def _per_input(per_group: F16, group_size: int, in_features: int) -> F32:
 
 
 E2M1 = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6], dtype=np.float32)
-"""The magnitudes of MXFP4's codes (OCP Microscaling Formats 1.0); codes from 8 on are the same below zero."""
+"""The magnitudes of MXFP4's codes (OCP Microscaling Formats 1.0); codes from 8 on are the same numbers below zero."""
 MX_GROUP, _MX_BIAS = 32, 127
 
 
 @dataclass(frozen=True)
 class Mxfp4Matrix:
-    """w[i, j] = value of code[i, j] * 2**(exponent[i, j // 32] - 127). codes are packed as those of 4 bits, in
-    `qweight` [out, ceil(in / 2)]; `exponent` is uint8 [out, ceil(in / 32)]."""
+    """A matrix in MXFP4: w[i, j] = value of code[i, j] * 2**(exponent[i, j // 32] - 127). Codes are packed as codes of
+    4 bits are, in `qweight` [out, ceil(in / 2)]; `exponent` is uint8 [out, ceil(in / 32)]."""
 
     in_features: int
     qweight: U8
     exponent: U8
 
     def widened(self) -> F32:
-        """[out, in], exact."""
+        """Returns the weights [out, in] in float32, exact."""
         codes = unpack_codes(self.qweight, 4, self.in_features)
         values = np.concatenate([E2M1, -E2M1])[codes]
         exponent = np.repeat(self.exponent.astype(np.int32) - _MX_BIAS, MX_GROUP, axis=1)[:, : self.in_features]
@@ -157,8 +158,8 @@ class Mxfp4Matrix:
 
 
 def to_mxfp4(weights: F32) -> Mxfp4Matrix | None:
-    """The matrix [out, in] as MXFP4, or None if it is not exactly one. A group gets the smallest power of two that
-    holds it: what a larger one holds lies on that grid too."""
+    """Returns the matrix [out, in] as MXFP4, or None if MXFP4 does not hold it exactly. A group gets the smallest power
+    of two that reaches its largest magnitude: a group that a larger power holds lies on this grid too."""
     out_features, in_features = weights.shape
     padded = np.zeros((out_features, n_groups(in_features, MX_GROUP) * MX_GROUP), dtype=np.float32)
     padded[:, :in_features] = weights
@@ -178,7 +179,7 @@ def to_mxfp4(weights: F32) -> Mxfp4Matrix | None:
 
 
 def to_bfloat16(values: F32) -> npt.NDArray[np.uint16]:
-    """float32 → bfloat16 bit patterns, rounded to nearest even (NaN stays NaN)."""
+    """Returns float32 numbers as bfloat16 bit patterns, rounded to nearest even (NaN stays NaN)."""
     bits = np.ascontiguousarray(values, dtype=np.float32).view(np.uint32)
     rounded = bits + np.uint32(0x7FFF) + ((bits >> np.uint32(16)) & np.uint32(1))
     out = np.where(np.isnan(values), np.uint32(0x7FC00000), rounded) >> np.uint32(16)
@@ -187,6 +188,6 @@ def to_bfloat16(values: F32) -> npt.NDArray[np.uint16]:
 
 
 def from_bfloat16(patterns: npt.NDArray[np.uint16]) -> F32:
-    """bfloat16 bit patterns → float32, exact."""
+    """Returns bfloat16 bit patterns as float32, exact."""
     wide: F32 = (patterns.astype(np.uint32) << np.uint32(16)).view(np.float32)
     return wide

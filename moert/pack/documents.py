@@ -1,4 +1,4 @@
-"""JSON of strangers, read strictly: plain values, the small parts of a large text, dataclasses."""
+"""Strict reading of JSON that strangers wrote: plain values, the small parts of a large text, dataclasses."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ from moert.pack.errors import ManifestInvalid, SizeOverflow
 
 
 def parsed(body: bytes) -> Any:
-    """The document. Raises ValueError, whose text is one short line, for what is no JSON or nested too deep. How much
-    it may be is asked before (moert.pack.tensors)."""
+    """Returns the JSON document of a text. Raises ValueError, whose text is one short line, for a text that is not JSON
+    or is nested too deep. Callers check the text's size first (moert.pack.tensors)."""
     try:
         return json.loads(body.decode("utf-8"), object_pairs_hook=_unique, parse_constant=_no_number)
     except RecursionError:
@@ -44,25 +44,26 @@ _PART = 1 << 20
 _QUOTE, _BACKSLASH = 0x22, 0x5C
 _OPENS = np.isin(np.arange(256), [ord("{"), ord("[")])
 _BRACKETS = _OPENS | np.isin(np.arange(256), [ord("}"), ord("]")])
-_LIKE, _BRACKET = 0b11011001, 0b01011001  # the bits that all four have, and four other letters
-_SHALLOW = 2  # how many containers are open around what is left out
+_LIKE, _BRACKET = 0b11011001, 0b01011001  # the bits that all four brackets have, and four other letters
+_SHALLOW = 2  # containers that are open around the left-out contents
 
 I64 = NDArray[np.int64]
 U8 = NDArray[np.uint8]
 
 
 class Skimmed(NamedTuple):
-    """`text` is the JSON text without what is in the lists and objects of one field. `long`: of each string in those
-    that was longer than asked for, its bytes as they stand there."""
+    """A JSON text without the contents of the lists and objects of one field: `text`. `long` has the bytes of each
+    string in the left-out contents that was longer than the limit, counted as the string stands in the source."""
 
     text: bytes
     long: list[int]
 
 
 def skim(body: bytes, field: str, long: int) -> Skimmed:
-    """Leaves out what is in the lists and objects that the outermost object's `field` holds.
+    """Returns a JSON text without the contents of the lists and objects that the outermost object's `field` holds;
+    `long` is the limit of Skimmed, in bytes.
 
-    Never raises: what is no JSON text may come out as another that is none.
+    Never raises: a text that is not JSON may come out as another text that is not JSON.
     """
     reader = _Reader(long)
     for at in range(0, len(body), _PART):
@@ -74,7 +75,7 @@ def skim(body: bytes, field: str, long: int) -> Skimmed:
 
 
 class _Reader:
-    """Reads the text in parts, and remembers where containers of the first levels open and close."""
+    """A reader of the text in parts, which remembers where containers of the first levels open and close."""
 
     def __init__(self, long: int) -> None:
         self.long, self._longer = list[tuple[int, int]](), long
@@ -84,8 +85,8 @@ class _Reader:
         self._events: list[tuple[I64, I64]] = []
 
     def events(self) -> list[tuple[int, int]]:
-        """Places of brackets that open inside of at most two containers, or close and leave at most two open; and how
-        many these are, negative where one closes."""
+        """Returns the places of brackets that open inside at most two containers, or close and leave at most two open;
+        and the number of these containers, inverted (~) where a bracket closes."""
         return [
             (int(at), int(depth)) for places, depths in self._events for at, depth in zip(places, depths, strict=True)
         ]
@@ -106,7 +107,7 @@ class _Reader:
             self._depth = int(after[-1])
 
     def _quotes(self, part: U8) -> I64:
-        """Places of quotation marks that no backslash stands for."""
+        """Returns the places of quotation marks that no backslash escapes."""
         quotes, slashes, before = np.flatnonzero(part == _QUOTE), np.flatnonzero(part == _BACKSLASH), self._backslashes
         self._backslashes = 0
         if not len(slashes) and not before:
@@ -126,7 +127,7 @@ class _Reader:
         return quotes[~escaped[quotes]]
 
     def _strings(self, quotes: I64) -> None:
-        """Remembers the long ones."""
+        """Remembers the place and length of each string longer than the limit."""
         ends = quotes if self._opened_at is None else np.append(self._opened_at, quotes)
         self._opened_at = int(ends[-1]) if len(ends) & 1 else None
         starts, stops = ends[0 : len(ends) & ~1 : 2], ends[1::2]
@@ -136,7 +137,7 @@ class _Reader:
 
 
 def _inside(body: bytes, field: str, events: list[tuple[int, int]]) -> list[tuple[int, int]]:
-    """First and last byte (exclusive) of what is inside of each container in the field."""
+    """Returns the first and last byte (exclusive) of the contents of each container in the field."""
     named = re.compile(rb'(?<!\\)"' + field.encode() + rb'"\s*:\s*\Z')
     found, here, start = list[tuple[int, int]](), False, -1
     for at, depth in events:
@@ -155,43 +156,44 @@ def _inside(body: bytes, field: str, events: list[tuple[int, int]]) -> list[tupl
 MAX_BYTES = 1 << 46  # 64 TiB: no single file is larger
 MAX_COUNT = 1 << 24
 KIND = "kind"
-"""The field that says which of several objects is meant; each class has its own as an attribute of this name."""
+"""The field that says which of several classes an object belongs to; each class has its own value as an attribute of
+this name."""
 
 
 T = TypeVar("T")
 
 
 class Within(NamedTuple):
-    """Annotates a field whose number, or each of whose numbers, lies between these."""
+    """Annotates a field whose whole number, or each of whose whole numbers, lies between these limits, both allowed."""
 
     low: int
     high: int
 
 
 class Above(NamedTuple):
-    """Annotates a field whose number is larger."""
+    """Annotates a field whose number is larger than `limit`."""
 
     limit: float
 
 
 class Between(NamedTuple):
-    """Annotates a field whose number, which need not be whole, lies between these."""
+    """Annotates a field whose number, which need not be whole, lies between these limits, both allowed."""
 
     low: float
     high: float
 
 
 class Read(NamedTuple):
-    """Annotates a field that is read in a way of its own: (value, where) → what it stands for. The function raises
+    """Annotates a field that has a reader of its own: (value, where) → the field's Python value. The function raises
     ManifestInvalid, or another PackError of its own."""
 
     function: Callable[[Any, str], Any]
 
 
 def read(kind: type[T], raw: Any, where: str, closed: bool = False) -> T:
-    """The object as one of `kind`, which is a dataclass. Fields with a default need not be there.
+    """Returns the JSON object as an instance of `kind`, a dataclass. Fields with a default may be absent.
 
-    A field that the class does not have is ignored, or, in what is `closed`, refused: what it says can't be left aside.
+    A field that the class does not have is ignored, or refused if `closed`, since there no field may be left aside.
     Raises ManifestInvalid or SizeOverflow.
     """
     table, plan = mapping(raw, where), _plan(cast("Any", kind))
@@ -214,14 +216,14 @@ def read(kind: type[T], raw: Any, where: str, closed: bool = False) -> T:
 
 
 def mapping(raw: Any, where: str) -> dict[str, Any]:
-    """A JSON object. Raises ManifestInvalid."""
+    """Returns `raw` if it is a JSON object. Raises ManifestInvalid."""
     if not isinstance(raw, dict):
         raise ManifestInvalid(f"{where} should be a JSON object, found {brief(raw)}")
     return raw
 
 
 def brief(value: Any) -> str:
-    """A value for a message: one short line, whatever the value is."""
+    """Returns a value as a message shows it: one short line, whatever the value is."""
     if value is None or isinstance(value, (str, int, float)):
         return repr(value if not isinstance(value, str) else value[:60])[:80]
     return f"a JSON {'object' if isinstance(value, dict) else 'array'} of {len(value)}"
@@ -253,7 +255,7 @@ def _kind_of(kind: type[Any]) -> str | None:
 
 
 class _Place(NamedTuple):
-    """Where a value stands, and what is asked of it."""
+    """The place of a value in the document, and the rules for its field."""
 
     where: str
     field: _Field
@@ -339,7 +341,7 @@ _PLAIN: Mapping[Any, Callable[[Any, _Place], Any]] = {bool: _flag, str: _text, i
 
 
 def plain(value: Any) -> Any:
-    """The reverse of `read`: what json writes."""
+    """Returns a value as json writes it: the reverse of `read`."""
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
         kind = _kind_of(type(value))
         named = {} if kind is None else {KIND: kind}

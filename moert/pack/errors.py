@@ -1,11 +1,11 @@
-"""What can be wrong with a pack: one error per way. Every message says what was found and what to do."""
+"""The errors of a pack: one class for each way to be wrong. Every message names the fault and the remedy."""
 
 from __future__ import annotations
 
 
 class Error(Exception):
-    """The base of all errors that a user can mend, of both programs. The message is one line that says what was wrong
-    and what to do."""
+    """The base of all errors that a user can mend, of both programs. The message is one line that names the fault and
+    the remedy."""
 
 
 class PackError(Error):

@@ -1,7 +1,7 @@
-"""Work of a library that may break off in the middle or take for ever, for both programs.
+"""Calls of a library that may break off in the middle or take for ever, for both programs.
 
-What Rust calls a panic is none of Python's errors, and is printed where it happens. And while the library works,
-Python hears no Ctrl-C; so the work is another thread's, which is left behind.
+A panic of Rust is not one of Python's errors, and is printed where it happens. And while the library works, Python does
+not handle Ctrl-C; so another thread does the work, and is left behind.
 """
 
 from __future__ import annotations
@@ -29,12 +29,12 @@ class Broken(Exception):
 
 
 class Unfinished(Exception):
-    """The work took longer than it may, and goes on unheard."""
+    """The work took longer than it may, and goes on although nobody waits for it."""
 
 
 @contextmanager
 def owned_stderr() -> Iterator[None]:
-    """A program says so that it owns its process: see `unheard`."""
+    """Declares that the program owns its process, as long as the block runs: see `unheard`."""
     before = _owned.set(True)
     try:
         yield
@@ -43,7 +43,7 @@ def owned_stderr() -> Iterator[None]:
 
 
 def unbroken(work: Callable[[], T]) -> T:
-    """What the work gives, done here. Raises Broken, or what it raises."""
+    """Returns the result of the work, done in this thread. Raises Broken, or the error that the work raises."""
     try:
         return work()
     except BaseException as error:
@@ -54,8 +54,9 @@ def unbroken(work: Callable[[], T]) -> T:
 
 
 def locked(work: Callable[[], T]) -> T:
-    """The same, `unheard`, of work that holds Python's lock all along, so that no signal is heard: in a program that
-    owns its process Ctrl-C and SIGTERM end that at once. Raises Broken, or what the work raises."""
+    """Returns the result of work that holds Python's lock all along, so that Python handles no signal, with stderr held
+    back as in `unheard`. In a program that owns its process Ctrl-C and SIGTERM end the process at once. Raises Broken,
+    or the error that the work raises."""
     ours = _owned.get() and threading.current_thread() is threading.main_thread()
     numbers = (signal.SIGINT, signal.SIGTERM) if ours else ()
     before = {each: signal.getsignal(each) for each in numbers}
@@ -71,8 +72,9 @@ def locked(work: Callable[[], T]) -> T:
 
 
 def fenced(work: Callable[[], T], most_s: float) -> T:
-    """The same, done by another thread, `unheard`: if the work does not hold Python's lock, Ctrl-C and other signals
-    are heard meanwhile. Raises Unfinished, too."""
+    """Returns the result of the work, done by another thread, with stderr held back as in `unheard`: if the work does
+    not hold Python's lock, Ctrl-C and other signals are handled meanwhile. Raises Unfinished after `most_s` seconds,
+    Broken, or the error that the work raises."""
     found: queue.SimpleQueue[tuple[T | None, BaseException | None]] = queue.SimpleQueue()
 
     def run() -> None:
@@ -98,8 +100,9 @@ def fenced(work: Callable[[], T], most_s: float) -> T:
 
 
 def heard(work: Callable[[], T], stop: Callable[[], object]) -> T:
-    """What the work gives, done by another thread, so that this one hears Ctrl-C and other signals meanwhile. Where one
-    of them raises, `stop` ends the work soon, and it is waited for."""
+    """Returns the result of the work, done by another thread, so that this one handles Ctrl-C and other signals
+    meanwhile. Where a signal's handler raises, `stop` is called to end the work soon, and this thread waits for that
+    end."""
     if threading.current_thread() is not threading.main_thread():  # nobody else is sent signals
         return work()
     found: list[tuple[T | None, BaseException | None]] = []
@@ -135,14 +138,15 @@ def heard(work: Callable[[], T], stop: Callable[[], object]) -> T:
 
 
 def left_behind() -> bool:
-    """Work goes on that nobody waits for any more: the process had better end at once than tidy up."""
+    """Returns whether work goes on that nobody waits for any more: then the process had better end at once than tidy
+    up."""
     return any(thread.name == _WORKER for thread in threading.enumerate())
 
 
 @contextmanager
 def unheard() -> Iterator[None]:
-    """In a program that owns its process, what is printed to stderr is held back until this ends, and dropped if it
-    ends with Broken."""
+    """Holds back text that is printed to stderr until the block ends, in a program that owns its process; drops the
+    text if the block ends with Broken."""
     saved = _duplicate() if _owned.get() else None
     if saved is None:
         yield
@@ -165,7 +169,7 @@ def unheard() -> Iterator[None]:
 
 
 def _duplicate() -> int | None:
-    """Of stderr; None where there is none."""
+    """Returns a duplicate of stderr's descriptor; None where there is no stderr."""
     with suppress(OSError, ValueError):
         sys.stderr.flush()
         return os.dup(_STDERR)

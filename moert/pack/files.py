@@ -17,8 +17,8 @@ _LEFT = re.compile(r"\.[0-9a-f]{8}\.tmp$")
 
 
 def placed(path: str | os.PathLike[str]) -> Path:
-    """Returns the place that a path leads to: links to folders on the way are followed as the system does it, so that
-    `link/..` is where the link leads. The last part of the path stays, also where it is a link."""
+    """Returns the place that a path leads to: links to folders on the way are followed as the system follows them, so
+    that `link/..` is the folder above the link's target. The last part of the path stays, also where it is a link."""
     path = Path(path)
     if path.name in ("", ".."):
         return Path(os.path.realpath(path))
@@ -33,9 +33,9 @@ def beside(path: Path, ending: str) -> Path:
 
 @contextmanager
 def atomic_write(path: Path) -> Iterator[Path]:
-    """Gives the name of a new file beside `path` to write to: when the block ends, it is made durable and takes the
-    place of `path`. If the block or the system fails, `path` is as it was and nothing stays beside it. Raises OSError.
-    """
+    """Yields the name of a new file beside `path` to write to: when the block ends, the file is made durable and takes
+    the place of `path`. If the block or the system fails, `path` stays as it was and no file stays beside it. Raises
+    OSError."""
     with _beside(path) as fresh:
         yield fresh
         fsync(fresh)
@@ -43,13 +43,13 @@ def atomic_write(path: Path) -> Iterator[Path]:
 
 
 def write_atomically(path: Path, body: bytes | bytearray) -> None:
-    """`atomic_write` for bytes that are in memory. Raises OSError."""
+    """Writes bytes from memory as `atomic_write` does. Raises OSError."""
     write_in_order([(path, body)])
 
 
 def write_in_order(files: Sequence[tuple[Path, bytes | bytearray]]) -> None:
-    """Writes every file beside its place first, so that a full disk changes nothing; then puts them in their places, in
-    this order. Raises OSError."""
+    """Writes every file beside its place first, so that a full disk changes nothing; then puts the files in their
+    places, in the given order. Raises OSError."""
     with ExitStack() as stack:
         staged = [(stack.enter_context(_beside(path)), path, body) for path, body in files]
         for fresh, _, body in staged:
@@ -70,13 +70,13 @@ def fsync(path: Path) -> None:
 
 
 def is_left(name: str) -> bool:
-    """Returns whether a file of this name is one that a writer who was killed has left."""
+    """Returns whether a file of this name was left by a writer that was killed."""
     return _LEFT.search(name) is not None
 
 
 @contextmanager
 def _beside(path: Path) -> Iterator[Path]:
-    """A name that no other writer takes; what is there at the end is removed."""
+    """Yields a name that no other writer takes; removes the file of this name at the end, if there is one."""
     fresh = path.with_name(f"{path.name}.{os.urandom(4).hex()}.tmp")  # see is_left
     try:
         yield fresh
@@ -91,13 +91,15 @@ except ImportError:  # not a Unix: no lock
 
 
 class DirectoryLock:
-    """Held until `release` is called or the object is gone, at the latest when the process ends, killed or not.
+    """A lock on a directory, held until `release` is called or the object is gone, at the latest when the process ends,
+    killed or not.
 
-    It follows the directory when that is renamed. Where the system or the file system knows no locks, all are granted.
+    The lock follows the directory when it is renamed. Where the system or the file system knows no locks, every lock is
+    granted.
     """
 
     def __init__(self, path: Path) -> None:
-        """Raises BlockingIOError if another holds it, OSError if there is no such directory."""
+        """Takes the lock. Raises BlockingIOError if another holder has it, OSError if the directory does not exist."""
         descriptor = os.open(path, os.O_RDONLY)
         self.release = weakref.finalize(self, os.close, descriptor)
         try:
@@ -114,11 +116,11 @@ class DirectoryLock:
 
 
 class OpenedFile:
-    """A regular file, which may become shorter or fail at any time. Close it, or use it in a with block. One thread at
-    a time reads."""
+    """A regular file, open for reading, which may become shorter or fail at any time. Close it, or use it in a with
+    block. Only one thread at a time may read."""
 
     def __init__(self, root: Path, relative: str, path: Path) -> None:
-        """`path`: where that file of the pack at `root` really is. Raises FileMissing."""
+        """Opens the file `relative` of the pack at `root`, whose real path is `path`. Raises FileMissing."""
         self._root, self.relative = root, relative
         flags = os.O_RDONLY | getattr(os, "O_CLOEXEC", 0) | getattr(os, "O_NONBLOCK", 0)  # a pipe is not waited for
         try:
@@ -132,12 +134,12 @@ class OpenedFile:
         self.nbytes, self._file = found.st_size, FileIO(descriptor)
 
     def expect(self, nbytes: int) -> None:
-        """That it has so many bytes. Raises FileTruncated."""
+        """Checks that the file has `nbytes` bytes. Raises FileTruncated."""
         if self.nbytes != nbytes:
             raise wrong_length(self.relative, self.nbytes, nbytes)
 
     def read(self, nbytes: int, offset: int = 0) -> bytes:
-        """So many bytes from there on. Raises FileTruncated or FileMissing."""
+        """Returns `nbytes` bytes from `offset` on. Raises FileTruncated or FileMissing."""
         try:
             self._file.seek(offset)
             body = self._file.read(nbytes) or b""
@@ -151,7 +153,7 @@ class OpenedFile:
         return bytes(whole)
 
     def read_into(self, buffer: memoryview, offset: int = 0) -> None:
-        """Fills `buffer` from there on. Raises FileTruncated or FileMissing."""
+        """Fills `buffer` with the file's bytes from `offset` on. Raises FileTruncated or FileMissing."""
         found = 0
         try:
             self._file.seek(offset)
@@ -173,7 +175,7 @@ class OpenedFile:
 
 
 def irregular(root: Path, relative: str) -> FileMissing:
-    """What to raise for a folder, a pipe, a device."""
+    """Returns the error for a folder, a pipe or a device in place of a file."""
     return FileMissing(f"{relative} in the pack at {root} is not a regular file: copy the pack again")
 
 
@@ -182,7 +184,7 @@ def wrong_length(relative: str, found: int, expected: int) -> FileTruncated:
 
 
 def unreadable(root: Path, relative: str, error: OSError) -> FileMissing:
-    """What to raise where the system refuses to read a file of a pack."""
+    """Returns the error for a file of a pack that the system refuses to read."""
     if isinstance(error, (FileNotFoundError, NotADirectoryError)):
         return FileMissing(f"{relative} is missing from the pack at {root}: copy the pack again")
     return FileMissing(f"{relative} in the pack at {root} can't be read: {error.strerror}")

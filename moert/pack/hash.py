@@ -1,6 +1,5 @@
-"""hash.safetensors: a small network that says from a text's tokens which experts every layer will choose (SiDA, Du et
-al. 2023, arXiv 2310.18859: its hash function). SPEC.md has the layout; moert.beside.sida.network runs it.
-"""
+"""hash.safetensors: the hash function, a small network that predicts from a text's tokens which experts every layer
+will choose (SiDA, Du et al. 2023, arXiv 2310.18859). SPEC.md has the layout; moert.beside.sida.network runs it."""
 
 from __future__ import annotations
 
@@ -28,8 +27,8 @@ F32 = npt.NDArray[np.float32]
 
 @dataclass(frozen=True)
 class Lstm:
-    """One direction of one layer, of `h` cells: inputs [4h, n], bias [4h], recurrent [h, 4h], gates in the order input,
-    forget, cell, output."""
+    """One direction of one LSTM layer with `h` cells: inputs [4h, n], bias [4h], recurrent [h, 4h], gates in the order
+    input, forget, cell, output."""
 
     inputs: F16
     bias: F16
@@ -38,10 +37,11 @@ class Lstm:
 
 @dataclass(frozen=True)
 class StackHash:
-    """Of one stack, with w features: compress [w, d_model] and its bias [w]; of each LSTM layer one direction, or two
-    of w / 2 cells in an encoder; `own` and `encoded`, matrices [w, w] by the names of ATTENTION, the latter of a
-    decoder behind an encoder; heads [layers, experts, w] and their biases [layers, experts]. `hits` [layers, 2]: the
-    share of held-out choices that are among the top_k, and among the 3 · top_k, experts that it names first."""
+    """The hash function of one stack, with w features: compress [w, d_model] and its bias [w]; for each LSTM layer one
+    direction, or two of w / 2 cells in an encoder; `own` and `encoded`, matrices [w, w] by the names of ATTENTION, the
+    latter only in a decoder behind an encoder; heads [layers, experts, w] and their biases [layers, experts]. `hits`
+    [layers, 2]: the share of held-out choices that are among the top_k, and among the 3 · top_k, experts that the
+    function names first."""
 
     compress: F16
     compress_bias: F16
@@ -57,7 +57,7 @@ class StackHash:
         return len(self.compress)
 
     def tensors(self) -> Iterator[tuple[str, npt.NDArray[Any]]]:
-        """By their names in the file, without that of the stack."""
+        """Yields the tensors with their names in the file, without the stack's name."""
         yield from (("compress.weight", self.compress), ("compress.bias", self.compress_bias))
         for place, layer in enumerate(self.lstm):
             for direction, part in zip(DIRECTIONS, layer, strict=False):
@@ -70,8 +70,8 @@ class StackHash:
 
 @dataclass(frozen=True)
 class RoutedLoss:
-    """What the pack loses where the function takes the place of the routers, each token going to `top_k` experts, on
-    held-out text: `loss` with its 95% interval."""
+    """The loss of the pack on held-out text where the hash function takes the place of the routers and each token goes
+    to `top_k` experts: `loss` with its 95% interval."""
 
     top_k: int
     loss: float
@@ -81,14 +81,15 @@ class RoutedLoss:
 
 @dataclass(frozen=True)
 class HashFunction:
-    """`stacks` with experts. `routed`: None where that was not measured."""
+    """The hash function of a pack: `stacks` has each stack with experts. `routed`: None where that loss was not
+    measured."""
 
     num_experts: int
     stacks: Mapping[StackName, StackHash]
     routed: RoutedLoss | None = None
 
     def layer_hits(self, spec: ModelSpec) -> dict[LayerKey, tuple[float, float]]:
-        """See StackHash.hits."""
+        """Returns the two hit rates of each layer: see StackHash.hits."""
         return {
             at: (float(row[0]), float(row[1]))
             for name, stack in self.stacks.items()
@@ -96,7 +97,7 @@ class HashFunction:
         }
 
     def check(self, spec: ModelSpec) -> None:
-        """Raises HeaderInvalid if this is not a function for a model of this shape."""
+        """Raises HeaderInvalid if the function does not fit a model of this shape."""
         found = {name: (len(stack.heads), stack.compress.shape[1]) for name, stack in self.stacks.items()}
         counts = {name: len(spec.moe_layers(name)) for name in STACKS}
         expected = {name: (count, spec.d_model) for name, count in counts.items() if count}
@@ -112,7 +113,7 @@ class HashFunction:
                 raise HeaderInvalid(f"{HASH}: only a decoder looks at the encoder: train the hash function again")
 
     def to_bytes(self) -> bytes:
-        """The file's content; equal functions give equal bytes."""
+        """Returns the file's content; equal functions give equal bytes."""
         tensors = {f"{name}.{part}": array for name, stack in self.stacks.items() for part, array in stack.tensors()}
         metadata: dict[str, object] = {
             "format": "model.pack hash", "version": VERSION, "num_experts": self.num_experts,
@@ -124,7 +125,7 @@ class HashFunction:
 
     @classmethod
     def from_bytes(cls, body: bytes) -> HashFunction:
-        """Raises HeaderInvalid or FormatTooNew."""
+        """Returns the function that a file's content holds. Raises HeaderInvalid or FormatTooNew."""
         file = TensorFile(HASH, body, VERSION, "train the hash function of this pack")
         size = file.number("num_experts", 65535)
         stacks = {name: _stack(file, name, size) for name in STACKS if file.has_tensor(f"{name}.compress.weight")}
@@ -144,7 +145,7 @@ def _routed(file: TensorFile, size: int) -> RoutedLoss | None:
 
 
 def _stack(file: TensorFile, stack: StackName, size: int) -> StackHash:
-    """Every shape follows from `compress`, `heads` and the directions that are there."""
+    """Returns one stack's function. Every shape follows from `compress`, `heads` and the directions in the file."""
 
     def take(name: str, *shape: int) -> F16:
         array: F16 = file.tensor(f"{stack}.{name}", np.float16, len(shape))

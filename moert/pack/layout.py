@@ -1,4 +1,4 @@
-"""Where each byte of an expert file lies: whole matrices, or blocks of neurons."""
+"""The place of each byte in an expert file: whole matrices, or blocks of neurons."""
 
 from __future__ import annotations
 
@@ -17,17 +17,17 @@ from moert.pack.documents import Within
 from moert.pack.model_spec import ExpertKey, ModelSpec
 
 NEURONS = "neurons.safetensors"
-"""The file of a pack that has a checksum of each piece."""
-SECTOR = 512  # bytes: what is read alone is a whole number of them, as any drive can
+"""The file of a pack with a checksum of each piece."""
+SECTOR = 512  # bytes: a piece that is read alone has a whole number of sectors, as any drive can read
 MOST_PIECE_BYTES = 1 << 20
-_ALIGNMENT = 8  # bytes, of what lies in a piece
+_ALIGNMENT = 8  # bytes, of each array in a piece
 _BIAS_BYTES = 4
 DOWN = "down"
 
 
 @dataclass(frozen=True)
 class Neurons:
-    """What a pack says of its blocks: see `NeuronLayout`. `piece_bytes`: the most that a block's columns take.
+    """A pack's settings for blocks of neurons: see `NeuronLayout`. `piece_bytes`: the most that a block's columns take.
     `bundled`: the columns of a block lie behind its rows; else all columns of an expert lie behind all its rows.
     `together`: rows, not bundled, are read all at once, so that their pieces are no whole sectors."""
 
@@ -37,9 +37,9 @@ class Neurons:
 
 
 class MatrixPlace(NamedTuple):
-    """A matrix within a piece: `places` count bytes from the piece's beginning, of its codes, scales and minima or of
-    its weights of 16 bits, `bias_place` of its biases. `group_size` counts features of d_model, and is never 0.
-    Weights are multiplied with two to the `power`."""
+    """The place of a matrix within a piece: `places` count bytes from the piece's beginning, to its codes, scales and
+    minima or to its weights of 16 bits, `bias_place` to its biases. `group_size` counts features of d_model, and is
+    never 0. Weights are multiplied with two to the `power`."""
 
     bits: int
     group_size: int
@@ -49,15 +49,15 @@ class MatrixPlace(NamedTuple):
     power: int = 0
 
     def neuron_bytes(self, d_model: int) -> tuple[int, ...]:
-        """What a neuron takes at each of `places`."""
+        """Returns the bytes that one neuron takes at each of `places`."""
         return _neuron_bytes(self.bits, d_model, self.group_size)
 
 
 class NeuronLayout(NamedTuple):
-    """Of one expert's file. Block k has the neurons from k · per_block on; its *rows* piece (gate, if there is one, and
-    up) begins at rows_at + k · rows_step, its *columns* piece (down, transposed) at columns_at + k · columns_step:
-    bytes from the expert's beginning. Pieces are filled up with zeros. `bias_at`: where the biases of down, F32
-    [d_model], are."""
+    """The places of the neurons in one expert's file. Block k has the neurons from k · per_block on; its *rows* piece
+    (gate, if the expert has one, and up) begins at rows_at + k · rows_step, its *columns* piece (down, transposed) at
+    columns_at + k · columns_step: bytes from the expert's beginning. Pieces are filled up with zeros. `bias_at`: the
+    place of the biases of down, F32 [d_model]."""
 
     d_model: int
     d_ff: int
@@ -73,26 +73,26 @@ class NeuronLayout(NamedTuple):
     columns_step: int
     bias_at: int | None
     together_bytes: int = 0
-    """Of all rows, to be read at once, in whole sectors; 0: each piece is whole sectors itself."""
+    """The bytes of all rows, to be read at once, in whole sectors; 0: each piece is whole sectors itself."""
 
     @property
     def n_checksums(self) -> int:
-        """Of each piece, of the biases of down, and of rows that lie together."""
+        """Returns the number of checksums: of each piece, of the biases of down, and of rows that lie together."""
         return 2 * self.n_blocks + (2 if self.together_bytes else 1)
 
     @property
     def matrices(self) -> Iterator[tuple[str, MatrixPlace]]:
-        """In the order of the format."""
+        """Yields the matrices by name, in the order of the format."""
         yield from self.rows.items()
         yield DOWN, self.columns
 
     @property
     def tensor_bytes(self) -> int:
-        """Weights, scales, minima and biases of all neurons, without what fills up."""
+        """Returns the bytes of weights, scales, minima and biases of all neurons, without padding."""
         return sum(self.matrix_bytes(name) for name, _ in self.matrices)
 
     def matrix_bytes(self, name: str) -> int:
-        """The same of one projection."""
+        """Returns the same bytes for one projection."""
         if name == DOWN:
             biases = 0 if self.bias_at is None else _BIAS_BYTES * self.d_model
             return biases + self.d_ff * sum(self.columns.neuron_bytes(self.d_model))
@@ -100,16 +100,16 @@ class NeuronLayout(NamedTuple):
         return self.d_ff * (sum(self.rows[name].neuron_bytes(self.d_model)) + biased)
 
     def block(self, k: int) -> range:
-        """The neurons of block k."""
+        """Returns the neurons of block k."""
         return range(k * self.per_block, min(self.d_ff, (k + 1) * self.per_block))
 
     def scaled(self, powers: Mapping[str, int]) -> NeuronLayout:
-        """The same of projections that count powers of two."""
+        """Returns the same layout for projections that are multiplied with powers of two."""
         rows = {name: matrix._replace(power=powers.get(name, 0)) for name, matrix in self.rows.items()}
         return self._replace(rows=rows, columns=self.columns._replace(power=powers.get(DOWN, 0)))
 
     def moved(self, nbytes: int) -> NeuronLayout:
-        """The same, so many bytes further on."""
+        """Returns the same layout `nbytes` further on."""
         bias_at = None if self.bias_at is None else self.bias_at + nbytes
         return self._replace(rows_at=self.rows_at + nbytes, columns_at=self.columns_at + nbytes, bias_at=bias_at)
 
@@ -117,14 +117,14 @@ class NeuronLayout(NamedTuple):
 def neuron_layout(
     spec: ModelSpec, bits: Mapping[str, int], group_size: int, form16: Form16, page_bytes: int, neurons: Neurons
 ) -> NeuronLayout:
-    """Of an expert whose projections have the widths `bits`, counted from the beginning of its data. `group_size` 0
-    stands for a neuron's whole row of d_model features."""
+    """Returns the layout of an expert whose projections have the widths `bits`, counted from the beginning of its data.
+    `group_size` 0 stands for a neuron's whole row of d_model features."""
     widths, ffn = tuple((name, bits[name]) for name in spec.moe.ffn.projections), spec.moe.ffn
     return _layout((spec.expert_width, ffn.d_ff), ffn.bias, widths, group_size, form16, page_bytes, neurons)
 
 
 def columns_bytes(width: int, d_model: int, group_size: int) -> int:
-    """What the column of one neuron takes where `down` has this width; `group_size` as above."""
+    """Returns the bytes of one neuron's column where `down` has this width; `group_size` as in `neuron_layout`."""
     return sum(_neuron_bytes(width, d_model, _features(group_size, d_model)))
 
 
@@ -155,7 +155,7 @@ def _layout(
 
 
 def _per_block(down: MatrixPlace, d_model: int, d_ff: int, piece_bytes: int) -> int:
-    """The most neurons whose columns take at most `piece_bytes`; at least one."""
+    """Returns the largest number of neurons whose columns take at most `piece_bytes`; at least one."""
     count = max(1, min(d_ff, piece_bytes // sum(down.neuron_bytes(d_model))))
     while count > 1 and _placed({DOWN: down}, d_model, count, bias=False)[1] > piece_bytes:
         count -= 1
@@ -165,7 +165,7 @@ def _per_block(down: MatrixPlace, d_model: int, d_ff: int, piece_bytes: int) -> 
 def _placed(
     matrices: Mapping[str, MatrixPlace], d_model: int, per_block: int, bias: bool, unit: int = SECTOR
 ) -> tuple[dict[str, MatrixPlace], int]:
-    """With their places in a piece, and the bytes of that piece, a multiple of `unit`."""
+    """Returns the matrices with their places in a piece, and the bytes of that piece, a multiple of `unit`."""
     end, found = 0, {}
     for name, matrix in matrices.items():
         places = []
@@ -181,7 +181,7 @@ def _placed(
 
 
 def _features(group_size: int, d_model: int) -> int:
-    """Of a group: 0 stands for all."""
+    """Returns the features of a group: a `group_size` of 0 stands for all."""
     return min(group_size, d_model) if group_size else d_model
 
 
@@ -199,14 +199,14 @@ def _filled(nbytes: int, unit: int) -> int:
 TENSOR_ALIGNMENT = 64
 SMALL_PAGE, LARGE_PAGE = 4096, 16384
 _LARGE_EXPERT_BYTES = 1 << 20
-_NAME = b"#"  # nothing else in a header is like it
+_NAME = b"#"  # no other text in a header has this letter
 PROJECTIONS = ("gate", "up", "down")
 DTYPE_BYTES = {"U8": 1, "F16": 2, "BF16": 2, "F32": 4}
 
 
 @dataclass(frozen=True)
 class TensorSlot:
-    """One tensor of an expert file. `start` and `stop` count bytes from the beginning of the data."""
+    """The place of one tensor in an expert file. `start` and `stop` count bytes from the beginning of the data."""
 
     name: str
     dtype: str
@@ -217,7 +217,7 @@ class TensorSlot:
 
 @dataclass(frozen=True)
 class ExpertLayout:
-    """A whole expert file: `header` (with its length prefix) fills `data_offset` bytes, the data follows.
+    """The layout of a whole expert file: `header` (with its length prefix) fills `data_offset` bytes, the data follows.
 
     `tensor_bytes` counts weights, scales, minima and biases; `file_bytes` adds header and padding.
     """
@@ -228,15 +228,15 @@ class ExpertLayout:
     tensor_bytes: int
     file_bytes: int
     neurons: NeuronLayout | None = None
-    """Where the neurons lie, if they do in blocks; then `slots` are of whole blocks."""
+    """The places of the neurons, where they lie in blocks; then `slots` are of whole blocks."""
 
     def slot(self, name: str) -> TensorSlot:
         return next(slot for slot in self.slots if slot.name == name)
 
 
 def with_powers(layout: ExpertLayout, powers: Mapping[str, int] | None, page_bytes: int) -> ExpertLayout:
-    """The same of an expert of which some projections count powers of two. The header says so: readers that do not know
-    of powers refuse it."""
+    """Returns the layout of an expert some of whose projections are multiplied with powers of two. The header names the
+    powers: readers that do not know of powers refuse it."""
     if not powers:
         return layout
     said = ",".join(f"{name}:{powers[name]}" for name in PROJECTIONS if name in powers)
@@ -251,12 +251,13 @@ def with_powers(layout: ExpertLayout, powers: Mapping[str, int] | None, page_byt
 
 
 def choose_page_bytes(spec: ModelSpec) -> int:
-    """16 KiB pages for experts of a MiB and more at 4 bits, 4 KiB below, where padding would outweigh the weights."""
+    """Returns the page size [bytes]: 16 KiB for experts of a MiB and more at 4 bits, 4 KiB below, where padding would
+    outweigh the weights."""
     return LARGE_PAGE if spec.weights_per_expert() // 2 >= _LARGE_EXPERT_BYTES else SMALL_PAGE
 
 
 def group_of(in_features: int, group_size: int) -> int:
-    """Inputs per group; the manifest's group_size 0 stands for the whole row."""
+    """Returns the inputs per group; the manifest's group_size 0 stands for the whole row."""
     return in_features if group_size == 0 else min(group_size, in_features)
 
 
@@ -264,7 +265,7 @@ def expert_layout(
     spec: ModelSpec, key: ExpertKey, bits: Mapping[str, int], group_size: int, form16: Form16, page_bytes: int,
     neurons: Neurons | None = None,
 ) -> ExpertLayout:  # fmt: skip
-    """The layout of the expert `key` whose projections have the widths `bits`; `form16` and `neurons`: see
+    """Returns the layout of the expert `key` whose projections have the widths `bits`; `form16` and `neurons`: see
     `Quantization`."""
     if neurons is not None:
         placed = neuron_layout(spec, bits, group_size, form16, page_bytes, neurons)
@@ -277,8 +278,8 @@ def expert_layout(
 
 @dataclass(frozen=True)
 class _Pattern:
-    """What experts of the same widths have in common: all but their names, which have one length. `filled` spaces end
-    the header, and are not kept."""
+    """The common part of the layouts of experts of the same widths: all but their names, which have one length.
+    `filled` spaces end the header, and are not kept."""
 
     before: bytes
     after: bytes
@@ -297,7 +298,8 @@ def _pattern(
     shapes: tuple[tuple[str, int, int, int], ...], bias: bool, group_size: int, form16: str, page_bytes: int,
     name_bytes: int,
 ) -> _Pattern:  # fmt: skip
-    """`shapes`: (projection, outputs, inputs, width) of each. `name_bytes`: of the expert's name."""
+    """Returns the pattern of experts without blocks of neurons. `shapes`: (projection, outputs, inputs, width) of each
+    projection. `name_bytes`: of the expert's name."""
     tensors: list[tuple[str, str, tuple[int, ...]]] = []
     for projection, out_features, in_features, width in shapes:
         if width == 16 and form16 == "MXFP4":
@@ -319,7 +321,7 @@ def _pattern(
 
 
 def _blocks(placed: NeuronLayout, bundled: bool, page_bytes: int) -> tuple[tuple[TensorSlot, ...], int]:
-    """Tensors of an expert whose neurons lie in blocks, each from a page on, and bytes with padding."""
+    """Returns the tensors of an expert whose neurons lie in blocks, each from a page on, and its bytes with padding."""
     tensors: list[tuple[str, str, tuple[int, ...]]] = []
     if placed.bias_at is not None:
         tensors.append((f"{DOWN}.bias", "F32", (placed.d_model,)))
@@ -344,7 +346,7 @@ def _named(
 def _place(
     tensors: list[tuple[str, str, tuple[int, ...]]], alignment: int, page_bytes: int
 ) -> tuple[list[TensorSlot], int]:
-    """Slots, and bytes with padding."""
+    """Returns the slots of the tensors, one behind the other, and their bytes with padding."""
     slots: list[TensorSlot] = []
     position = 0
     for index, (name, dtype, shape) in enumerate(tensors):
@@ -362,8 +364,8 @@ def _place(
 
 
 def _header(slots: Iterable[TensorSlot], name_bytes: int, page_bytes: int) -> bytes:
-    """A safetensors header, filled up with spaces so that the data begins on a page; _NAME in the place of each letter
-    of the expert's name."""
+    """Returns a safetensors header, filled up with spaces so that the data begins on a page; _NAME stands in the place
+    of each letter of the expert's name."""
     name = _NAME.decode() * name_bytes
     table: dict[str, object] = {"__metadata__": {"format": "model.pack expert", "expert": name}}
     for slot in slots:
@@ -382,20 +384,20 @@ U32 = npt.NDArray[np.uint32]
 
 
 def rows_of(layout: NeuronLayout, buffer: U8) -> U8:
-    """The rows pieces of an expert that lies in `buffer`, [blocks, rows_bytes], not copied."""
+    """Returns the rows pieces of an expert that lies in `buffer`, [blocks, rows_bytes], not copied."""
     return _pieces(layout, buffer, layout.rows_at, layout.rows_step, layout.rows_bytes)
 
 
 def columns_of(layout: NeuronLayout, buffer: U8) -> U8:
-    """The columns pieces, [blocks, columns_bytes], not copied."""
+    """Returns the columns pieces of an expert, [blocks, columns_bytes], not copied."""
     return _pieces(layout, buffer, layout.columns_at, layout.columns_step, layout.columns_bytes)
 
 
 def place(
     layout: NeuronLayout, buffer: U8, tensors: Mapping[str, tuple[Array, ...]], biases: Mapping[str, F32]
 ) -> None:
-    """Puts matrices [d_ff, d_model] where they belong, each as its codes, scales and minima or its weights; and biases.
-    Raises ValueError where one is missing or has another size."""
+    """Puts matrices [d_ff, d_model] into their places in `buffer`, each as its codes, scales and minima or its weights;
+    and biases. Raises ValueError where one is missing or has another size."""
     for name, matrix in layout.matrices:
         pieces = columns_of(layout, buffer) if name == DOWN else rows_of(layout, buffer)
         given = tensors.get(name, ())
@@ -413,8 +415,8 @@ def place(
 
 
 def matrix_of(layout: NeuronLayout, buffer: U8, name: str) -> QuantizedMatrix | F32:
-    """A matrix [d_ff, d_model] of an expert that lies in `buffer`, copied; `down` as its transpose. 16 bits become
-    float32."""
+    """Returns a matrix [d_ff, d_model] of an expert that lies in `buffer`, copied; `down` as its transpose. Weights of
+    16 bits become float32."""
     matrix = layout.columns if name == DOWN else layout.rows[name]
     pieces = columns_of(layout, buffer) if name == DOWN else rows_of(layout, buffer)
     sizes = matrix.neuron_bytes(layout.d_model)
@@ -430,7 +432,7 @@ def matrix_of(layout: NeuronLayout, buffer: U8, name: str) -> QuantizedMatrix | 
 
 
 def bias_of(layout: NeuronLayout, buffer: U8, name: str) -> F32:
-    """The biases [out] of a projection that has them."""
+    """Returns the biases [out] of a projection that has some."""
     if name == DOWN:
         assert layout.bias_at is not None
         return buffer[layout.bias_at :][: 4 * layout.d_model].view(np.float32)
@@ -441,8 +443,8 @@ def bias_of(layout: NeuronLayout, buffer: U8, name: str) -> F32:
 
 
 def checksums(layout: NeuronLayout, buffer: U8, crc32: Callable[[memoryview], int] = zlib.crc32) -> U32:
-    """CRC-32 of each rows piece, each columns piece, the biases of down (0 without), and rows that lie together:
-    [n_checksums]."""
+    """Returns the CRC-32 of each rows piece, each columns piece, the biases of down (0 without), and rows that lie
+    together: [n_checksums]."""
     pieces = [*rows_of(layout, buffer), *columns_of(layout, buffer)]
     found = [crc32(piece.data) for piece in pieces]
     found.append(0 if layout.bias_at is None else crc32(buffer[layout.bias_at :][: 4 * layout.d_model].data))
@@ -457,7 +459,8 @@ def _pieces(layout: NeuronLayout, buffer: U8, at: int, step: int, nbytes: int) -
 
 
 def _put(layout: NeuronLayout, pieces: U8, at: int, nbytes: int, array: Array, what: str) -> None:
-    """Rows of neurons [d_ff, ...], of `nbytes` each."""
+    """Writes an array of all neurons [d_ff, ...], `nbytes` a neuron, into the pieces, from byte `at` of each on. Raises
+    ValueError for another size."""
     if len(array) != layout.d_ff or array.nbytes != layout.d_ff * nbytes:
         raise ValueError(f"{what}: {array.nbytes} bytes in {len(array)} rows, the layout has {layout.d_ff} of {nbytes}")
     rows = np.zeros((layout.n_blocks * layout.per_block, nbytes), np.uint8)
@@ -466,7 +469,7 @@ def _put(layout: NeuronLayout, pieces: U8, at: int, nbytes: int, array: Array, w
 
 
 def _taken(layout: NeuronLayout, pieces: U8, at: int, nbytes: int) -> U8:
-    """The reverse: uint8 [d_ff, nbytes]."""
+    """Returns the array that `_put` writes: uint8 [d_ff, nbytes]."""
     rows = np.ascontiguousarray(pieces[:, at : at + layout.per_block * nbytes]).reshape(-1, nbytes)
     found: U8 = rows[: layout.d_ff]
     return found

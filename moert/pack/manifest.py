@@ -1,4 +1,4 @@
-"""manifest.json: its fields, its strict reader, and which tensors stand for a dense matrix."""
+"""manifest.json: its fields, its strict reader, and the tensors that stand for each dense matrix."""
 
 from __future__ import annotations
 
@@ -24,26 +24,26 @@ FORMAT_NAME = "model.pack"
 BACKBONE = "backbone.safetensors"  # the file with all weights but the experts'
 MAJOR = 2
 PLAIN_MINOR, PREFERRING_MINOR, JOINED_MINOR, NEURONS_MINOR, TOGETHER_MINOR, POWERS_MINOR = 0, 1, 2, 3, 4, 5
-"""Of a pack that has none of these, of one with preferences, of one with several experts in a file, of one whose
-experts lie in blocks of neurons, of one of whose rows of neurons lie together, of one of whose matrices some count a
-power of two."""
-SEAL = ',\n "crc32": '  # what stands before the checksum that ends the file
+"""The minor version of a pack with none of these, with preferences, with several experts in a file, with experts in
+blocks of neurons, with rows of neurons that lie together, with matrices that are multiplied with a power of two."""
+SEAL = ',\n "crc32": '  # the text before the checksum that ends the file
 _HEX = frozenset("0123456789abcdef")
 _CRC32 = (1 << 32) - 1
 _SHA256 = re.compile("[0-9a-f]{64}")
 _WIDTHS = frozenset(WIDTHS)
-_LARGEST = 1e30  # that any number of a manifest is
+_LARGEST = 1e30  # the largest magnitude of any number in a manifest
 
 Dtype16 = Literal["F16", "BF16"]
 Files = Literal["expert", "layer"]
-"""What has a file of its own."""
+"""The unit that has a file of its own: each expert, or all experts of a layer."""
 
 
-# How single fields are read -----------------------------------------------------------------------------------------
+# Readers of single fields -------------------------------------------------------------------------------------------
 
 
 def safe_path(path: str, where: str = "manifest.json") -> str:
-    """`path` itself if it stays inside the pack; raises UnsafePath otherwise."""
+    """Returns `path` itself if it stays inside the pack. Raises UnsafePath otherwise, ManifestInvalid if it is no
+    text."""
     if not isinstance(path, str):
         raise ManifestInvalid(f"{where} should be a path, found {brief(path)}")
     pure = PurePosixPath(path)
@@ -104,7 +104,8 @@ def _files(value: Any, where: str) -> dict[str, FileEntry]:
 
 
 def _experts(value: Any, where: str) -> tuple[ExpertEntry, ...]:
-    """There may be ten thousand: what is sound is read at once, all else field by field, to say what is wrong."""
+    """Returns the experts of a manifest, of which there may be ten thousand: a sound entry is read in one step, any
+    other one field by field, for an error that names its fault."""
     if not isinstance(value, list) or len(value) > MAX_COUNT:
         raise ManifestInvalid(f"{where} should be a list, found {brief(value)}")
     widths: dict[tuple[tuple[str, int], ...], Mapping[str, int]] = {}
@@ -112,7 +113,8 @@ def _experts(value: Any, where: str) -> tuple[ExpertEntry, ...]:
 
 
 def _sound(raw: Any, widths: dict[tuple[tuple[str, int], ...], Mapping[str, int]]) -> ExpertEntry | None:
-    """None for anything that is not plainly right. `widths`: those seen so far, of which experts share one."""
+    """Returns the expert's entry, or None if any field is not plainly right. `widths`: the mappings seen so far, so
+    that experts of the same widths share one."""
     try:
         (stack, layer, expert), path, bits = raw["key"], raw["path"], raw["bits"]
         sha256, importance = raw["sha256"], raw["importance"]
@@ -150,12 +152,12 @@ def _sound(raw: Any, widths: dict[tuple[tuple[str, int], ...], Mapping[str, int]
     return ExpertEntry(key, path, counts[0], counts[1], shared, sha256, counts[2], importance, counts[3])
 
 
-# What the manifest holds --------------------------------------------------------------------------------------------
+# The manifest and its parts -----------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
 class FileEntry:
-    """A file of the pack that is not an expert."""
+    """The manifest's entry for a file of the pack that is not an expert."""
 
     nbytes: Annotated[int, Within(0, MAX_BYTES)]
     sha256: Annotated[str, Read(_digest)]
@@ -164,8 +166,9 @@ class FileEntry:
 
 @dataclass(frozen=True)
 class Dense:
-    """How matrices outside the experts were quantised: a width for each of ROLES that has one, 16 among them.
-    group_size as for experts. `powers`: canonical name → the power of two that it counts, of matrices that do."""
+    """The quantisation of matrices outside the experts: a width for each of ROLES that has one, 16 among them.
+    group_size as for experts. `powers`: canonical name → the power of two that the matrix is multiplied with, where it
+    is."""
 
     quantizer: str
     group_size: Annotated[int, Within(0, MAX_COUNT)]
@@ -173,13 +176,13 @@ class Dense:
     powers: Annotated[Mapping[str, int] | None, Read(_powers)] = None
 
     def power(self, name: str) -> int:
-        """Of two, which the matrix of this canonical name counts; 0 for most."""
+        """Returns the power of two that the matrix of this canonical name is multiplied with; 0 for most."""
         return (self.powers or {}).get(name, 0)
 
 
 @dataclass(frozen=True)
 class Quantization:
-    """How the experts were quantised. group_size 0 is one group per output channel. `dense` says what became of the
+    """The quantisation of the experts. group_size 0 is one group per output channel. `dense`: the quantisation of the
     other matrices; None: they are as in the source."""
 
     quantizer: str
@@ -188,20 +191,20 @@ class Quantization:
     seed: Annotated[int, Within(0, 1 << 32)]
     dense: Dense | None = None
     mxfp4: bool = False
-    """Experts' 16-bit projections are stored in the four bits that they have in the source."""
+    """Whether experts' 16-bit projections are stored in the four bits that they have in the source."""
     neurons: Neurons | None = None
-    """Experts lie in blocks of neurons."""
+    """The settings for blocks of neurons, if experts lie in such blocks."""
 
     @property
     def form16(self) -> Form16:
-        """How experts' 16-bit projections are stored."""
+        """Returns the form in which experts' 16-bit projections are stored."""
         return "MXFP4" if self.mxfp4 else self.dtype16
 
 
 @dataclass(frozen=True)
 class LossEstimate:
-    """One measured value of the metric and the loss it means, with a 95% interval of the loss (fractions). Where the
-    metric is a perplexity per word, `reference_per_token` and `value_per_token` are those per token."""
+    """One measured value of the metric and the loss that it means, with a 95% interval of the loss (fractions). Where
+    the metric is a perplexity per word, `reference_per_token` and `value_per_token` are the perplexities per token."""
 
     reference: float
     value: float
@@ -223,14 +226,14 @@ _METRICS = {"perplexity": "perplexity per word", "token_perplexity": "perplexity
 
 
 def in_words(metric: str) -> str:
-    """The name of a metric as a person reads it, with the unit that it counts by."""
+    """Returns the name of a metric as a person reads it, with the unit that it counts by."""
     return _METRICS.get(metric, metric)
 
 
 @dataclass(frozen=True)
 class Quality:
-    """What the conversion aimed at and what it measured. Hashes are of the samples of each split. `target_loss` is None
-    where the aim was a size."""
+    """The aim of a conversion and the losses that it measured. Hashes are of the samples of each split. `target_loss`
+    is None where the aim was a size."""
 
     metric: str
     target_loss: float | None
@@ -242,11 +245,12 @@ class Quality:
 
 @dataclass(frozen=True)
 class Preference:
-    """Routing that prefers experts which a sequence has used lately, made for room for `share` of all experts.
+    """Cache-aware routing, which prefers experts that a sequence has used lately, made for room for `share` of all
+    experts.
 
-    In each layer of the decoder the last `recent` experts that tokens went to get the layer's `bonus` on what they are
-    chosen by, but for the `sure` best of all, which are taken as they are; `bonus` has a number for each layer with
-    experts. `calibration` and `heldout` say what this and the widths cost together.
+    In each layer of the decoder the last `recent` experts that tokens went to get the layer's `bonus` on the scores
+    that they are chosen by, but for the `sure` best of all experts, which are taken as they are; `bonus` has a number
+    for each layer with experts. `calibration` and `heldout`: the loss of this routing and the widths together.
     """
 
     share: Annotated[float, Above(0)]
@@ -259,11 +263,12 @@ class Preference:
 
 @dataclass(frozen=True, slots=True)
 class ExpertEntry:
-    """One expert: its file, its widths, and what proves the file is the right one.
+    """The manifest's entry for one expert: its file, its widths, and checksums of the file's bytes.
 
-    `tensor_bytes` counts weights, scales and minima alone, `file_bytes` all that it has of its file, from `offset` on.
-    `importance` is the loss measured when this expert alone goes to 2 bits, all others at 4, above that with all at 4;
-    None where not measured. `powers`: projection → the power of two that it counts, of those that do.
+    `tensor_bytes` counts weights, scales and minima alone, `file_bytes` all bytes of its file that are the expert's,
+    from `offset` on. `importance` is the loss measured when this expert alone goes to 2 bits, all others at 4, above
+    the loss with all at 4; None where not measured. `powers`: projection → the power of two that it is multiplied with,
+    where it is.
     """
 
     key: Annotated[ExpertKey, Read(_key)]
@@ -288,7 +293,7 @@ class Manifest:
     files: Annotated[Mapping[str, FileEntry], Read(_files)]
     experts: Annotated[tuple[ExpertEntry, ...], Read(_experts)]
     preferences: tuple[Preference, ...] = ()
-    """Ascending by share."""
+    """The preferences, ascending by share."""
     minor: Annotated[int, Within(0, MAX_COUNT)] = PLAIN_MINOR
 
     def layout(self, entry: ExpertEntry) -> ExpertLayout:
@@ -300,7 +305,8 @@ class Manifest:
         return with_powers(layout, entry.powers, self.page_bytes)
 
     def neurons(self, entry: ExpertEntry) -> NeuronLayout:
-        """Where the neurons of an expert lie, in a pack that has them in blocks (`Quantization.neurons`)."""
+        """Returns the places of the neurons of an expert, in a pack that has them in blocks
+        (`Quantization.neurons`)."""
         neurons = self.layout(entry).neurons
         assert neurons is not None
         return neurons
@@ -309,33 +315,34 @@ class Manifest:
         return sum(entry.tensor_bytes for entry in self.experts)
 
     def nbytes(self, without: Collection[str] = ()) -> int:
-        """Of all files but the manifest, and but those of these names."""
+        """Returns the bytes of all files but the manifest, and but the files named in `without`."""
         others = sum(entry.nbytes for name, entry in self.files.items() if name not in without)
         return others + sum(entry.file_bytes for entry in self.experts)
 
     @property
     def mean_expert_bytes(self) -> float:
-        """Of their files."""
+        """Returns the mean bytes of an expert in its file."""
         return sum(entry.file_bytes for entry in self.experts) / len(self.experts)
 
     def effective_bits(self) -> float:
-        """Bits per expert weight, scales and minima included, headers and padding not."""
+        """Returns the bits per expert weight, scales and minima included, headers and padding not."""
         weights = len(self.experts) * self.model.weights_per_expert()
         return 8 * self.expert_tensor_bytes() / weights
 
 
 def expert_path(key: ExpertKey) -> str:
-    """Where an expert lies in the pack: experts/D03/E005.safetensors."""
+    """Returns the path of an expert's own file in the pack: experts/D03/E005.safetensors."""
     return f"experts/{key}.safetensors"
 
 
 def layer_path(at: LayerKey) -> str:
-    """Where all experts of a layer lie that have one file, one behind the other: experts/D03.experts."""
+    """Returns the path of the file that all experts of a layer share, one behind the other: experts/D03.experts."""
     return f"experts/{at}.experts"
 
 
 def dump_manifest(manifest: Manifest) -> str:
-    """The manifest as JSON text, one expert a line so that a diff can be read; its last field is its own checksum."""
+    """Returns the manifest as JSON text, one expert a line so that a diff can be read; its last field is its own
+    checksum."""
     document = plain(manifest)
     minor, experts = document.pop("minor"), document.pop("experts")
     if not manifest.preferences:
@@ -362,34 +369,35 @@ def dump_manifest(manifest: Manifest) -> str:
 
 
 def seal(body: str) -> str:
-    """Ends the text of a manifest (a JSON object without its closing brace) with the checksum of what is there."""
+    """Returns the text of a manifest (a JSON object without its closing brace), ended with the checksum of the text so
+    far."""
     return f"{body}{SEAL}{zlib.crc32(body.encode())}\n}}\n"
 
 
 StoredTensors = dict[str, tuple[str | None, tuple[int, ...]]]
-"""Name → dtype, as safetensors calls it, and shape. None: any floating-point type, that of the source."""
+"""Name → dtype, as safetensors calls it, and shape. None: the source's type, any floating-point type."""
 
 
 def dense_width(spec: ModelSpec, dense: Dense | None, name: str) -> int | None:
-    """The width of the tensor of this canonical name; None where it is stored as in the source."""
+    """Returns the width of the tensor of this canonical name; None where it is stored as in the source."""
     role = spec.tensors[name].role
     return None if dense is None or role is None else dense.bits.get(role)
 
 
 def stem_of(name: str, dense: Dense | None) -> str:
-    """NAME.weight → NAME; of a matrix that counts a power of two NAME.scaled, so that readers that do not know of
-    powers refuse it."""
+    """Returns NAME for NAME.weight; NAME.scaled for a matrix that is multiplied with a power of two, so that readers
+    that do not know of powers refuse it."""
     return name.removesuffix(".weight") + (".scaled" if dense is not None and dense.power(name) else "")
 
 
 def part_names(name: str, dense: Dense) -> tuple[str, str, str]:
-    """NAME.weight → where its codes, scales and minima are."""
+    """Returns the names of the codes, scales and minima that stand for NAME.weight."""
     stem = stem_of(name, dense)
     return f"{stem}.qweight", f"{stem}.scale", f"{stem}.min"
 
 
 def stored_tensors(spec: ModelSpec, quantization: Quantization) -> dict[str, StoredTensors]:
-    """Canonical name → the tensors that stand for it: itself, or codes, scales and minima."""
+    """Returns for each canonical name the tensors that stand for it: itself, or codes, scales and minima."""
     dense, found = quantization.dense, dict[str, StoredTensors]()
     for name, (_, shape, _) in spec.tensors.items():
         width = dense_width(spec, dense, name)
@@ -408,7 +416,7 @@ def stored_tensors(spec: ModelSpec, quantization: Quantization) -> dict[str, Sto
 def quantized(
     spec: ModelSpec, dense: Dense, name: str, in_features: int, read: Callable[[str], npt.NDArray[Any]]
 ) -> QuantizedMatrix:
-    """The matrix of a width below 16 that stands for NAME.weight; `read` gives the tensors of `stored_tensors`.
+    """Returns the matrix of a width below 16 that stands for NAME.weight; `read` returns a tensor of `stored_tensors`.
 
     Raises HeaderInvalid for scales or minima that are not finite.
     """
@@ -425,7 +433,8 @@ _WHERE = "manifest.json"
 
 
 def parse_manifest(text: str | bytes) -> Manifest:
-    """JSON text → Manifest. Raises ManifestInvalid, FormatTooNew, HashMismatch, UnsafePath or SizeOverflow."""
+    """Returns the manifest that JSON text holds. Raises ManifestInvalid, FormatTooNew, HashMismatch, UnsafePath or
+    SizeOverflow."""
     body = text.encode("utf-8", "surrogatepass") if isinstance(text, str) else text
     try:
         raw = parsed(body)
@@ -451,7 +460,8 @@ def _check_version(document: dict[str, Any]) -> None:
 
 
 def _check_seal(body: bytes, document: dict[str, Any]) -> None:
-    """The last field is a checksum of all the text before it: a changed digit anywhere is noticed."""
+    """Raises HashMismatch unless the last field is the checksum of all the text before it, so that a changed digit
+    anywhere is noticed; ManifestInvalid if the text does not end with that field."""
     crc32 = _whole(document, "crc32", (1 << 32) - 1)
     at = body.rfind(SEAL.encode())
     if at < 0 or body[at:] != f"{SEAL}{crc32}\n}}\n".encode():
@@ -474,7 +484,7 @@ def _whole(document: dict[str, Any], name: str, high: int) -> int:
 
 
 def _check(manifest: Manifest) -> None:
-    """What must hold between fields: every expert once, each with the sizes that its widths imply."""
+    """Checks the rules between fields: every expert once, each with the sizes that its widths imply."""
     if manifest.page_bytes % 4096:
         raise ManifestInvalid(f"page_bytes is {manifest.page_bytes}, expected a multiple of 4096")
     if (contradiction := next(manifest.model.contradictions(), None)) is not None:
@@ -495,7 +505,7 @@ def _check(manifest: Manifest) -> None:
 
 
 def _check_places(manifest: Manifest) -> None:
-    """Experts in one file lie one behind the other, in the order of execution."""
+    """Checks that experts in one file lie one behind the other, in the order of execution."""
     ends = dict.fromkeys(manifest.files, -1)
     for entry in manifest.experts:
         end = ends.get(entry.path, 0)

@@ -1,4 +1,4 @@
-"""Text for people, for both programs: sizes, names that were meant, text of strangers, mistakes."""
+"""Text for people, for both programs: sizes, guesses at the name that was meant, text of strangers, failures."""
 
 from __future__ import annotations
 
@@ -24,17 +24,18 @@ _UNITS = {"": 1, "B": 1} | {
     for suffix, base in (("", 1000), ("B", 1000), ("IB", 1024))
 }
 _SIZE = re.compile(r"([0-9]+|[0-9]*\.[0-9]+)\s*([A-Za-z]*)")
-_TOO_FEW = 100  # bytes: who writes such a number without a unit meant gigabytes
-NO_MEMORY = 100_000  # bytes that no process can live in: who writes so many of memory without a unit meant megabytes
+_TOO_FEW = 100  # bytes: who writes at most this number without a unit meant gigabytes
+NO_MEMORY = 100_000  # bytes that no process can live in: who writes at most this number for memory meant megabytes
 
 
 class NotASize(ValueError):
-    """The text, what is wrong with it and what was expected, on one line; the name of the option goes before it."""
+    """An error of one line that quotes the text, names its fault and the expected form; the name of the option goes
+    before it."""
 
 
 def parse_size(text: str, too_few: int = _TOO_FEW) -> int:
-    """'2GB' or '2g' (powers of 1000), '512MiB' (powers of 1024), '123456' (bytes) → bytes. Raises NotASize, also for
-    `too_few` bytes or less without a unit."""
+    """Returns the bytes of '2GB' or '2g' (powers of 1000), '512MiB' (powers of 1024), '123456' (bytes). Raises
+    NotASize, also for `too_few` bytes or less without a unit."""
     match = _SIZE.fullmatch(text.strip())
     if match is None or match[2].upper() not in _UNITS:
         raise NotASize(f"{text!r} is not a size: expected one like {EXAMPLES}")
@@ -55,7 +56,8 @@ _WORDS: Mapping[Any, str] = {
 
 
 def fits(value: Any, hint: Any) -> bool:
-    """Whether a value is of a declared type. Whole numbers are numbers, True is none, and text is no list of texts."""
+    """Returns whether a value is of a declared type. Whole numbers are numbers, True is none, and text is no list of
+    texts."""
     origin, arguments = get_origin(hint), get_args(hint)
     if origin in (Union, types.UnionType):
         return any(fits(value, each) for each in arguments)
@@ -72,7 +74,7 @@ def fits(value: Any, hint: Any) -> bool:
 
 
 def wanted(hint: Any) -> str:
-    """Names a declared type in words: "a whole number or text". Types that a user has no words for are left out."""
+    """Returns a declared type in words: "a whole number or text". Types that a user has no words for are left out."""
     origin, arguments = get_origin(hint), get_args(hint)
     if origin in (Union, types.UnionType):
         return " or ".join(dict.fromkeys(words for each in arguments if (words := wanted(each))))
@@ -86,7 +88,8 @@ def wanted(hint: Any) -> str:
 
 
 def unknown(name: str, known: Collection[str]) -> str:
-    """Says that a name is none of those that there are, and which of them was meant if one is like it."""
+    """Returns a message that a name is no setting, with the known names, and with the one that was meant if one is like
+    it."""
     from difflib import get_close_matches
 
     longer = [each for each in known if each.startswith(name) or name.startswith(each)]
@@ -107,12 +110,13 @@ _MOST = 4000  # letters of a line
 
 
 def shown(text: str) -> str:
-    """Text of some lines: these and tabs stay."""
+    """Returns a text of several lines with hidden letters written out; line breaks and tabs stay."""
     return text if text.isprintable() else _IN_TEXT.sub(_written_out, text)
 
 
 def in_one_line(text: str) -> str:
-    """A message, which whatever it quotes can't end or leave; the middle of a very long one is left out."""
+    """Returns a message that can't end or leave its line, whatever text it quotes; the middle of a very long one is
+    left out."""
     if not text.isprintable():
         text = _IN_LINE.sub(_written_out, text)
     if len(text) > _MOST:
@@ -121,7 +125,7 @@ def in_one_line(text: str) -> str:
 
 
 def json_line(value: Any) -> str:
-    """JSON on one line, whose text is readable but for letters that are hidden."""
+    """Returns JSON on one line, whose text is readable but for letters that are hidden."""
     return _IN_LINE.sub(_escaped, json.dumps(value, ensure_ascii=False))
 
 
@@ -137,7 +141,7 @@ USAGE = 2
 
 
 def asks_json(arguments: Sequence[str] | None) -> bool:
-    """Returns whether --json is among the options of a command line; None: that of this process."""
+    """Returns whether --json is among the options of a command line; None: the command line of this process."""
     given = list(sys.argv[1:] if arguments is None else arguments)
     return "--json" in given[: given.index("--")] if "--" in given else "--json" in given
 
@@ -148,7 +152,7 @@ def failure(kind: str, message: str, code: int = USAGE) -> dict[str, Any]:
 
 
 def print_failure(kind: str, message: str, code: int = USAGE) -> None:
-    """Prints that object as a line on stdout, if stdout can be written to."""
+    """Prints the object of `failure` as a line on stdout, if stdout can be written to."""
     with suppress(OSError, ValueError):
         print(json.dumps(failure(kind, message, code)), flush=True)
 
@@ -162,8 +166,8 @@ def begins_not(program: str, reason: str) -> NoReturn:
 
 
 class Least(NamedTuple):
-    """What a program needs before it does anything: memory that its control group allows, and addresses (ulimit -v).
-    With less, the system or a library ends it in a way of its own."""
+    """The least that a program needs to begin: memory that its control group allows, and addresses (ulimit -v). With
+    less, the system or a library ends the program in a way of its own."""
 
     memory_bytes: int
     address_bytes: int
@@ -173,8 +177,8 @@ _SIGNS = ("failed to map segment", "cannot allocate", "can't allocate", "can't s
 
 
 def refusal(least: Least, root: Path = ROOT) -> str | None:
-    """Why a program can't begin here; None if it can. Where addresses are limited, numpy's library is kept from setting
-    some aside for every core."""
+    """Returns the reason why a program can't begin here; None if it can. Where addresses are limited, numpy's library
+    is kept from setting some aside for every core."""
     limit, _ = resource.getrlimit(resource.RLIMIT_AS)
     if limit != resource.RLIM_INFINITY:
         os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
@@ -193,7 +197,7 @@ def _needs(least_bytes: int, nbytes: int) -> str:
 
 
 def short_of_memory(error: BaseException | None) -> bool:
-    """True if that is behind an error, or behind the one that brought it about."""
+    """Returns whether a lack of memory is behind an error, or behind the one that brought it about."""
     seen = set[int]()
     while error is not None and id(error) not in seen:
         seen.add(id(error))

@@ -33,7 +33,7 @@ MOST_LAYERS = 4096
 
 @dataclass(frozen=True)
 class Join:
-    """How what a part gives joins the stream: x += add · after(made)."""
+    """The way in which the output of a part joins the stream: x += add · after(output)."""
 
     after: Norm | None = None
     add: Factor = 1.0
@@ -45,9 +45,9 @@ class Join:
 
 @dataclass(frozen=True)
 class Layer:
-    """x joins mixer(norm(x)), if it has one; in a decoder that reads an encoder's output x += cross(norm(x), output);
-    x joins ffn(norm(x)), if it has one; and if it is `scaled`, at the end x *= a number of its own. Without a norm all
-    get x as it is. `positions` are added to x before."""
+    """One layer. mixer(norm(x)) joins the stream x, if the layer has a mixer; in a decoder that reads an encoder's
+    output x += cross(norm(x), output); ffn(norm(x)) joins x, if the layer has an ffn; and if it is `scaled`, at the end
+    x *= a number of its own. Without a norm all parts get x as it is. `positions` are added to x before."""
 
     norm: Norm | None
     mixer: Attention | Latent | FixedState | None
@@ -60,7 +60,7 @@ class Layer:
 
     @property
     def attention(self) -> Attention | Latent | None:
-        """Its mixer, if that keeps keys and values."""
+        """Returns the layer's mixer, if it keeps keys and values."""
         return self.mixer if isinstance(self.mixer, (Attention, Latent)) else None
 
     @property
@@ -69,7 +69,7 @@ class Layer:
 
     @property
     def adds_experts(self) -> bool:
-        """Whether what the experts give is added to the stream as it is, but for a factor."""
+        """Returns whether the experts' output is added to the stream as it is, but for a factor."""
         experts = self.ffn
         if not isinstance(experts, Experts) or experts.beside is not None or experts.narrow is not None:
             return False
@@ -119,7 +119,7 @@ class Layer:
 
     @property
     def _borrows(self) -> bool:
-        """Whether a part has norms that take their eps from the layer's."""
+        """Returns whether a part has norms that take their eps from the layer's."""
         heads = [each for each in (self.mixer, self.cross) if isinstance(each, Attention)]
         own = isinstance(self.ffn, Experts) and self.ffn.router.own_norm
         return own or any(each.qk_norm is not None or each.v_norm for each in heads)
@@ -127,8 +127,8 @@ class Layer:
 
 @dataclass(frozen=True)
 class Stack:
-    """A tower: `layers` says for each layer which of `kinds` it is; a norm ends it, if it has one. `positions` are
-    added to what it reads."""
+    """A stack of layers: `layers` names for each layer the one of `kinds` that it is; a norm ends the stack, if it has
+    one. `positions` are added to its input."""
 
     kinds: tuple[Layer, ...]
     layers: Annotated[tuple[int, ...], Within(0, MOST)]
@@ -143,11 +143,11 @@ class Stack:
 
     @property
     def buckets(self) -> Buckets | None:
-        """Those of its layers' own attention, which share one table."""
+        """Returns the buckets of its layers' own attention, which share one table."""
         return next((kind.buckets for kind in self.kinds if kind.buckets is not None), None)
 
     def n_tensors(self, d_model: int) -> int:
-        """How many its layers have, without naming each."""
+        """Returns the number of its layers' tensors, without naming each."""
         each = [sum(1 for _ in kind.tensors("", d_model)) for kind in self.kinds]
         return sum(each[kind] for kind in self.layers)
 
@@ -177,24 +177,24 @@ class Stack:
 
 
 def stack_of(layers: Sequence[Layer], norm: Norm | None) -> Stack:
-    """A tower of these layers, each kind of which is said once."""
+    """Returns a stack of these layers, each kind of which it has once."""
     kinds = list(dict.fromkeys(layers))
     return Stack(tuple(kinds), tuple(kinds.index(layer) for layer in layers), norm)
 
 
 MOST_TENSORS = 1 << 16
-"""Outside the experts; a model of 61 layers with latent attention has 1,400."""
+"""The most tensors outside the experts; a model of 61 layers with latent attention has 1,400."""
 StackName = Literal["encoder", "decoder"]
 STACKS: tuple[StackName, ...] = ("encoder", "decoder")
 
 
 class LayerKey(NamedTuple):
-    """Names one layer: which stack, and which of all its layers, whether these have experts or not."""
+    """The name of one layer: its stack, and its number among all layers of the stack, with or without experts."""
 
     stack: StackName
     layer: int
 
-    @lru_cache(maxsize=1 << 16)  # noqa: B019 - keys are few, and asked for at every layer of every token
+    @lru_cache(maxsize=1 << 16)  # noqa: B019 - keys are few, and every layer of every token needs some
     def expert(self, number: int) -> ExpertKey:
         return ExpertKey(self.stack, self.layer, number)
 
@@ -203,7 +203,7 @@ class LayerKey(NamedTuple):
 
 
 class ExpertKey(NamedTuple):
-    """Names one expert of a layer."""
+    """The name of one expert of a layer."""
 
     stack: StackName
     layer: int
@@ -219,8 +219,8 @@ class ExpertKey(NamedTuple):
 
 @dataclass(frozen=True)
 class Head:
-    """From the last norm to logits: hidden · scale, times a matrix of its own or, if `tied`, the embedding; plus a
-    bias. Logits become softcap · tanh(logit / softcap). If it is `projected`, hidden becomes
+    """The last step, from the last norm to logits: hidden · scale, times a matrix of its own or, if `tied`, the
+    embedding; plus a bias. Logits become softcap · tanh(logit / softcap). If it is `projected`, hidden becomes
     silu(project · hidden + its bias) first."""
 
     tied: bool
@@ -232,9 +232,9 @@ class Head:
 
 @dataclass(frozen=True)
 class Tokens:
-    """Special tokens. `start` is what an encoder–decoder's decoder reads first; `first` what it then writes, whatever
-    is likeliest: of a model that translates, the language. Of a prompt that has `prefix_end`, the tokens before the
-    first such see each other, those after themselves as well; all else sees what is before it."""
+    """Special tokens. The decoder of an encoder–decoder reads `start` first, and then writes `first` whatever is
+    likeliest: the language, in a model that translates. In a prompt with `prefix_end`, the tokens before the first
+    `prefix_end` all see each other, later ones as well; any other token sees itself and the tokens before it."""
 
     bos: Annotated[int | None, Within(0, MAX_COUNT)]
     eos: Annotated[tuple[int, ...], Within(0, MAX_COUNT)]
@@ -247,7 +247,7 @@ class Tokens:
 @dataclass(frozen=True)
 class ModelSpec:
     """An architecture; the converter fills it from a family's config. With an encoder, every layer of the decoder also
-    attends to what that has made of the input."""
+    attends to the encoder's output."""
 
     family: str
     vocab_size: Annotated[int, Within(1, MAX_COUNT)]
@@ -262,20 +262,21 @@ class ModelSpec:
 
     @property
     def longest_prompt(self) -> int | None:
-        """Tokens after which there is room for one more; None for no limit. Behind an encoder, which reads the prompt,
-        the decoder has positions of its own."""
+        """Returns the number of tokens after which there is room for one more; None for no limit. Behind an encoder,
+        which reads the prompt, the decoder has positions of its own."""
         limit = self.max_positions
         return limit if limit is None or self.encoder is not None else limit - 1
 
     def room(self, prompt_tokens: int) -> int | None:
-        """Tokens that can be written after a prompt of so many, which is not too long; None for no limit."""
+        """Returns the number of tokens that can be written after a prompt of `prompt_tokens`, which is not too long;
+        None for no limit."""
         limit = self.max_positions
         return limit if limit is None or self.encoder is not None else limit - prompt_tokens
 
     @property
     def continues(self) -> bool:
-        """Whether what it has read stays as it is when more comes: not behind an encoder, and not where the tokens of
-        a prompt see each other."""
+        """Returns whether a sequence's state stays as it is when more tokens come: not behind an encoder, and not where
+        the tokens of a prompt see each other."""
         return self.encoder is None and self.tokens.prefix_end is None
 
     def stack(self, name: StackName) -> Stack | None:
@@ -283,12 +284,12 @@ class ModelSpec:
 
     @cached_property
     def stacks(self) -> dict[StackName, Stack]:
-        """Those that the model has, in the order of execution."""
+        """Returns the stacks that the model has, in the order of execution."""
         return {name: stack for name in STACKS if (stack := self.stack(name)) is not None}
 
     @cached_property
     def experts(self) -> dict[LayerKey, Experts]:
-        """Those of every layer that has some, in the order of execution."""
+        """Returns the experts of every layer that has some, in the order of execution."""
         return {
             LayerKey(name, layer): ffn
             for name, stack in self.stacks.items()
@@ -298,24 +299,25 @@ class ModelSpec:
 
     @property
     def moe(self) -> Experts:
-        """What all layers with experts have alike: see `contradictions`."""
+        """Returns the experts of the first layer that has some: number, shape, top_k and width are those of all layers,
+        see `contradictions`."""
         return next(iter(self.experts.values()))
 
     def moe_layers(self, name: StackName | None = None) -> list[LayerKey]:
-        """Every layer with experts, in the order of execution; of one stack if it is named."""
+        """Returns every layer with experts, in the order of execution; of one stack if it is named."""
         return [at for at in self.experts if name in (None, at.stack)]
 
     def expert_keys(self) -> list[ExpertKey]:
-        """Every expert, in the order of execution."""
+        """Returns the key of every expert, in the order of execution."""
         return [at.expert(number) for at, experts in self.experts.items() for number in range(experts.n)]
 
     @property
     def expert_width(self) -> int:
-        """Features that an expert gets and gives."""
+        """Returns the number of features of an expert's input and output."""
         return self.moe.width(self.d_model)
 
     def projection_shape(self, projection: str) -> tuple[int, int]:
-        """(out_features, in_features) of one projection of an expert."""
+        """Returns (out_features, in_features) of one projection of an expert."""
         return self.moe.ffn.shape(projection, self.expert_width)
 
     def weights_per_expert(self) -> int:
@@ -323,7 +325,7 @@ class ModelSpec:
 
     @cached_property
     def tensors(self) -> dict[str, Tensor]:
-        """Every tensor that stays in memory, by its canonical name: the contract of backbone.safetensors."""
+        """Returns every tensor that stays in memory, by its canonical name: the contract of backbone.safetensors."""
         return {tensor.name: tensor for tensor in self._tensors()}
 
     def _tensors(self) -> Iterator[Tensor]:
@@ -341,12 +343,12 @@ class ModelSpec:
             yield from stack.tensors(name, self.d_model)
 
     def roles(self) -> tuple[Role, ...]:
-        """The roles that the model has matrices of."""
+        """Returns the roles that the model has matrices of."""
         found = {tensor.role for tensor in self.tensors.values()}
         return tuple(role for role in ROLES if role in found)
 
     def contradictions(self) -> Iterator[str]:
-        """What parts that are each legal say together, and no model can have."""
+        """Yields contradictions between parts that are each legal, which no model can have."""
         for name, stack in self.stacks.items():
             for contradiction in stack.contradictions():
                 yield f"in the {name}, {contradiction}"
@@ -423,7 +425,7 @@ class ModelSpec:
 
 
 def _unfit(stack: Stack) -> str | None:
-    """What a layer can't have whose tokens see those after them."""
+    """Returns, in words, a part that a layer can't have whose tokens see later tokens; None if the stack has none."""
     for attention in (kind.mixer for kind in stack.kinds):
         if not isinstance(attention, Attention):
             return _called(attention)
@@ -433,12 +435,12 @@ def _unfit(stack: Stack) -> str | None:
 
 
 def _called(mixer: object) -> str:
-    """Of those that are no attention to keys of their own."""
+    """Returns the words for a mixer that is not attention to keys of its own."""
     if isinstance(mixer, Latent):
         return "latent attention"
     return "no mixer" if mixer is None else "a mixer with a state of fixed size"
 
 
 def _alike(experts: Experts) -> tuple[int, Ffn, int, Narrow | None]:
-    """What experts of all layers must share: caches, tables and budgets count on it."""
+    """Returns the properties that experts of all layers must share: caches, tables and budgets count on it."""
     return experts.n, experts.ffn, experts.router.top_k, experts.narrow

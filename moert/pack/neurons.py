@@ -22,13 +22,14 @@ CHECKSUMS_VERSION = 1
 
 
 def checksums_to_bytes(of: Mapping[ExpertKey, U32]) -> bytes:
-    """The file's content; equal checksums give equal bytes."""
+    """Returns the file's content; equal checksums give equal bytes."""
     metadata: dict[str, object] = {"format": "model.pack neurons", "version": CHECKSUMS_VERSION}
     return to_bytes({str(key): of[key] for key in sorted(of)}, metadata)
 
 
 def checksums_from_bytes(body: bytes, manifest: Manifest) -> dict[ExpertKey, U32]:
-    """Of each expert, uint32 [n_checksums]: see moert.pack.layout.checksums. Raises HeaderInvalid, FormatTooNew."""
+    """Returns for each expert its checksums, uint32 [n_checksums]: see moert.pack.layout.checksums. Raises
+    HeaderInvalid, FormatTooNew."""
     file = TensorFile(NEURONS, body, CHECKSUMS_VERSION, "convert the model")
     file.only(str(entry.key) for entry in manifest.experts)
     found: dict[ExpertKey, U32] = {}
@@ -42,7 +43,7 @@ def checksums_from_bytes(body: bytes, manifest: Manifest) -> dict[ExpertKey, U32
 
 
 def check_pieces(key: ExpertKey, layout: NeuronLayout, buffer: U8, expected: U32) -> None:
-    """That the pieces of an expert, all of whose bytes are in `buffer`, are those that `expected` is of. Raises
+    """Checks that the pieces of an expert, all of whose bytes are in `buffer`, have the checksums `expected`. Raises
     HashMismatch."""
     if not np.array_equal(checksums(layout, buffer), expected):
         raise HashMismatch(f"{NEURONS}: a checksum of {key} is not that of its neurons: convert the model again")
@@ -57,19 +58,19 @@ _LAYER = re.compile("([ED])([0-9]{2,5})")
 
 @dataclass(frozen=True)
 class NeuronOrder:
-    """Of each layer with experts, in the order of execution, [experts, d_ff]: the numbers that the neurons of each
-    expert have in the source, as they lie."""
+    """The order of the neurons: for each layer with experts, in the order of execution, [experts, d_ff]: the numbers
+    that the neurons of each expert have in the source, in the order of the pack."""
 
     layers: Mapping[LayerKey, U32]
 
     def of(self, key: ExpertKey) -> U32:
-        """Of one expert [d_ff]."""
+        """Returns the order of one expert's neurons [d_ff]."""
         found: U32 = self.layers[key.at][key.expert]
         return found
 
     @property
     def digest(self) -> str:
-        """sha256, in hexadecimal, of what the file holds."""
+        """Returns the sha256, in hexadecimal, of the file's content."""
         import hashlib  # takes memory, and opening a pack needs none of it
 
         return hashlib.sha256(self.to_bytes()).hexdigest()
@@ -77,14 +78,14 @@ class NeuronOrder:
     def placed(
         self, key: ExpertKey, projections: Mapping[str, Projection], biases: Mapping[str, F32]
     ) -> tuple[dict[str, Projection], dict[str, F32]]:
-        """Matrices [d_ff, d_model] of an expert, `down` as its transpose, and biases [out], in this order. What the
-        expert computes stays the same, but for the order of sums."""
+        """Returns matrices [d_ff, d_model] of an expert, `down` as its transpose, and biases [out], in this order. The
+        expert's output stays the same, but for the order of sums."""
         rows = self.of(key)
         matrices = {name: _rows(matrix, rows) for name, matrix in projections.items()}
         return matrices, {name: bias if name == DOWN else bias[rows] for name, bias in biases.items()}
 
     def check(self, spec: ModelSpec) -> None:
-        """Raises HeaderInvalid if this is not an order of a model of this shape."""
+        """Raises HeaderInvalid if the order does not fit a model of this shape."""
         shape = spec.moe.n, spec.moe.ffn.d_ff
         found = {str(at): rows.shape for at, rows in self.layers.items()}
         expected = {str(at): shape for at in spec.moe_layers()}
@@ -96,13 +97,13 @@ class NeuronOrder:
                 )
 
     def to_bytes(self) -> bytes:
-        """The file's content; equal orders give equal bytes."""
+        """Returns the file's content; equal orders give equal bytes."""
         metadata: dict[str, object] = {"format": "model.pack order", "version": ORDER_VERSION}
         return to_bytes({str(at): rows for at, rows in self.layers.items()}, metadata)
 
     @classmethod
     def from_bytes(cls, body: bytes) -> NeuronOrder:
-        """Raises HeaderInvalid or FormatTooNew."""
+        """Returns the order that a file's content holds. Raises HeaderInvalid or FormatTooNew."""
         file = TensorFile(ORDER, body, ORDER_VERSION, CONVERT_AGAIN)
         stacks = {name[0].upper(): name for name in STACKS}
         found = [match for name in file.names() if (match := _LAYER.fullmatch(name))]
@@ -115,7 +116,7 @@ class NeuronOrder:
 
 
 def load_order(pack: Pack) -> NeuronOrder | None:
-    """That of a pack's neurons; None where they lie as in the source. Raises PackError."""
+    """Returns the order of a pack's neurons; None where they lie as in the source. Raises PackError."""
     if ORDER not in pack.manifest.files:
         return None
     found = NeuronOrder.from_bytes(pack.read_file(ORDER))
@@ -151,8 +152,8 @@ _COMPRESS = re.compile("([ED])([0-9]{2,5})[.]compress")
 
 
 class Kept(NamedTuple):
-    """Of a layer, on held-out text: the shares of firing neurons that are named, of neurons that are named, and of
-    blocks with a named neuron."""
+    """The shares that a layer's predictor names on held-out text: of firing neurons, of all neurons, and of blocks
+    (those with a named neuron)."""
 
     firing: float
     neurons: float
@@ -161,9 +162,9 @@ class Kept(NamedTuple):
 
 @dataclass(frozen=True)
 class LayerPredictor:
-    """Of one layer, with r = rank: compress [r, features] is shared by its experts; heads [experts, d_ff, r] and their
-    biases [experts, d_ff] give scores of x [features], what enters the experts: heads[e] · (compress · x) + bias[e].
-    Neurons with a score of at least threshold [experts] are named."""
+    """The predictor of one layer, with r = rank: compress [r, features] is shared by its experts; heads [experts, d_ff,
+    r] and their biases [experts, d_ff] give scores of the experts' input x [features]: heads[e] · (compress · x) +
+    bias[e]. Neurons with a score of at least threshold [experts] are named."""
 
     compress: F16
     heads: F16
@@ -172,14 +173,14 @@ class LayerPredictor:
     kept: Kept
 
     def tensors(self) -> Iterator[tuple[str, npt.NDArray[Any]]]:
-        """By their names in the file, without that of the layer."""
+        """Yields the tensors with their names in the file, without the layer's name."""
         yield from (("compress", self.compress), ("heads", self.heads))
         yield from (("bias", self.bias), ("threshold", self.threshold), ("kept", np.array(self.kept, np.float32)))
 
 
 @dataclass(frozen=True)
 class PredictedLoss:
-    """What the pack loses where only named neurons are computed, on held-out text: `loss` with its 95% interval."""
+    """The loss of the pack on held-out text where only named neurons are computed: `loss` with its 95% interval."""
 
     loss: float
     low: float
@@ -188,9 +189,9 @@ class PredictedLoss:
 
 @dataclass(frozen=True)
 class NeuronPredictor:
-    """Of all layers with experts, in the order of execution. `missed`: the share of firing neurons' weight that was
-    allowed to go unnamed where thresholds were set. `per_block`: the neurons of a block that `Kept.blocks` counts.
-    `loss`: None where that was not measured."""
+    """The predictors of all layers with experts, in the order of execution. `missed`: the share of firing neurons'
+    weight that was allowed to go unnamed when thresholds were set. `per_block`: the neurons of a block that
+    `Kept.blocks` counts. `loss`: None where it was not measured."""
 
     layers: Mapping[LayerKey, LayerPredictor]
     missed: float
@@ -203,12 +204,12 @@ class NeuronPredictor:
 
     @property
     def kept(self) -> Kept:
-        """The mean over all layers."""
+        """Returns the mean over all layers."""
         each = [layer.kept for layer in self.layers.values()]
         return Kept(*(sum(shares) / len(each) for shares in zip(*each, strict=True)))
 
     def check(self, spec: ModelSpec) -> None:
-        """Raises HeaderInvalid if this is not a predictor for a model of this shape."""
+        """Raises HeaderInvalid if the predictor does not fit a model of this shape."""
         found = {str(at): (layer.compress.shape[1], *layer.bias.shape) for at, layer in self.layers.items()}
         expected = {str(at): (spec.expert_width, spec.moe.n, spec.moe.ffn.d_ff) for at in spec.moe_layers()}
         for at in sorted({*found, *expected}):
@@ -219,7 +220,7 @@ class NeuronPredictor:
                 )
 
     def to_bytes(self) -> bytes:
-        """The file's content; equal predictors give equal bytes."""
+        """Returns the file's content; equal predictors give equal bytes."""
         tensors = {f"{at}.{part}": array for at, layer in self.layers.items() for part, array in layer.tensors()}
         tensors["missed"] = np.array([self.missed], np.float64)
         if self.loss is not None:
@@ -232,7 +233,7 @@ class NeuronPredictor:
 
     @classmethod
     def from_bytes(cls, body: bytes) -> NeuronPredictor:
-        """Raises HeaderInvalid or FormatTooNew."""
+        """Returns the predictor that a file's content holds. Raises HeaderInvalid or FormatTooNew."""
         file = TensorFile(PREDICTOR, body, PREDICTOR_VERSION, TRAIN_AGAIN)
         rank, per_block = file.number("rank", MOST_RANK), file.number("per_block", MOST_PER_BLOCK)
         layers = {at: _layer(file, at, rank) for at in _places(file)}
@@ -248,7 +249,7 @@ class NeuronPredictor:
 
 
 def load_predictor(pack: Pack) -> NeuronPredictor | None:
-    """That of a pack's neurons; None where it has none. Raises PackError."""
+    """Returns the predictor of a pack's neurons; None where the pack has none. Raises PackError."""
     if PREDICTOR not in pack.manifest.files:
         return None
     found = NeuronPredictor.from_bytes(pack.read_file(PREDICTOR))
@@ -257,7 +258,7 @@ def load_predictor(pack: Pack) -> NeuronPredictor | None:
 
 
 def _places(file: TensorFile) -> list[LayerKey]:
-    """The layers that have a matrix, in the order of execution."""
+    """Returns the layers that have a matrix, in the order of execution."""
     stacks = {name[0].upper(): name for name in STACKS}
     found = [match for name in file.names() if (match := _COMPRESS.fullmatch(name))]
     keys = [LayerKey(stacks[match[1]], int(match[2])) for match in found]
@@ -265,7 +266,7 @@ def _places(file: TensorFile) -> list[LayerKey]:
 
 
 def _layer(file: TensorFile, at: LayerKey, rank: int) -> LayerPredictor:
-    """Every shape follows from those of `compress` and `heads`."""
+    """Returns one layer's predictor. Every shape follows from the shapes of `compress` and `heads`."""
 
     def take(part: str, dtype: Any, *shape: int) -> npt.NDArray[Any]:
         array = file.tensor(f"{at}.{part}", dtype, len(shape))

@@ -9,27 +9,27 @@ from typing import Annotated, ClassVar, Literal, NamedTuple
 from moert.pack.documents import MAX_COUNT, Between, Within
 
 MOST = 65535
-"""Of heads, features of a head, experts, and whatever else is counted in a part."""
+"""The most heads, features of a head, experts, and other things that a part counts."""
 MOST_FEATURES = 1 << 24
 
-# What numbers that are not whole may be, so that float32 has them, and products of them, in every kernel alike. All
-# that is known of models is well inside: the least and the largest are said beside each.
+# Bounds of numbers that are not whole, so that float32 has them, and products of them, in every kernel alike. All known
+# models are well inside: the least and the largest number in use stand beside each.
 Eps = Annotated[float, Between(1e-30, 1.0)]
 """1e-12 to 1e-5"""
 Factor = Annotated[float, Between(1e-6, 1e6)]
-"""What something is multiplied with: 0.0078 (scores of Granite) to 72 (embeddings of 5,120 features)"""
+"""A factor: 0.0078 (scores of Granite) to 72 (embeddings of 5,120 features)"""
 Limit = Annotated[float | None, Between(1e-3, 1e9)]
-"""What something is bounded to, hard or softly: 6 to 50"""
+"""A bound on a number, hard or soft: 6 to 50"""
 Plus = Annotated[float, Between(-1e3, 1e3)]
-"""What is added: 0 or 1"""
+"""A summand: 0 or 1"""
 
 Role = Literal["attention", "mixer", "router", "ffn", "head", "embed"]
 ROLES: tuple[Role, ...] = ("attention", "mixer", "router", "ffn", "head", "embed")
-"""What a dense matrix (one outside the experts) is for; a pack gives widths to roles."""
+"""The uses of dense matrices (those outside the experts); a pack gives widths to roles."""
 
 
 class Tensor(NamedTuple):
-    """A tensor that stays in memory: its canonical name, its shape, and what it is for; None for what is never
+    """A tensor that stays in memory: its canonical name, its shape, and its role; None for a tensor that is never
     quantised."""
 
     name: str
@@ -39,7 +39,7 @@ class Tensor(NamedTuple):
 
 @dataclass(frozen=True)
 class Norm:
-    """weight · x / √(mean(x²) + eps); of the kind layer, of x less its mean, plus a bias."""
+    """A norm: weight · x / √(mean(x²) + eps); in the kind layer, of x less its mean, plus a bias."""
 
     eps: Eps
     kind: Literal["rms", "layer"] = "rms"
@@ -51,7 +51,7 @@ class Norm:
 
 
 def matrix(at: str, shape: tuple[int, int], role: Role, bias: bool = False) -> Iterator[Tensor]:
-    """A matrix [out, in], and its bias [out] if it has one."""
+    """Yields a matrix [out, in], and its bias [out] if it has one."""
     yield Tensor(f"{at}.weight", shape, role)
     if bias:
         yield Tensor(f"{at}.bias", shape[:1])
@@ -93,7 +93,7 @@ class Buckets:
 
 @dataclass(frozen=True)
 class Stretch:
-    """Queries at position p are multiplied with 1 + by · ln(1 + ⌊(p + 1) / every⌋): far ones look more sharply."""
+    """A factor on queries, 1 + by · ln(1 + ⌊(p + 1) / every⌋) at position p: far ones look more sharply."""
 
     every: Annotated[int, Within(1, MAX_COUNT)]
     by: Annotated[float, Between(0, 1e3)]
@@ -105,11 +105,10 @@ class Attention:
 
     `qk_norm` normalises queries and keys, all heads as one vector or each by itself, before they turn or, if
     `norm_turned`, after; `v_norm` each head of the values. `clip` bounds queries, keys and values to ± itself. `rope`
-    is the place of the model's rope that turns them. `buckets` are those of the stack. A query sees at most the last
-    `window` keys, its own among them, and none before the last multiple of `chunk`. Scores become
-    softcap · tanh(score / softcap). With `sinks` each head has a score that takes part in the softmax and has no value.
-    What the heads give is multiplied with sigmoid(gate · x) if there is a `gate`. `biases`: matrices that have one, of
-    which g is the gate.
+    is the place of the model's rope that turns them. `buckets` are the stack's. A query sees at most the last `window`
+    keys, its own among them, and none before the last multiple of `chunk`. Scores become softcap · tanh(score /
+    softcap). With `sinks` each head has a score that takes part in the softmax and has no value. The heads' output is
+    multiplied with sigmoid(gate · x) if there is a `gate`. `biases` names the matrices that have one; g is the gate.
     """
 
     KIND: ClassVar[str] = "heads"
@@ -137,7 +136,7 @@ class Attention:
 
     @property
     def turning(self) -> int:
-        """Features of a head that a rope may turn, at most."""
+        """Returns the most features of a head that a rope may turn."""
         return self.dim
 
     @property
@@ -182,9 +181,9 @@ class Latent:
     """Attention to a few features of each token in place of keys and values (DeepSeek-V2, arXiv 2405.04434, 2.1).
 
     A token leaves c = norm(kv_a · x) of `kv_rank` features and k = k_turn · x of `turning` features, which turn. A
-    head's query has `nope` features, which meet those that `keys` makes of c, and `turning` ones, which meet k; what it
-    reads of c becomes `v` features by `values`. With a `q_rank` queries are made of norm(q_a · x), else of x. `bias`:
-    q_a, kv_a, k_turn and o have one.
+    head's query has `nope` features, which meet the features that `keys` makes of c, and `turning` features, which meet
+    k; the c that the head reads becomes `v` features by `values`. With a `q_rank` queries are made of norm(q_a · x),
+    else of x. `bias`: q_a, kv_a, k_turn and o have one.
     """
 
     KIND: ClassVar[str] = "latent"
@@ -204,7 +203,7 @@ class Latent:
 
     @property
     def dim(self) -> int:
-        """Features of what stands for a key."""
+        """Returns the number of features that stand for a key."""
         return self.kv_rank + self.turning
 
     @property
@@ -242,8 +241,8 @@ class Latent:
 
 @dataclass(frozen=True)
 class PositionTable:
-    """A vector for each of the first `n` positions, which the token there gets added, learnt or computed alike. With
-    `skips_pad` the pad token gets none, and an encoder counts those after it as if it were not there."""
+    """A vector for each of the first `n` positions, added to the token there, learnt or computed alike. With
+    `skips_pad` the pad token gets none, and an encoder counts the tokens after it as if it were not there."""
 
     n: Annotated[int, Within(1, MOST)]
     skips_pad: bool = False
@@ -253,7 +252,7 @@ class PositionTable:
 
 
 Shapes = tuple[tuple[int, ...], ...]
-"""Of the arrays of float32 that a sequence keeps of such a layer; the first holds the last inputs of its
+"""The shapes of the float32 arrays of a layer's recurrent state; the first array holds the last inputs of the layer's
 convolution."""
 
 _HELD = "numbers of its state"
@@ -261,9 +260,9 @@ _HELD = "numbers of its state"
 
 @dataclass(frozen=True)
 class ShortConv:
-    """out · (c ∗ conv(b ∗ u)), where `in` · x is b, c and u one after the other, of d_model features each (LFM2). The
-    convolution is causal, of each feature alone, over the last `taps` tokens. `bias`: both matrices and the convolution
-    have one."""
+    """A gated short convolution: out · (c ∗ conv(b ∗ u)), where `in` · x is b, c and u one after the other, of d_model
+    features each (LFM2). The convolution is causal, of each feature alone, over the last `taps` tokens. `bias`: both
+    matrices and the convolution have one."""
 
     KIND: ClassVar[str] = "conv"
     taps: Annotated[int, Within(1, MOST)]
@@ -284,11 +283,11 @@ class ShortConv:
 @dataclass(frozen=True)
 class GatedDelta:
     """The gated delta rule (Yang et al. 2024): `n` heads of values of `v` features, and `keys` heads of queries and
-    keys of `dim`, each of which serves as many heads of values that follow one another.
+    keys of `dim`, each of which serves n / keys heads of values that follow one another.
 
     q, k and v pass a causal convolution over the last `taps` tokens and silu; q and k get the length 1, and q is
     divided by √dim. A head's state decays by e^(-e^a_log · softplus(a · x + dt_bias)), and moves to v for k by
-    sigmoid(b · x). What it gives for q is normed by head, multiplied with silu(z · x), and by `out`.
+    sigmoid(b · x). Its output for q is normed by head, multiplied with silu(z · x), and by `out`.
     """
 
     KIND: ClassVar[str] = "delta"
@@ -309,7 +308,7 @@ class GatedDelta:
 
     @property
     def channels(self) -> int:
-        """Of its convolution: q, k and v one after the other."""
+        """Returns the channels of its convolution: q, k and v one after the other."""
         return 2 * self.key_features + self.value_features
 
     def tensors(self, at: str, d_model: int) -> Iterator[Tensor]:
@@ -337,14 +336,14 @@ class GatedDelta:
 
 @dataclass(frozen=True)
 class Mamba2:
-    """Mamba-2 (arXiv 2405.21060): `n` heads of `dim` features, each with a state of dim · `state`. `in` · x is z, u, b
-    and c one after the other, of n · dim features twice and `groups` · state twice; as many heads that follow one
-    another share a group's b and c.
+    """Mamba-2 (arXiv 2405.21060): `n` heads of `dim` features, each with a state of dim · `state` numbers. `in` · x is
+    z, u, b and c one after the other, of n · dim features twice and `groups` · state twice; n / groups heads that
+    follow one another share a group's b and c.
 
     u, b and c pass a causal convolution over the last `taps` tokens and silu. With t = softplus(dt · x + dt_bias) a
-    head's state decays by e^(-e^a_log · t) and gains t · u bᵀ; it gives state · c + d · u. That times silu(z) is
-    normed, each group's features by themselves, and multiplied by `out`. `bias`: in, dt and out have one; `conv_bias`:
-    the convolution has one.
+    head's state decays by e^(-e^a_log · t) and gains t · u bᵀ; its output is state · c + d · u. The output times
+    silu(z) is normed, each group's features by themselves, and multiplied by `out`. `bias`: in, dt and out have one;
+    `conv_bias`: the convolution has one.
     """
 
     KIND: ClassVar[str] = "mamba2"
@@ -363,7 +362,7 @@ class Mamba2:
 
     @property
     def channels(self) -> int:
-        """Of its convolution: u, b and c one after the other."""
+        """Returns the channels of its convolution: u, b and c one after the other."""
         return self.features + 2 * self.groups * self.state
 
     def tensors(self, at: str, d_model: int) -> Iterator[Tensor]:
@@ -394,8 +393,8 @@ class Mamba:
     after the other, and u passes a causal convolution over the last `taps` tokens and silu.
 
     `inner` · u is r, b and c one after the other, of `rank`, state and state features; with a `norm` each is normed.
-    With t = softplus(steps · r + dt_bias) a channel's state decays by e^(-e^a_log · t) and gains t · u · b; it gives
-    state · c + d · u. That times silu(z) is multiplied by `out`. `bias`: in and out have one; `conv_bias`: the
+    With t = softplus(steps · r + dt_bias) a channel's state decays by e^(-e^a_log · t) and gains t · u · b; its output
+    is state · c + d · u. The output times silu(z) is multiplied by `out`. `bias`: in and out have one; `conv_bias`: the
     convolution has one.
     """
 
@@ -429,11 +428,11 @@ class Mamba:
 
 
 FixedState = ShortConv | GatedDelta | Mamba2 | Mamba
-"""Keeps as much of a text of any length."""
+"""A mixer with a recurrent state, which takes as many bytes for a text of any length."""
 
 
 def _conv(at: str, channels: int, taps: int, bias: bool) -> Iterator[Tensor]:
-    """A factor for each channel and tap, the last of which is that of the token itself."""
+    """Yields a convolution's factors, one for each channel and tap (the last tap is the token itself), and its bias."""
     yield Tensor(f"{at}.conv.weight", (channels, taps))
     if bias:
         yield Tensor(f"{at}.conv.bias", (channels,))
@@ -451,9 +450,9 @@ def _has_no_bias(norm: Norm) -> Iterator[str]:
 
 @dataclass(frozen=True)
 class Act:
-    """The activation of a feed-forward; silu is x · sigmoid(slope · x), relu2 the square of relu. With a `limit` the
-    gate is bounded to at most the limit and up to ± the limit before it; without a gate, up to at most the limit.
-    `plus` is added to up then."""
+    """The activation of a feed-forward network; silu is x · sigmoid(slope · x), relu2 the square of relu. With a
+    `limit` the gate is bounded to at most the limit and up to ± the limit before it; without a gate, up to at most the
+    limit. `plus` is added to up then."""
 
     name: Literal["relu", "silu", "gelu", "gelu_new", "relu2"]
     limit: Limit = None
@@ -462,14 +461,14 @@ class Act:
 
     @property
     def exact_zeros(self) -> bool:
-        """Whether it is zero, and not merely small, for all that is below zero."""
+        """Returns whether the activation is zero, and not merely small, for all numbers below zero."""
         return self.name in ("relu", "relu2")
 
 
 @dataclass(frozen=True)
 class Ffn:
-    """down(act(gate(x)) · (up(x) + plus)), or without a gate down(act(up(x))); gate and up have `d_ff` outputs. `bias`:
-    all matrices have one."""
+    """A feed-forward network: down(act(gate(x)) · (up(x) + plus)), or without a gate down(act(up(x))); gate and up have
+    `d_ff` outputs. `bias`: all matrices have one."""
 
     KIND: ClassVar[str] = "ffn"
     d_ff: Annotated[int, Within(1, MAX_COUNT)]
@@ -482,7 +481,7 @@ class Ffn:
         return ("gate", "up", "down") if self.gated else ("up", "down")
 
     def shape(self, projection: str, d_model: int) -> tuple[int, int]:
-        """(out_features, in_features)"""
+        """Returns (out_features, in_features) of a projection."""
         return (d_model, self.d_ff) if projection == "down" else (self.d_ff, d_model)
 
     def tensors(self, at: str, d_model: int) -> Iterator[Tensor]:
@@ -498,8 +497,8 @@ class Ffn:
 
 @dataclass(frozen=True)
 class Groups:
-    """Experts in `n` groups of one size after the other, of which only the `best` are chosen from: those whose `top`
-    best experts have the largest sum."""
+    """Experts in `n` groups of one size, one group after the other, of which a token's experts come from the `best`
+    alone: the groups whose `top` best experts have the largest sum."""
 
     n: Annotated[int, Within(1, MOST)]
     best: Annotated[int, Within(1, MOST)]
@@ -508,16 +507,16 @@ class Groups:
 
 @dataclass(frozen=True)
 class Router:
-    """Sends a token to the `top_k` experts with the largest scores, which are the softmax or sigmoid of weight · x, and
-    their weights too (sigmoid_of_chosen takes the sigmoid after the choice: large ones are all 1). `renormalise` makes
-    these sum to 1, `factor` multiplies them, and `expert_scale` has one more factor for each expert. `capacity` is the
-    most tokens of one sequence that one expert takes in one pass; None: no limit. Of later ones `overflow` says what
-    the expert gives: nothing, or what it would have got, itself.
+    """A router, which sends a token to the `top_k` experts with the largest scores: the softmax or sigmoid of weight ·
+    x, which are the experts' weights too (sigmoid_of_chosen takes the sigmoid after the choice: large ones are all 1).
+    `renormalise` makes the weights sum to 1, `factor` multiplies them, and `expert_scale` has one more factor for each
+    expert. `capacity` is the most tokens of one sequence that one expert takes in one pass; None: no limit. `overflow`:
+    the expert's output for later tokens, nothing or its input itself.
 
     `choice_bias`: numbers that are added to scores for the choice alone. The sparsemixer (arXiv 2310.00811) chooses one
     expert after the other, each with its softmax among those no further than 2 · jitter below the best that is left.
-    With `own_norm` the router sees another norm of the layer's input than the experts. `weigh`: whether weights
-    multiply what experts give, or what they get.
+    With `own_norm` the router gets another norm of the layer's input than the experts. `weigh`: whether weights
+    multiply the experts' output or their input.
     """
 
     top_k: Annotated[int, Within(1, MOST)]
@@ -561,8 +560,8 @@ class Router:
 
 @dataclass(frozen=True)
 class Beside:
-    """A network that every token passes beside the experts, of a norm of its own; what it gives and what they give is
-    normed (`after`, `experts_after`), then added."""
+    """A network that every token passes beside the experts, with a norm of its own; its output and the experts' output
+    are normed (`after`, `experts_after`), then added."""
 
     ffn: Ffn
     norm: Norm
@@ -578,8 +577,8 @@ class Beside:
 
 @dataclass(frozen=True)
 class Narrow:
-    """Experts get narrow · x, of so many features, and what they give together is multiplied by `widen`. `bias`: both
-    matrices have one."""
+    """The two matrices around narrow experts, which get narrow · x of `features` features, and whose sum is multiplied
+    by `widen`. `bias`: both matrices have one."""
 
     features: Annotated[int, Within(1, MOST)]
     bias: bool = False
@@ -591,9 +590,10 @@ class Narrow:
 
 @dataclass(frozen=True)
 class Experts:
-    """`n` networks of one shape, of which a router chooses some for each token. Every token passes the `shared` one
-    too; with a `shared_gate`, what that gives is multiplied with sigmoid(shared_gate · x). `narrow` stands around the
-    others alone, which it makes as wide as it says. With a `bypass`, tanh(bypass · x) is added to what all give."""
+    """`n` networks of one shape, of which a router chooses some for each token. Every token passes the `shared` network
+    too; with a `shared_gate`, its output is multiplied with sigmoid(shared_gate · x). `narrow` stands around the `n`
+    experts alone, which get as many features as it says. With a `bypass`, tanh(bypass · x) is added to the sum of
+    all."""
 
     KIND: ClassVar[str] = "experts"
     n: Annotated[int, Within(1, MOST)]
@@ -607,11 +607,11 @@ class Experts:
 
     @property
     def chooses(self) -> bool:
-        """Whether tokens go to different experts: there is more than one for those that a token takes."""
+        """Returns whether tokens go to different experts: there are more experts than one token takes."""
         return self.router.top_k < self.n
 
     def width(self, d_model: int) -> int:
-        """Features that an expert gets and gives."""
+        """Returns the number of features of an expert's input and output."""
         return d_model if self.narrow is None else self.narrow.features
 
     def tensors(self, at: str, d_model: int) -> Iterator[Tensor]:

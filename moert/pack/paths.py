@@ -1,4 +1,4 @@
-"""Routing of calibration text: which experts follow which, and the recorded trace."""
+"""Routing of calibration text: how often experts follow one another, and the recorded trace."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ class ContextCounts:
     counts: npt.NDArray[np.uint32]
 
     def total(self, contexts: I64, num_experts: int) -> F64:
-        """The counts of all given contexts, added up: [num_experts]."""
+        """Returns the counts of all given contexts, added up: [num_experts]."""
         if not len(self.contexts):
             return np.zeros(num_experts)
         wanted = contexts.astype(np.uint32)  # as the table has them, or searching would copy the table
@@ -51,7 +51,7 @@ class ContextCounts:
         return counts
 
     def at_least(self, count: int) -> ContextCounts:
-        """Only what was counted so often."""
+        """Returns the counts that are at least `count`, without the others."""
         kept = self.counts >= count
         rows = np.append(0, kept.cumsum())[self.rows]
         some = np.diff(rows) > 0
@@ -65,7 +65,7 @@ class ContextCounts:
 
 @dataclass(frozen=True)
 class LayerPaths:
-    """Counts for one layer. frequency [num_experts] u64; the first layers of a stack have empty context tables."""
+    """The counts of one layer. frequency [num_experts] u64; the first layers of a stack have empty context tables."""
 
     frequency: npt.NDArray[np.uint64]
     one_before: ContextCounts
@@ -80,23 +80,23 @@ class TransitionTable:
     layers: Mapping[LayerKey, LayerPaths]
 
     def of_stack(self, stack: StackName) -> list[LayerPaths]:
-        """Its layers in order."""
+        """Returns the counts of a stack's layers in order."""
         return [paths for at, paths in self.layers.items() if at.stack == stack]
 
     def probabilities(self, at: LayerKey, one_before: Sequence[int] = (), two_before: Sequence[int] = ()) -> F64:
-        """[num_experts]: how likely a token goes to each expert of the layer.
+        """Returns for each expert of the layer how likely a token goes to it: [num_experts].
 
         `one_before` are the token's experts in the layer with experts before, `two_before` in the one before that; -1
-        is ignored.
-        Counts of all contexts are added; where they are zero, one layer less is looked at, at last none. All zeros if
-        nothing was ever seen in this layer.
+        is ignored. Counts of all contexts are added; where they are zero, the context is shorter by a layer, at last
+        empty. All zeros if no token was ever seen in this layer.
         """
         counts = self.counts(at, one_before, two_before)[0]
         total = counts.sum()
         return counts / total if total else counts
 
     def counts(self, at: LayerKey, one_before: Sequence[int] = (), two_before: Sequence[int] = ()) -> tuple[F64, int]:
-        """(counts [num_experts], layers looked back: 2, 1 or 0). Raises KeyError for a layer that is not there."""
+        """Returns counts [num_experts] and the number of layers looked back: 2, 1 or 0. Raises KeyError for a layer
+        that the table does not have."""
         paths, size = self.layers[at], self.num_experts
         before = np.array([expert for expert in one_before if expert >= 0], dtype=np.int64)
         earlier = np.array([expert for expert in two_before if expert >= 0], dtype=np.int64)
@@ -111,7 +111,8 @@ class TransitionTable:
         return paths.frequency.astype(np.float64), 0
 
     def at_least(self, count: int) -> TransitionTable:
-        """Without what was seen less often after an expert or two; how often each expert was selected stays."""
+        """Returns the table without counts below `count` after an expert or two; how often each expert was selected
+        stays."""
         layers = {
             at: replace(paths, one_before=paths.one_before.at_least(count), two_before=paths.two_before.at_least(count))
             for at, paths in self.layers.items()
@@ -119,7 +120,7 @@ class TransitionTable:
         return TransitionTable(self.num_experts, layers)
 
     def check(self, spec: ModelSpec) -> None:
-        """Raises HeaderInvalid if the tables are not those of a model of this shape."""
+        """Raises HeaderInvalid if the table does not fit a model of this shape."""
         expected = spec.moe_layers()
         if self.num_experts != spec.moe.n or list(self.layers) != expected:
             raise HeaderInvalid(
@@ -128,7 +129,7 @@ class TransitionTable:
             )
 
     def to_bytes(self) -> bytes:
-        """The file's content; equal tables give equal bytes."""
+        """Returns the file's content; equal tables give equal bytes."""
         tensors: dict[str, npt.NDArray[Any]] = {}
         for (stack, layer), paths in self.layers.items():
             at = f"{stack}.{layer}"
@@ -145,7 +146,7 @@ class TransitionTable:
 
     @classmethod
     def from_bytes(cls, body: bytes) -> TransitionTable:
-        """Raises HeaderInvalid or FormatTooNew."""
+        """Returns the table that a file's content holds. Raises HeaderInvalid or FormatTooNew."""
         file = TensorFile(PATHS, body, PATHS_VERSION)
         size = file.number("num_experts", 65535)
         order = [
@@ -158,7 +159,7 @@ class TransitionTable:
 
 
 def build(num_experts: int, routes: Mapping[LayerKey, npt.NDArray[np.integer[Any]]]) -> TransitionTable:
-    """Counts routing traces.
+    """Returns the counts of routing traces.
 
     `routes`: [tokens, top_k] for each layer with experts, in the order of execution; row t is the same token in every
     layer of a stack, -1 marks a layer that dropped it. With top_k > 1 every pair of experts (one of each of the two
@@ -174,7 +175,7 @@ def build(num_experts: int, routes: Mapping[LayerKey, npt.NDArray[np.integer[Any
 
 
 def _said(layers: Iterable[LayerKey]) -> str:
-    """The layers of each stack, for a message."""
+    """Returns the layers of each stack, for a message."""
     of: dict[StackName, list[str]] = {}
     for stack, layer in layers:
         of.setdefault(stack, []).append(str(layer))
@@ -182,7 +183,7 @@ def _said(layers: Iterable[LayerKey]) -> str:
 
 
 def _count_layer(layers: list[I64], size: int) -> LayerPaths:
-    """Counts for the last of `layers`."""
+    """Returns the counts of the last of `layers`."""
     present = layers[-1]
     selected = present[present >= 0]
     if selected.size and int(selected.max()) >= size:
@@ -211,7 +212,7 @@ def _triples(earlier: I64, before: I64, present: I64, size: int) -> Iterator[I64
 
 
 def _table(chunks: Iterator[I64], size: int) -> ContextCounts:
-    """Counts pairs of context and expert, given in chunks as context * size + expert → a sparse table."""
+    """Returns a sparse table that counts pairs of context and expert, given in chunks as context * size + expert."""
     entries, counts = np.zeros(0, dtype=np.int64), np.zeros(0, dtype=np.int64)
     for chunk in chunks:
         found, times = np.unique(chunk, return_counts=True)
@@ -264,9 +265,9 @@ def _sparse(file: TensorFile, at: str, size: int, contexts: int) -> ContextCount
 TRACE = "trace.safetensors"
 TRACE_VERSION = 1
 DROPPED = 65535
-"""Stands where a token was sent to no expert, since the one it selected was full."""
+"""The number in place of an expert where a token was sent to none, since the one that it selected was full."""
 MOST_ENTRIES = 1 << 17
-"""Entries (one expert of one token in one layer) that are recorded at most: 256 KiB."""
+"""The most entries (one expert of one token in one layer) that are recorded: 256 KiB."""
 
 EVICTION_SHARES = (12, 25, 50, 75)
 """Shares of the experts' bytes, in percent, that eviction policies are chosen for."""
@@ -275,14 +276,14 @@ EVICTION = "eviction"
 U16 = npt.NDArray[np.uint16]
 _POLICY = re.compile("([1-9][0-9]{0,2})=([a-z-]{1,32})")
 SampleRoutes = Mapping[StackName, npt.NDArray[np.integer[Any]]]
-"""For each stack with experts [tokens, layers, top_k]: experts of one sample, -1 where it was dropped. The layers are
-those with experts, in order."""
+"""For each stack with experts [tokens, layers, top_k]: the experts of one sample's tokens, -1 where a token was
+dropped. The layers are those with experts, in order."""
 
 
 @dataclass(frozen=True)
 class StackTrace:
-    """experts [tokens, layers, top_k] u16, DROPPED where there is none; sample i has the tokens starts[i] to
-    starts[i + 1] - 1, starts [samples + 1] u32."""
+    """The recorded routing of one stack: experts [tokens, layers, top_k] u16, DROPPED where there is none; sample i has
+    the tokens starts[i] to starts[i + 1] - 1, starts [samples + 1] u32."""
 
     experts: U16
     starts: npt.NDArray[np.uint32]
@@ -315,7 +316,7 @@ class Trace:
         return len(self.stacks["decoder"].experts) if "decoder" in self.stacks else 0
 
     def sample(self, index: int) -> dict[StackName, U16]:
-        """Experts of one sample [tokens, layers, top_k], the encoder's first."""
+        """Returns the experts of one sample [tokens, layers, top_k], the encoder's first."""
         return {
             name: self.stacks[name].experts[self.stacks[name].starts[index] : self.stacks[name].starts[index + 1]]
             for name in STACKS
@@ -323,7 +324,7 @@ class Trace:
         }
 
     def check(self, spec: ModelSpec) -> None:
-        """Raises HeaderInvalid if this is not the routing of a model of this shape."""
+        """Raises HeaderInvalid if the trace does not fit a model of this shape."""
         found = {name: trace.experts.shape[1:] for name, trace in self.stacks.items()}
         counts = {name: len(spec.moe_layers(name)) for name in STACKS}
         expected = {name: (count, spec.moe.router.top_k) for name, count in counts.items() if count}
@@ -334,7 +335,7 @@ class Trace:
             )
 
     def to_bytes(self) -> bytes:
-        """The file's content; equal traces give equal bytes."""
+        """Returns the file's content; equal traces give equal bytes."""
         tensors: dict[str, npt.NDArray[Any]] = {}
         for name, stack in self.stacks.items():
             tensors[f"{name}.experts"], tensors[f"{name}.samples"] = stack.experts, stack.starts
@@ -349,7 +350,7 @@ class Trace:
 
     @classmethod
     def from_bytes(cls, body: bytes) -> Trace:
-        """Raises HeaderInvalid or FormatTooNew."""
+        """Returns the trace that a file's content holds. Raises HeaderInvalid or FormatTooNew."""
         file = TensorFile(TRACE, body, TRACE_VERSION)
         num_experts = file.number("num_experts", 65535)
         stacks: dict[StackName, StackTrace] = {}
@@ -365,7 +366,7 @@ class Trace:
 
 
 def record(num_experts: int, samples: Iterable[SampleRoutes]) -> Trace:
-    """The first samples, as many as MOST_ENTRIES allows; the first one may be cut short."""
+    """Returns the trace of the first samples, as many as MOST_ENTRIES allows; the first one may be cut short."""
     kept: list[SampleRoutes] = []
     room = MOST_ENTRIES
     for sample in samples:

@@ -1,4 +1,4 @@
-"""Opens a pack: one read for each expert."""
+"""The reader of packs: one read for each expert."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ Projection = QuantizedMatrix | npt.NDArray[np.float32]
 
 
 class Piece(NamedTuple):
-    """A file of a pack, or what one expert has of one."""
+    """A file of a pack, or the bytes of one expert in a file."""
 
     path: str
     offset: int
@@ -58,8 +58,8 @@ class Pack:
 
     @classmethod
     def open(cls, path: str | os.PathLike[str], room: Room = unbounded) -> Pack:
-        """`room` is asked before anything of the pack is read as a whole, now and later. Raises a PackError that says
-        what is wrong with the directory at `path`, or what `room` does."""
+        """Returns the pack at `path`. `room` is called before a file of the pack is read as a whole, now and later.
+        Raises a PackError that names the fault of the directory, or the error that `room` raises."""
         root = Path(path)
         if not os.path.isdir(root):  # Path.is_dir raises for names that are too long
             shown = str(root) if len(str(root)) <= 200 and str(root).isprintable() else ascii(str(root)[:60]) + "…"
@@ -76,15 +76,15 @@ class Pack:
 
     @property
     def has_neurons(self) -> bool:
-        """Whether experts lie in blocks of neurons."""
+        """Returns whether experts lie in blocks of neurons."""
         return self.manifest.quantization.neurons is not None
 
     def neurons(self, key: ExpertKey) -> NeuronLayout:
-        """Of an expert, in a pack that `has_neurons`."""
+        """Returns the places of an expert's neurons, in a pack that `has_neurons`."""
         return self.manifest.neurons(self._entries[key])
 
     def file(self, relative: str) -> Path:
-        """The real path of a file of the pack; raises UnsafePath if a link leads out of it."""
+        """Returns the real path of a file of the pack. Raises UnsafePath if a link leads out of it."""
         folder, path = os.path.dirname(relative), self.root / relative
         if folder in self._folders and not os.path.islink(path):
             return path
@@ -94,10 +94,10 @@ class Pack:
         return path
 
     def read_file(self, relative: str) -> bytes:
-        """The bytes of a file that is not an expert, checked against size and fast checksum.
+        """Returns the bytes of a file that is not an expert, checked against size and fast checksum.
 
         Raises FileMissing (also if the pack has no such file), FileTruncated, HashMismatch, UnsafePath, SizeOverflow,
-        or what the pack's `room` does.
+        or the error that the pack's `room` raises.
         """
         if relative not in self.manifest.files:
             raise FileMissing(f"the pack at {self.root} has no {relative}")
@@ -111,8 +111,8 @@ class Pack:
         return body
 
     def opened(self, relative: str) -> OpenedFile:
-        """A file that the manifest names and that is not an expert, of the size that it says. Raises FileMissing,
-        FileTruncated, UnsafePath."""
+        """Returns an open file that the manifest names and that is not an expert, of the size that the manifest says.
+        Raises FileMissing, FileTruncated, UnsafePath."""
         file = OpenedFile(self.root, relative, self.file(relative))
         try:
             file.expect(self.manifest.files[relative].nbytes)
@@ -122,8 +122,8 @@ class Pack:
         return file
 
     def read_expert(self, key: ExpertKey, into: U8 | None = None) -> U8:
-        """All that one expert has of its file, in one read, checked against its layout and fast checksum. uint8
-        [file_bytes].
+        """Returns all bytes of one expert, uint8 [file_bytes], in one read, checked against its layout and fast
+        checksum.
 
         Raises FileMissing, FileTruncated, HeaderInvalid, HashMismatch.
         """
@@ -135,9 +135,10 @@ class Pack:
         return buffer
 
     def check_expert(self, key: ExpertKey, buffer: U8, crc32: Callable[[memoryview], int] = zlib.crc32) -> None:
-        """Checks the whole file of an expert, uint8 [file_bytes]; `crc32`: zlib's, or a faster one.
+        """Checks all bytes of an expert, uint8 [file_bytes]; `crc32`: zlib's, or a faster one.
 
-        Raises HeaderInvalid or HashMismatch."""
+        Raises HeaderInvalid or HashMismatch.
+        """
         entry, layout = self._entries[key], self.layout(key)
         if buffer[: layout.data_offset].tobytes() != layout.header:
             raise HeaderInvalid(
@@ -148,15 +149,15 @@ class Pack:
             raise HashMismatch(f"{entry.path}: checksum differs from the manifest: the file is damaged, copy it again")
 
     def projections(self, key: ExpertKey, buffer: U8) -> dict[str, Projection]:
-        """Of what read_expert returned each projection [out, in]: views, but 16-bit ones become float32, and so does
-        `down` where experts lie in blocks of neurons."""
+        """Returns each projection [out, in] of the bytes of read_expert: views, but 16-bit ones become float32, and so
+        does `down` where experts lie in blocks of neurons."""
         found = self.stored(key, buffer)
         if self.has_neurons:
             found[DOWN] = np.ascontiguousarray(projection_weights(found[DOWN]).T)
         return found
 
     def stored(self, key: ExpertKey, buffer: U8) -> dict[str, Projection]:
-        """The same as they are stored: in blocks of neurons `down` is its transpose [d_ff, d_model]."""
+        """Returns each projection as it is stored: in blocks of neurons `down` is its transpose [d_ff, d_model]."""
         layout, entry = self.layout(key), self._entries[key]
         if self.has_neurons:
             placed = self.neurons(key)
@@ -168,7 +169,7 @@ class Pack:
         }
 
     def biases(self, key: ExpertKey, buffer: U8) -> dict[str, npt.NDArray[np.float32]]:
-        """Of what read_expert returned the bias [out] of each projection; none where experts have none."""
+        """Returns the bias [out] of each projection of the bytes of read_expert; none where experts have none."""
         ffn, layout = self.manifest.model.moe.ffn, self.layout(key)
         if self.has_neurons and ffn.bias:
             placed = self.neurons(key)
@@ -198,8 +199,8 @@ class Pack:
         )  # fmt: skip
 
     def verify_hashes(self) -> Iterator[str]:
-        """Reads everything, several pieces at a time; yields the path of each once its sha256 is found right, raises at
-        the first in order that is not."""
+        """Reads all pieces, several at a time; yields the path of each once its sha256 is found right. Raises
+        HashMismatch or FileMissing at the first in order that is not, FileTruncated or UnsafePath."""
         from concurrent.futures import ThreadPoolExecutor  # opening a pack needs none
 
         ended = Event()
@@ -226,18 +227,19 @@ class Pack:
                 readers.shutdown(cancel_futures=True)
 
     def pieces(self) -> Iterator[Piece]:
-        """Everything but the manifest."""
+        """Yields all pieces of the pack but the manifest."""
         for relative, file in self.manifest.files.items():
             yield Piece(relative, 0, file.nbytes, file.sha256)
         for entry in self.manifest.experts:
             yield Piece(entry.path, entry.offset, entry.file_bytes, entry.sha256)
 
     def sizes(self) -> Mapping[str, int]:
-        """Path in the pack → bytes, of every file but the manifest."""
+        """Returns the bytes of every file but the manifest, by its path in the pack."""
         return {piece.path: piece.offset + piece.nbytes for piece in self.pieces()}  # the last of a file ends it
 
     def _check_sizes(self) -> None:
-        """Of all files: what a look at their folders does not find as it should be is looked at by itself."""
+        """Checks the sizes of all files: a file that its folder's listing does not show as expected is checked by
+        itself."""
         folders: dict[str, dict[str, int]] = {}
         for relative, nbytes in self.sizes().items():
             folder, _, name = relative.rpartition("/")
@@ -249,8 +251,8 @@ class Pack:
                     self._check_size(f"{folder}/{name}" if folder else name, nbytes)
 
     def _regular_files(self, folder: str, names: Collection[str]) -> dict[str, int]:
-        """Sizes of the files of these names in a folder of the pack that are no links; none where it is not a part of
-        the pack."""
+        """Returns the sizes of the files of these names in a folder of the pack that are no links; none where the
+        folder lies outside the pack."""
         place = self.root / folder
         if not _is_inside(self.root, place):
             return {}
@@ -276,7 +278,7 @@ class Pack:
 
 
 def is_pack(root: Path) -> bool:
-    """True if the directory says of itself that it is a pack, whole or damaged, of this version or another."""
+    """Returns whether the directory's manifest says that it is a pack, whole or damaged, of this version or another."""
     try:
         document = json.loads(_manifest_text(root))
     except (PackError, ValueError, RecursionError):
@@ -290,8 +292,8 @@ def pack_around(path: Path) -> Path | None:
 
 
 def strangers(root: Path) -> list[str]:
-    """Returns the files in the folder of a pack that its manifest does not name, but for those that a writer who was
-    killed has left: all of them where it can't be read, none where there is no pack."""
+    """Returns the files in the folder of a pack that its manifest does not name, but for those that a killed writer has
+    left: all files but the manifest where it can't be read, none where there is no pack."""
     if not is_pack(root):
         return []
     try:
@@ -324,19 +326,19 @@ def _manifest_text(root: Path, room: Room = unbounded) -> bytes:
 
 
 def _is_checkpoint(root: Path) -> bool:
-    """Whether a folder is what transformers saves a model to."""
+    """Returns whether a folder has the files that transformers saves a model to."""
     weights = ("model*.safetensors", "*.safetensors.index.json", "pytorch_model*.bin")
     return (root / "config.json").is_file() and any(any(root.glob(pattern)) for pattern in weights)
 
 
 def _check_inside(root: Path, path: Path) -> None:
-    """Raises UnsafePath."""
+    """Raises UnsafePath for a path that leads out of the pack."""
     if not _is_inside(root, path):
         raise UnsafePath(f"{path} leads out of the pack, by a link or by its name: a pack is complete in itself")
 
 
 def _is_inside(root: Path, path: Path) -> bool:
-    """Whether a path below `root` really leads to a place below it, whatever links are on the way."""
+    """Returns whether a path below `root` really leads to a place below it, whatever links are on the way."""
     try:
         return path.resolve().is_relative_to(root.resolve())
     except (OSError, RuntimeError):  # links in a circle
@@ -344,7 +346,7 @@ def _is_inside(root: Path, path: Path) -> bool:
 
 
 def _sha256(path: Path, piece: Piece, ended: Event) -> str:
-    """Of what was read of it until `ended` was set."""
+    """Returns the sha256, in hexadecimal, of the bytes of a piece that were read until `ended` was set."""
     import hashlib  # takes memory, and opening a pack needs none of it
 
     digest = hashlib.sha256()
@@ -358,12 +360,12 @@ def _sha256(path: Path, piece: Piece, ended: Event) -> str:
 
 
 def projection_weights(projection: Projection) -> npt.NDArray[np.float32]:
-    """The weights of one projection as float32 [out, in], whatever its width."""
+    """Returns the weights of one projection as float32 [out, in], whatever its width."""
     return dequantize(projection) if isinstance(projection, QuantizedMatrix) else projection
 
 
 def bits_histogram(experts: tuple[ExpertEntry, ...]) -> Mapping[int, int]:
-    """Width → number of projections that have it."""
+    """Returns for each width the number of projections that have it."""
     counts: dict[int, int] = {}
     for entry in experts:
         for width in entry.bits.values():
@@ -374,13 +376,13 @@ def bits_histogram(experts: tuple[ExpertEntry, ...]) -> Mapping[int, int]:
 _FORMS: Mapping[str, tuple[Any, int, int]] = {
     "F16": (np.uint16, 0x7FFF, 0x7C00), "BF16": (np.uint16, 0x7FFF, 0x7F80), "F32": (np.uint32, 0x7FFFFFFF, 0x7F800000),
 }  # fmt: skip
-"""Of each form of floats: integers of their size, their bits but the sign, and the smallest of these that is infinity
-or no number."""
-_PIECE = 256 << 10  # bytes that are looked at at once, so that they stay near the processor
+"""For each form of floats: integers of their size, a mask of all bits but the sign, and the smallest masked number that
+is infinity or no number."""
+_PIECE = 256 << 10  # bytes that are checked at once, so that they stay near the processor
 
 
 def all_finite(dtype: str, numbers: U8) -> bool:
-    """Whether the floats of that form (F16, BF16 or F32) are, whose bytes are given in order."""
+    """Returns whether all floats of a form (F16, BF16 or F32), whose bytes are given in order, are finite."""
     kind, unsigned, least = _FORMS[dtype]
     bits = numbers.view(kind)
     step = _PIECE // bits.itemsize
@@ -388,7 +390,7 @@ def all_finite(dtype: str, numbers: U8) -> bool:
 
 
 def check_expert(pack: Pack, key: ExpertKey, buffer: U8) -> None:
-    """That all weights of an expert, whose bytes are given, are numbers. Raises HeaderInvalid."""
+    """Checks that all weights of an expert, whose bytes are given, are finite. Raises HeaderInvalid."""
     arrays: list[npt.NDArray[Any]] = list(pack.biases(key, buffer).values())
     for projection in pack.stored(key, buffer).values():
         if isinstance(projection, QuantizedMatrix):
@@ -402,7 +404,7 @@ def check_expert(pack: Pack, key: ExpertKey, buffer: U8) -> None:
 
 
 def check_backbone(pack: Pack) -> None:
-    """The same of all floats outside the experts."""
+    """Checks that all floats outside the experts are finite. Raises HeaderInvalid."""
     with pack.opened(BACKBONE) as file:
         for name, place in header_of(file, pack.room).tensors.items():
             for start in range(place.start, place.stop, _PIECE) if place.dtype in _FORMS else ():

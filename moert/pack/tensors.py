@@ -17,38 +17,39 @@ from moert.pack.errors import FormatTooNew, HeaderInvalid, SizeOverflow
 from moert.pack.files import OpenedFile
 
 Room = Callable[[int, str], None]
-"""Is told, before they are taken, of bytes that reading a file of this name will take at once; raises an error of its
-own where there are not so many."""
+"""A function that is called, before memory is taken, with the bytes that reading a file of this name will take at once;
+raises an error of its own where memory lacks them."""
 
 HEADER_BYTES = 1 << 23
 HEADER_MARKS = 1 << 20
-"""Of a safetensors file's header: that of 14,848 experts with checksums has a tenth of either."""
+"""The most marks of a safetensors file's header: the header of 14,848 experts with checksums has a tenth of these, and
+of HEADER_BYTES."""
 _MARK_BYTES = 128
-"""What each value and each name of JSON takes in memory at most, beside its letters (119 measured)."""
+"""The most memory that each value and each name of JSON takes, beside its letters (119 measured)."""
 _TEXT_BYTES, _WIDE_TEXT_BYTES = 6, 9
-"""And each byte of the text: itself, decoded, and in the values, where a letter has up to four; decoded too, if the
-text has others than ASCII."""
+"""The most memory that each byte of the text takes: itself, decoded, and in the values, where a letter has up to four
+bytes; the larger number, if the text has letters beyond ASCII, counts four bytes when decoded too."""
 
 TEXT_BYTES = 640
-"""What turning a text into tokens takes for each byte that it has, or has once it is normalised: at most, where each is
-a token (600 measured)."""
+"""The most memory that turning a text into tokens takes for each byte that it has, or has once it is normalised: where
+each byte is a token (600 measured)."""
 TOKENIZER = "tokenizer.json"
 _TREE = re.compile(b'"(Unigram|unk_id)"')  # older files do not name it
 _WORDS = re.compile(rb'\[\s*"([^"\\]*(?:\\.[^"\\]*)*)"', re.DOTALL)
 _NODE_BYTES, _NAME_BYTES, _TOKENIZER_MARK_BYTES = 330, 400, 170  # see tokenizer_takes
-_MOST_DEPTH = 256  # letters that words may share: of more each counts as a node
-_MOST_WORDS, _MOST_BYTES = 1 << 19, 1 << 25  # that are kept to count nodes: of more each letter counts as one
+_MOST_DEPTH = 256  # letters that words may share: each further one counts as a node
+_MOST_WORDS, _MOST_BYTES = 1 << 19, 1 << 25  # kept to count nodes: each letter of further words counts as a node
 COVERED_BYTES = 8 << 20
-"""What the margin of every budget has room for: of so little nobody is told."""
+"""The bytes that the margin of every budget has room for: no Room refuses so few."""
 
 
 def unbounded(nbytes: int, name: str) -> None:
-    """The Room of those who have no limit."""
+    """The Room of callers that have no limit."""
 
 
 class Bound(NamedTuple):
-    """Of a file: the most bytes, the most marks of its JSON, and how many times its bytes are taken at once to make
-    what is read of it."""
+    """The bounds of a file: the most bytes, the most marks of its JSON, and how many times its bytes are taken at once
+    to make objects of them."""
 
     most_bytes: int
     times: float = 1.0
@@ -56,7 +57,8 @@ class Bound(NamedTuple):
 
 
 class Taken(NamedTuple):
-    """What reading a file takes at most at one time, its own bytes among it, and what is kept of it."""
+    """The most bytes that reading a file takes at one time, the file's own among them, and the bytes that are kept
+    afterwards."""
 
     peak_bytes: int
     kept_bytes: int
@@ -80,33 +82,35 @@ _BOUNDS = {
     "predictor.safetensors": Bound(1 << 33, times=2.5),
 }
 _OTHER = Bound(1 << 28)
-"""Of what a pack may hold beside these, and somebody reads as a whole."""
+"""The bounds of any other file of a pack that a program reads as a whole."""
 
 
 def bound_of(name: str) -> Bound:
-    """Of a file of the pack that is read as a whole, by its name."""
+    """Returns the bounds of a file of the pack that is read as a whole, by its name."""
     return _BOUNDS.get(name, _OTHER)
 
 
 def known_bounds() -> dict[str, int]:
-    """The most bytes of each file that has a use, by its name."""
+    """Returns the most bytes of each file that has a use, by its name."""
     return {name: bound.most_bytes for name, bound in _BOUNDS.items()}
 
 
 def check_size(name: str, nbytes: int) -> None:
-    """Raises SizeOverflow for a file of this name that is larger than any is."""
+    """Raises SizeOverflow for a file of this name that is larger than its bound."""
     most = bound_of(name).most_bytes
     if nbytes > most:
         raise SizeOverflow(f"{name} has {nbytes} bytes, none is larger than {most}: this is no pack of a model")
 
 
 def marks(text: bytes) -> int:
-    """At least as many as JSON text has values and names: what opens, joins or divides."""
+    """Returns the number of letters that open, join or divide in JSON text, at least as many as it has values and
+    names."""
     return sum(map(text.count, (b"[", b"{", b",", b":")))
 
 
 def json_bytes(name: str, text: bytes, most_marks: int) -> int:
-    """What reading the text as JSON takes at most. Raises SizeOverflow where it has more values than `most_marks`."""
+    """Returns the most memory that reading the text as JSON takes. Raises SizeOverflow where the text has more values
+    and names than `most_marks`."""
     count = marks(text)
     if count > most_marks:
         raise SizeOverflow(
@@ -116,8 +120,8 @@ def json_bytes(name: str, text: bytes, most_marks: int) -> int:
 
 
 def take_room(name: str, body: bytes, room: Room) -> None:
-    """Asks for the room that making something of a file takes, all of whose bytes were read. Raises SizeOverflow, or
-    what `room` does."""
+    """Calls `room` with the bytes that making objects of a file takes, all of whose bytes were read. Raises
+    SizeOverflow, or the error that `room` raises."""
     bound = bound_of(name)
     if name.endswith(".safetensors"):
         header = body[8 : 8 + min(HEADER_BYTES, int.from_bytes(body[:8], "little"))]
@@ -128,7 +132,8 @@ def take_room(name: str, body: bytes, room: Room) -> None:
 
 
 def tokenizer_takes(parts: Iterable[bytes]) -> Taken:
-    """Returns what the library takes that reads a tokenizer.json, whose bytes come in parts: of one part never less.
+    """Returns the memory that the library takes to read a tokenizer.json, whose bytes come in parts: of one part never
+    less.
 
     Measured on vocabularies of 2,000 to 250,000 tokens: beside the file and its small parts 70 to 140 bytes for each
     mark at the peak, and 290 to 365 for each name at the end; of Unigram, which keeps a tree of all tokens, 300 for
@@ -151,12 +156,12 @@ def tokenizer_takes(parts: Iterable[bytes]) -> Taken:
 
 
 def vocabulary_takes(tokens: int) -> Taken:
-    """Returns what a tokenizer.json with so many tokens takes, about, where it can't be looked at."""
+    """Returns about the memory that a tokenizer.json with `tokens` tokens takes, where the file can't be looked at."""
     return Taken(_NAME_BYTES * tokens, _NAME_BYTES * tokens)
 
 
 def _nodes(words: list[bytes]) -> int:
-    """Returns how many nodes a tree of these words has, one for each beginning of a word."""
+    """Returns the number of nodes of a tree of these words, one for each beginning of a word."""
     words = sorted(words)
     text, lengths = np.frombuffer(b"".join(words), np.uint8), np.array([*map(len, words)], np.int64)
     starts, alike, depth = np.cumsum(lengths) - lengths, np.arange(1, len(words)), 0
@@ -178,11 +183,11 @@ _METADATA = "__metadata__"
 
 
 class HeaderWrong(ValueError):
-    """It is no such header; the message is one short line."""
+    """An error for bytes that are no safetensors header; the message is one short line."""
 
 
 class Place(NamedTuple):
-    """A tensor: `start` and `stop` count bytes from the beginning of the file."""
+    """The place of a tensor in a file: `start` and `stop` count bytes from the beginning of the file."""
 
     dtype: str
     shape: tuple[int, ...]
@@ -191,15 +196,15 @@ class Place(NamedTuple):
 
 
 class Header(NamedTuple):
-    """The tensors of a file by name, in the order of the header, and what it says beside."""
+    """The tensors of a file by name, in the order of the header, and the header's metadata."""
 
     tensors: dict[str, Place]
     metadata: dict[str, str]
 
 
 def header_of(file: OpenedFile, room: Room) -> Header:
-    """The header of an open file. Raises HeaderInvalid, SizeOverflow, FileTruncated, FileMissing, or what `room`
-    does."""
+    """Returns the header of an open file. Raises HeaderInvalid, SizeOverflow, FileTruncated, FileMissing, or the error
+    that `room` raises."""
     try:
         length = header_bytes(file.read(min(LENGTH_BYTES, file.nbytes)), file.nbytes)
         room(length, file.relative)
@@ -211,8 +216,8 @@ def header_of(file: OpenedFile, room: Room) -> Header:
 
 
 def header_bytes(prefix: bytes, file_bytes: int) -> int:
-    """Bytes of the JSON that follows the first 8 of a file. Raises HeaderWrong where there are not so many, or more
-    than any header has."""
+    """Returns the bytes of the JSON that follows the first 8 bytes of a file. Raises HeaderWrong where the file has
+    fewer, or for more than any header has."""
     length = int.from_bytes(prefix[:LENGTH_BYTES], "little")
     if len(prefix) < LENGTH_BYTES or length > file_bytes - LENGTH_BYTES:
         raise HeaderWrong(f"its header should have {length} bytes, the file has {file_bytes}")
@@ -222,8 +227,8 @@ def header_bytes(prefix: bytes, file_bytes: int) -> int:
 
 
 def read_header(text: bytes, file_bytes: int) -> Header:
-    """The header whose JSON is `text`, of a file of so many bytes. Its tensors have to fill the rest of the file, one
-    behind the other. Raises HeaderWrong, or SizeOverflow for more values than any header has."""
+    """Returns the header whose JSON is `text`, of a file of `file_bytes` bytes. Its tensors have to fill the rest of
+    the file, one behind the other. Raises HeaderWrong, or SizeOverflow for more values than any header has."""
     json_bytes("a safetensors header", text, HEADER_MARKS)
     try:
         document = parsed(text)
@@ -261,7 +266,7 @@ def _place(name: str, entry: Any, first: int) -> Place:
 
 
 def _whole(values: Any) -> bool:
-    """A list of whole numbers that a file's bytes may be counted with."""
+    """Returns whether `values` is a list of whole numbers that a file's bytes may be counted with."""
     return isinstance(values, list) and all(type(value) is int and 0 <= value < 1 << 48 for value in values)
 
 
@@ -273,16 +278,16 @@ _TYPES: Mapping[str, Any] = {
     "U8": np.uint8, "U16": np.uint16, "U32": np.uint32, "U64": np.uint64, "F16": np.float16, "F32": np.float32,
     "F64": np.float64,
 }  # fmt: skip
-"""Of the tensors that such files have."""
+"""The numpy types of the tensors that TensorFile reads."""
 
 
 class TensorFile:
-    """What such a file says; its tensors are views of the file's bytes. All methods raise HeaderInvalid where it lacks
-    something or has it in another form."""
+    """A safetensors file of a pack beside the weights; its tensors are views of the file's bytes. All methods raise
+    HeaderInvalid where the file lacks a field or tensor, or has it in another form."""
 
     def __init__(self, name: str, body: bytes, version: int, again: str = "profile the paths of this pack") -> None:
-        """`name` is for messages, `again` what makes such a file anew. Raises HeaderInvalid, SizeOverflow, or
-        FormatTooNew for a later version than this one."""
+        """Reads the header. `name` is for messages, `again` names the way to make the file anew. Raises HeaderInvalid,
+        SizeOverflow, or FormatTooNew for a later version than `version`."""
         self.name, self._again, self._body = name, again, body
         try:
             length = header_bytes(body[:LENGTH_BYTES], len(body))
@@ -293,7 +298,7 @@ class TensorFile:
             raise FormatTooNew(f"{name} has version {self._metadata['version']}, this program reads {version}")
 
     def has(self, field: str) -> bool:
-        """True if there is metadata of this name."""
+        """Returns whether the file has metadata of this name."""
         return field in self._metadata
 
     def text(self, field: str) -> str:
@@ -304,23 +309,23 @@ class TensorFile:
         return name in self._tensors
 
     def names(self) -> list[str]:
-        """Of all tensors."""
+        """Returns the names of all tensors."""
         return sorted(self._tensors)
 
     def only(self, names: Iterable[str]) -> None:
-        """That no other tensors are there."""
+        """Checks that the file has no other tensors."""
         if others := sorted(set(self._tensors).difference(names)):
             raise self.wrong(f"has the tensor {others[0][:60]!r}, which does not belong there")
 
     def number(self, field: str, high: int) -> int:
-        """A number from 1 to `high` in the metadata."""
+        """Returns a number from 1 to `high` in the metadata."""
         text = self._metadata.get(field, "")
         if not (text.isascii() and text.isdigit() and len(text) < 10 and 1 <= int(text) <= high):
             raise self.wrong(f"{field} should be a number from 1 to {high}, found {text[:40]!r}")
         return int(text)
 
     def numbers(self, field: str, below: int) -> list[int]:
-        """Rising numbers from 0 to `below` - 1 in the metadata, written 1,3,5."""
+        """Returns rising numbers from 0 to `below` - 1 in the metadata, written 1,3,5."""
         text = self._metadata.get(field, "")
         parts = text.split(",")
         if len(parts) <= below and all(part.isascii() and part.isdigit() and len(part) < 10 for part in parts):
@@ -330,7 +335,7 @@ class TensorFile:
         raise self.wrong(f"{field} should be rising numbers below {below}, found {text[:40]!r}")
 
     def tensor(self, name: str, dtype: Any, ndim: int = 1) -> npt.NDArray[Any]:
-        """The tensor of this name, dtype and number of dimensions; not to be written."""
+        """Returns the tensor of this name, dtype and number of dimensions; not to be written."""
         place = self._tensors.get(name)
         if place is None:
             raise self.wrong(f"lacks the tensor {name}")
@@ -346,12 +351,12 @@ class TensorFile:
         return np.require(array.reshape(place.shape), requirements="A")  # kernels get addresses of numbers
 
     def wrong(self, what: str) -> HeaderInvalid:
-        """The error to raise if `what` is the matter with the file."""
+        """Returns the error for a fault of the file; `what` names the fault."""
         return HeaderInvalid(f"{self.name}: {' '.join(what.split())}: {self._again} again")
 
 
 def to_bytes(tensors: Mapping[str, npt.NDArray[Any]], metadata: Mapping[str, object]) -> bytes:
-    """The file's content; safetensors itself writes metadata in no fixed order, here they are sorted."""
+    """Returns the file's content; safetensors itself writes metadata in no fixed order, here they are sorted."""
     from safetensors.numpy import save  # a peer's Python has no safetensors, and reads headers by this file
 
     body = save({name: np.ascontiguousarray(array) for name, array in tensors.items()})

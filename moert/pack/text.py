@@ -1,4 +1,4 @@
-"""What a tokenizer.json and a chat template may hold, and how much longer a text becomes."""
+"""Checks of tokenizer.json and chat.json, and bounds on how much longer a text becomes."""
 
 from __future__ import annotations
 
@@ -27,8 +27,8 @@ I64 = NDArray[np.int64]
 
 
 def charsmap_growth(table: Any) -> float:
-    """Bytes that a byte of text becomes at most. Raises ValueError with what is wrong, in one line, for a table that
-    the library can't read."""
+    """Returns the most bytes that a byte of text becomes. Raises ValueError, whose one line names the fault, for a
+    table that the library can't read."""
     if not isinstance(table, str) or not table.isascii():
         raise ValueError("its precompiled_charsmap is no text")
     if len(table) > _MOST_TABLE_BYTES:
@@ -50,7 +50,7 @@ def _growth(units: U32, texts: NDArray[np.uint8]) -> float:
     places = np.arange(len(units), dtype=np.int64)
     labels, below = (units & 0xFF).astype(np.int64), _below(units, places)
     is_node = (labels != 0) & (units >> 31 == 0)
-    above = places ^ labels  # what a node that leads here points to
+    above = places ^ labels  # the place that a node which leads here points to
     reached, most = np.zeros(len(units) + 256, bool), 1.0
     leads = below[:1]
     for depth in range(1, _DEEPEST + 1):
@@ -65,13 +65,13 @@ def _growth(units: U32, texts: NDArray[np.uint8]) -> float:
 
 
 def _below(units: U32, places: I64) -> I64:
-    """Where the nodes below each unit begin."""
+    """Returns the places where the nodes below each unit begin."""
     shift = ((units & 0x200) >> 6).astype(np.int64)
     return places ^ ((units >> 10).astype(np.int64) << shift)
 
 
 def _longest(units: U32, texts: NDArray[np.uint8], ends: I64, leaves: I64) -> int:
-    """Bytes of the longest text that these leaves name."""
+    """Returns the bytes of the longest text that these leaves name."""
     starts = (units[leaves[leaves < len(units)]] & 0x7FFFFFFF).astype(np.int64)
     starts = starts[starts <= len(texts)]
     return int((ends[np.searchsorted(ends, starts)] - starts).max(initial=0))
@@ -80,9 +80,9 @@ def _longest(units: U32, texts: NDArray[np.uint8], ends: I64, leaves: I64) -> in
 _MOST_TIMES, _MOST_PLUS = 2048.0, 1 << 16  # text → tokens; BERT 8, T5 and NLLB 44 to 88, ALBERT 1452
 _MOST_DECODED = 32.0  # tokens → text; byte-level 3, others 1
 _CALM = 8.0  # growth that any text may have
-_MOST_BYTES = 1 << 24  # that a text may become by more than that
+_MOST_BYTES = 1 << 24  # of a text that grows more than that
 _USUAL, _LONGEST = 1 << 6, 1 << 13  # bytes of a token
-_AFFIX = 256  # letters of what is put before or behind many tokens
+_AFFIX = 256  # letters of a text that is put before or behind many tokens
 _FEW = 16  # letters that a pattern may have where a text may be cut anywhere
 _NEAR_PATTERNS, _ONE_LETTER = (" {2,}",), re.compile(r"\[[\w-]+\]")
 _NEAR = {
@@ -91,29 +91,30 @@ _NEAR = {
 }  # fmt: skip
 _CUTS = {"BertPreTokenizer", "Digits", "Metaspace", "Punctuation", "Whitespace", "WhitespaceSplit"}
 _KEEPS = _CUTS | {"FixedLength", "Split", "UnicodeScripts"}
-"""But for white space."""
+"""Pre-tokenizers that keep all of a text but white space."""
 _PATTERN = 1 << 14  # letters; the longest in use have some hundreds
 _ADDED, _MOST_SPECIALS = 1 << 17, 64
 _BESIDE = 1 << 25  # bytes of all but the vocabulary
 BYTES = tuple(f"<0x{byte:02X}>" for byte in range(256))
-"""What tokens of single bytes are called, where they are not called by the letters of ByteLevel."""
+"""The names of tokens of single bytes, where they are not named by the letters of ByteLevel."""
 
 Table = Mapping[str, Any]
 
 
 class TokenizerUnfit(ValueError):
-    """What is wrong with a tokenizer.json, on one line; the name of the file goes before it."""
+    """An error of one line that names the fault of a tokenizer.json; the name of the file goes before it."""
 
 
 Counts = Literal["", "letters", "pieces"]
-"""Letters that are tokens by themselves, or pieces that the model is given; nothing where neither is sure."""
+"""The unit of a text that can be counted: letters that are tokens by themselves, or pieces that the model gets; empty
+where neither is sure."""
 
 
 class Growth(NamedTuple):
-    """Bytes that text may have afterwards: `times` those it has, and `plus` some. Each of them, or behind the last step
-    each token, stands for at most `stands` bytes of the text; infinity where what is left out has no bound. `counts`:
-    what of a text, cut anywhere and normalised, a token surely stands for at most `each` of. `unknown`: the id of what
-    stands for unknown letters, where the model has it by that."""
+    """The most bytes of a text after some steps, of n bytes before: `times` · n + `plus`. Each of them, or behind the
+    last step each token, stands for at most `stands` bytes of the text; infinity where the left-out bytes have no
+    bound. `counts`: the unit of a text, cut anywhere and normalised, of which a token surely stands for at most `each`.
+    `unknown`: the id of the token for unknown letters, where the model names it by an id."""
 
     times: float = 1.0
     plus: float = 0.0
@@ -126,11 +127,11 @@ class Growth(NamedTuple):
         return Growth(self.times * other.times, self.plus * other.times + other.plus, self.stands * other.stands)
 
     def most(self, nbytes: int) -> float:
-        """Bytes that a text of so many may become."""
+        """Returns the most bytes that a text of `nbytes` bytes may become."""
         return self.times * nbytes + self.plus
 
     def check(self, nbytes: int) -> None:
-        """Raises TokenizerUnfit for a text of so many bytes that might become too many."""
+        """Raises TokenizerUnfit for a text of `nbytes` bytes that might become too long."""
         most = self.most(nbytes)
         if self.times > _CALM and most > _MOST_BYTES:
             raise TokenizerUnfit(
@@ -140,9 +141,9 @@ class Growth(NamedTuple):
 
 
 def check_tokenizer(body: bytes) -> Growth:
-    """How much longer the tokenizer may make a text before it cuts it into tokens, and how much of it each of these
-    stands for if each letter becomes one at least. Raises TokenizerUnfit for what the library does not read, or should
-    not."""
+    """Returns how much longer the tokenizer may make a text before it cuts it into tokens, and how much text each token
+    stands for if each letter becomes at least one. Raises TokenizerUnfit for a file that the library does not read, or
+    should not."""
     try:
         return _checked(body)
     except RecursionError:
@@ -150,7 +151,7 @@ def check_tokenizer(body: bytes) -> Growth:
 
 
 def check_tokenizer_in(folder: Path) -> None:
-    """The same of the file in a folder, if there is one. Raises OSError, too."""
+    """Checks the tokenizer.json in a folder in the same way, if there is one. Raises TokenizerUnfit or OSError."""
     path = folder / TOKENIZER
     if path.is_file():
         nbytes, most = path.stat().st_size, bound_of(TOKENIZER).most_bytes
@@ -190,8 +191,8 @@ def _checked(body: bytes) -> Growth:
 
 
 def _counts(table: Table) -> Counts:
-    """Returns what may be counted. Normalizers that change a letter by its neighbours alone lose a few letters at most
-    where a text is cut; a piece that is unknown is one token, and a letter that is a token is never unknown."""
+    """Returns the unit that may be counted. Normalizers that change a letter by its neighbours alone lose a few letters
+    at most where a text is cut; a piece that is unknown is one token, and a letter that is a token is never unknown."""
     model, normalizers = table["model"], list(_flat(table.get("normalizer"), "normalizers"))
     pieces = list(_flat(table.get("pre_tokenizer"), "pretokenizers"))
     if not all(each["type"] in _NEAR or (each["type"] == "Replace" and _is_near(each)) for each in normalizers):
@@ -206,7 +207,7 @@ def _counts(table: Table) -> Counts:
 
 
 def _flat(part: Any, name: str) -> Iterator[Table]:
-    """Yields the parts of a sequence, in which others may be."""
+    """Yields the parts of a sequence, which may hold further sequences."""
     if isinstance(part, dict) and part.get("type") == "Sequence":
         for each in part[name]:
             yield from _flat(each, name)
@@ -223,8 +224,8 @@ def _is_near(table: Table) -> bool:
 
 
 def _token_stands(table: Table, longest: int) -> float:
-    """The bytes that a token stands for at most, where the longest of the vocabulary has so many: infinity where one
-    may stand for a whole word that is not known, or for the spaces beside it."""
+    """Returns the most bytes that a token stands for, where the longest token of the vocabulary has `longest` bytes:
+    infinity where a token may stand for a whole word that is not known, or for the spaces beside it."""
     added = table.get("added_tokens") or []
     if table["model"].get("type") != "BPE" or any(each.get("lstrip") or each.get("rstrip") for each in added):
         return inf
@@ -236,7 +237,7 @@ def _short(number: float) -> str:
 
 
 def _beside_vocabulary(body: bytes) -> tuple[dict[str, Any], int]:
-    """All but the vocabulary, and the bytes that no token in that has more of."""
+    """Returns the document without the vocabulary, and a number of bytes that no token of the vocabulary exceeds."""
     small = skim(body, "model", _USUAL)
     if len(small.text) > _BESIDE:
         raise TokenizerUnfit(f"has {len(small.text):,} bytes beside its vocabulary, at most {_BESIDE:,} are read")
@@ -250,7 +251,7 @@ def _beside_vocabulary(body: bytes) -> tuple[dict[str, Any], int]:
 
 
 def _part(table: Table, role: str, kinds: Mapping[str, Callable[[Table], Growth]]) -> Growth:
-    """The growth by one of the four parts, which may be a sequence of others."""
+    """Returns the growth by one of the four parts, which may be a sequence of others."""
     part = table.get(role)
     if part is None:
         return Growth()
@@ -285,7 +286,7 @@ def _list(table: Table, name: str) -> list[Any]:
 
 
 def _text(table: Table, name: str, longest: int = _AFFIX) -> str:
-    """Raises ValueError."""
+    """Returns the text in a field. Raises ValueError for anything else, or a longer text."""
     found = table.get(name)
     if not isinstance(found, str) or len(found) > longest:
         raise ValueError(f"{name} should be text of at most {longest:,} letters")
@@ -297,7 +298,8 @@ def _nbytes(text: str) -> int:
 
 
 def _pattern(table: Table) -> tuple[int, bool]:
-    """Bytes of text that are looked for, one for an expression; and whether it is one. Raises ValueError."""
+    """Returns the bytes of the text that a pattern looks for, one for an expression; and whether it is one. Raises
+    ValueError."""
     pattern = table.get("pattern")
     if not isinstance(pattern, dict) or len(pattern) != 1 or not pattern.keys() <= {"String", "Regex"}:
         raise ValueError("pattern should be a String or a Regex")
@@ -308,7 +310,8 @@ def _pattern(table: Table) -> tuple[int, bool]:
 
 
 def _replace(table: Table) -> Growth:
-    """An expression may also stand for nothing, between any two letters; a pattern that is empty does."""
+    """Returns the growth by a replacement. An expression may also match the empty text between any two letters; an
+    empty pattern does."""
     nbytes, expression = _pattern(table)
     content = _nbytes(_text(table, "content", _PATTERN))
     if expression or not nbytes:
@@ -340,12 +343,12 @@ def _isolated(table: Table) -> Growth:
 
 
 def _byte_level(table: Table) -> Growth:
-    """A byte becomes a letter of two; a space may come before each piece."""
+    """Returns the growth by ByteLevel: a byte becomes a letter of two; a space may come before each piece."""
     return Growth(3.0, 2.0)
 
 
 def _metaspace(table: Table) -> Growth:
-    """A letter for each space, and one before each piece."""
+    """Returns the growth by Metaspace: a letter for each space, and one before each piece."""
     nbytes = _nbytes(_text({"replacement": "▁", **table}, "replacement", 1))
     return Growth(1.0 + nbytes, nbytes)
 
@@ -358,7 +361,7 @@ def _fixed_length(table: Table) -> Growth:
 
 
 def _template(table: Table) -> Growth:
-    """`plus` counts tokens."""
+    """Returns the growth by a template; `plus` counts tokens."""
     specials = table.get("special_tokens")
     if not isinstance(specials, dict):
         raise ValueError("special_tokens should be an object")
@@ -400,7 +403,8 @@ def _two_tokens(table: Table) -> Growth:
 
 
 def _strip(table: Table) -> Growth:
-    """The library breaks where it is to take more from the end than there is."""
+    """Returns no growth. Raises ValueError for a `stop` that is not 0: the library breaks where it has to take more
+    from the end than is there."""
     _text(table, "content", 1)
     if table.get("stop") != 0:
         raise ValueError("stop should be 0")
@@ -420,7 +424,8 @@ _NORMALIZERS: Mapping[str, Callable[[Table], Growth]] = {
     "NFKD": _fixed(11.0, 8.0), "Lowercase": _fixed(1.5, 4.0), "Nmt": _LESS, "Strip": _LESS, "StripAccents": _LESS,
     "ByteLevel": _fixed(2.0), "Precompiled": _precompiled, "Prepend": _prepend, "Replace": _replace,
 }  # fmt: skip
-"""Of Unicode's forms: what a letter becomes at most in UTF-8 (its technical report 15), and what becomes one."""
+"""The growth by each normalizer; by Unicode's forms: the most bytes that a byte becomes in UTF-8 (its technical report
+15), and the most bytes that become one."""
 _PRE_TOKENIZERS: Mapping[str, Callable[[Table], Growth]] = {
     **dict.fromkeys(("BertPreTokenizer", "CharDelimiterSplit", "Whitespace", "WhitespaceSplit"), _LESS),
     **dict.fromkeys(("Digits", "UnicodeScripts"), _SAME), "Punctuation": _isolated,
@@ -466,7 +471,7 @@ def _check_added(tokens: Any, normalizer: Growth) -> None:
 CHAT = "chat.json"
 MAX_CHAT_BYTES = bound_of(CHAT).most_bytes
 GIVEN = frozenset({"messages", "tools", "documents", "add_generation_prompt"})
-"""Names that every template is given, so that no token has them."""
+"""The names that every template gets values for, so that no token has them."""
 _FORMAT, _VERSION = "model.pack chat", 1
 _NAME = re.compile(r"[A-Za-z][A-Za-z0-9_]{0,63}")
 _MOST_TOKENS, _LONGEST_TOKEN = 64, 256
@@ -502,8 +507,8 @@ def _encodable(text: str) -> bool:
 
 @dataclass(frozen=True)
 class ChatFormat:
-    """`template` is in the language of Jinja; `tool_template`, if any, takes its place where tools are given. `tokens`:
-    special tokens by the names that templates call them by, such as bos_token."""
+    """A model's chat format: `template` is in the language of Jinja; `tool_template`, if any, takes its place where
+    tools are given. `tokens`: special tokens by the names that templates call them by, as bos_token."""
 
     template: Annotated[str, Read(_chat_template)]
     tokens: Annotated[Mapping[str, str], Read(_tokens)]
@@ -511,12 +516,12 @@ class ChatFormat:
 
     @property
     def ends(self) -> list[str]:
-        """Tokens that end a reply beside those that end any text of the model: the tokenizer's own end."""
+        """Returns the tokens that end a reply, beside those that end any text of the model: the tokenizer's own end."""
         return [token for token in (self.tokens.get("eos_token"),) if token]
 
 
 def dump_chat(chat: ChatFormat) -> bytes:
-    """The file. Raises ChatInvalid for what no reader takes."""
+    """Returns the file's content. Raises ChatInvalid for a format that no reader takes."""
     body = json.dumps({"format": _FORMAT, "version": _VERSION, **plain(chat)}, ensure_ascii=True, indent=1) + "\n"
     if len(body) > MAX_CHAT_BYTES:
         raise ChatInvalid(f"the chat template takes {len(body)} bytes, at most {MAX_CHAT_BYTES} go into {CHAT}")
@@ -525,12 +530,13 @@ def dump_chat(chat: ChatFormat) -> bytes:
 
 
 def load_chat(pack: Pack) -> ChatFormat | None:
-    """None where the pack has no such file. Raises ChatInvalid, FormatTooNew, SizeOverflow, or as `read_file` does."""
+    """Returns the chat format of a pack; None where the pack has no such file. Raises ChatInvalid, FormatTooNew,
+    SizeOverflow, or as `read_file` does."""
     return parse_chat(pack.read_file(CHAT)) if CHAT in pack.manifest.files else None
 
 
 def parse_chat(body: bytes) -> ChatFormat:
-    """Raises ChatInvalid or FormatTooNew."""
+    """Returns the chat format that a file's content holds. Raises ChatInvalid or FormatTooNew."""
     try:
         raw = parsed(body)
     except ValueError as error:

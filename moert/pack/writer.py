@@ -1,4 +1,4 @@
-"""Writes a pack so that a crash leaves no half pack."""
+"""The writer of packs, which leaves no half pack after a crash."""
 
 from __future__ import annotations
 
@@ -56,15 +56,15 @@ from moert.pack.neurons import checksums_to_bytes
 from moert.pack.reader import MANIFEST, Projection, is_pack, pack_around, strangers
 
 Matrix = QuantizedMatrix | F32
-"""As it is stored; float32 stands for 16 bits."""
+"""A matrix as it is stored; float32 stands for 16 bits."""
 
 
 def expert_body(
     key: ExpertKey, layout: ExpertLayout, quantization: Quantization, projections: Mapping[str, Matrix],
     biases: Mapping[str, F32],
 ) -> bytearray:  # fmt: skip
-    """`projections` [out, in], in blocks of neurons `down` as its transpose; biases [out]. Raises ValueError for what
-    is missing, or does not fit the layout."""
+    """Returns the bytes of an expert. `projections` [out, in], in blocks of neurons `down` as its transpose; biases
+    [out]. Raises ValueError for a tensor that is missing, or does not fit the layout."""
     body = bytearray(layout.file_bytes)
     body[: layout.data_offset] = layout.header
     named = {name: _tensors(name, part, quantization) for name, part in projections.items()}
@@ -101,28 +101,28 @@ def _tensors(name: str, part: Matrix, quantization: Quantization) -> dict[str, n
 
 
 def powers_of(projections: Mapping[str, Matrix], quantization: Quantization) -> dict[str, int] | None:
-    """Projection → the power of two that it counts, of those that do; None: there are none."""
+    """Returns for each projection that is multiplied with a power of two this power; None if there are none."""
     found = {name: power_stored(part, quantization.form16) for name, part in projections.items()}
     return {name: power for name, power in found.items() if power} or None
 
 
 def power_stored(part: Matrix, form16: Form16) -> int:
-    """The power of two that a matrix counts where it is stored."""
+    """Returns the power of two that a matrix is multiplied with where it is stored."""
     if isinstance(part, QuantizedMatrix):
         return part.power
     return power_of_halves(part) if form16 == "F16" else 0
 
 
 _JOURNAL = "experts.jsonl"
-_PIECE = 1 << 20  # that is copied at once
+_PIECE = 1 << 20  # bytes that are copied at once
 
 
 class PackWriter:
-    """Collects a pack in OUT.partial and puts it in OUT's place at the end. `files`: whether each expert has a file of
-    its own, or the experts of a layer share one, in which they are put at the end.
+    """A writer that collects a pack in OUT.partial and puts it in OUT's place at the end. `files`: whether each expert
+    has a file of its own, or the experts of a layer share one, in which they are put at the end.
 
-    `fingerprint` says what is being written (checkpoint, plan, quantiser): experts that an interrupted run with the
-    same fingerprint finished are kept, any other leftovers are removed. One writer at a time. Raises WriteFailed.
+    `fingerprint` identifies the conversion (checkpoint, plan, quantiser): experts that an interrupted run with the same
+    fingerprint finished are kept, any other leftovers are removed. One writer at a time. Raises WriteFailed.
     """
 
     def __init__(
@@ -145,7 +145,7 @@ class PackWriter:
             self._experts = self._resume(fingerprint if files == "expert" else f"{fingerprint} {files}")
 
     def has(self, key: ExpertKey) -> bool:
-        """True if an interrupted run with the same fingerprint has written this expert already."""
+        """Returns whether an interrupted run with the same fingerprint has written this expert already."""
         return key in self._experts
 
     def write_expert(
@@ -175,7 +175,7 @@ class PackWriter:
         self._files[relative] = file_entry(body)
 
     def add_file(self, relative: str) -> Path:
-        """For a file that a library writes itself: returns where to; call seal_file when it is there."""
+        """Returns the path for a file that a library writes itself; call seal_file when the file is there."""
         return self.partial / relative
 
     def seal_file(self, relative: str) -> None:
@@ -187,7 +187,7 @@ class PackWriter:
                 self._files[relative] = file_entry(body)
 
     def has_weights_of(self, manifest: Manifest) -> bool:
-        """True if all experts and the backbone are written, and are those of a pack with this manifest."""
+        """Returns whether all experts and the backbone are written, and are those of a pack with this manifest."""
         backbone, theirs = self._files.get(BACKBONE), manifest.files.get(BACKBONE)
         experts = {entry.key: entry.sha256 for entry in manifest.experts}
         return (
@@ -201,7 +201,8 @@ class PackWriter:
     def finish(
         self, creator: str, quality: Quality | None, preferences: tuple[Preference, ...] = ()
     ) -> Manifest:  # fmt: skip
-        """Writes the manifest, then puts the finished pack in place of whatever stood at OUT before."""
+        """Writes the manifest, then puts the finished pack in place of the pack or empty directory that stood at OUT
+        before."""
         if self.files == "layer":
             self._join()
         if self.quantization.neurons is not None:
@@ -247,7 +248,7 @@ class PackWriter:
         return with_powers(layout, powers, self.page_bytes)
 
     def _join(self) -> None:
-        """Puts the experts of each layer into one file; a run that is killed at it goes on with the next layer."""
+        """Puts the experts of each layer into one file; a run that was killed here goes on with the next layer."""
         for at in self.spec.moe_layers():
             apart = [self._experts[at.expert(number)] for number in range(self.spec.moe.n)]
             path = self.partial / layer_path(at)
@@ -277,7 +278,8 @@ class PackWriter:
             journal.write(f"\n{line}\n")  # the line before may be one that a killed run left unfinished
 
     def _resume(self, fingerprint: str) -> dict[ExpertKey, ExpertEntry]:
-        """Finished experts of a run with this fingerprint; every other file is removed, what a killed run left too."""
+        """Returns the finished experts of a run with this fingerprint; removes every other file, also those that a
+        killed run left."""
         journal = self.partial / _JOURNAL
         journal.touch()  # from here on the directory is known as ours
         lines = journal.read_text(encoding="utf-8", errors="replace").splitlines()
@@ -300,7 +302,7 @@ class PackWriter:
         return done
 
     def _are_there(self, entries: Sequence[ExpertEntry]) -> bool:
-        """Whether the file of these experts has them, one behind the other, and nothing else."""
+        """Returns whether the file of these experts has them, one behind the other, and nothing else."""
         path = self.partial / entries[0].path
         if not path.is_file() or path.stat().st_size != sum(entry.file_bytes for entry in entries):
             return False
@@ -315,7 +317,7 @@ class PackWriter:
         return True
 
     def _noted(self, lines: list[str]) -> dict[ExpertKey, ExpertEntry]:
-        """What the journal says was written, each expert in a file of its own."""
+        """Returns the experts that the journal lists as written, each in a file of its own."""
         noted: dict[ExpertKey, ExpertEntry] = {}
         for line in lines:
             try:
@@ -331,13 +333,13 @@ class PackWriter:
 
 
 def _joined(at: LayerKey, apart: Sequence[ExpertEntry]) -> list[ExpertEntry]:
-    """The experts of a layer, one behind the other in its file."""
+    """Returns the entries of a layer's experts, one behind the other in the layer's file."""
     offsets = accumulate((entry.file_bytes for entry in apart), initial=0)
     return [replace(entry, path=layer_path(at), offset=offset) for entry, offset in zip(apart, offsets, strict=False)]
 
 
 def add_to_pack(root: Path, manifest: Manifest, relative: str, body: bytes) -> Manifest:
-    """`add_files` for one file."""
+    """Adds one file as `add_files` does."""
     return add_files(root, manifest, {relative: body})
 
 
@@ -369,15 +371,15 @@ def check_addable(root: Path, *names: str) -> None:
 
 
 def file_entry(body: bytes | mmap) -> FileEntry:
-    """What the manifest says of a file with these bytes."""
+    """Returns the manifest's entry for a file with these bytes."""
     return FileEntry(len(body), hashlib.sha256(body).hexdigest(), zlib.crc32(body))
 
 
 def check_target(out: Path) -> None:
-    """Raises WriteFailed if a pack can't be put at `out` without losing what is not ours. Writes nothing.
+    """Raises WriteFailed if a pack can't be put at `out` without losing files that are not ours. Writes nothing.
 
     Only a pack or an empty directory is ever replaced, and of the directories beside it that a conversion uses only
-    those that one has left.
+    those that a conversion has left.
     """
     out = placed(out)
     partial, replaced = partial_of(out), _replaced(out)
@@ -400,7 +402,7 @@ def check_target(out: Path) -> None:
 
 
 def partial_of(out: Path) -> Path:
-    """Where a pack is collected that is to stand at `out`."""
+    """Returns the place where a pack is collected that is to stand at `out`."""
     return beside(out, "partial")
 
 
@@ -422,7 +424,7 @@ def _restore(out: Path) -> None:
 
 
 def _remove_pack(root: Path) -> None:
-    """The manifest goes last, so that what an interruption leaves is still known as a pack."""
+    """Removes a pack, its manifest last, so that a rest after an interruption is still known as a pack."""
     if root.is_dir():
         _prune(root, keep={root / MANIFEST})
         shutil.rmtree(root)

@@ -48,4 +48,4 @@ FAMILIES: Mapping[str, Family] = {
         NemotronH(), GptsanJapanese(), Opt(),
     )
 }  # fmt: skip
-"""By the model_type of config.json."""
+"""model_type of config.json → its family."""

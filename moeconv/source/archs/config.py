@@ -1,4 +1,4 @@
-"""A family's settings as its config.json has them, every field of it heeded or refused."""
+"""A family's settings in its config.json: every field is used or refused, unless it has no effect."""
 
 from __future__ import annotations
 
@@ -20,29 +20,29 @@ from moert.pack.errors import PackError
 from moert.pack.model_spec import MOST_LAYERS
 from moert.pack.parts import MOST_TURN, Act, Attention, Ffn, Rope
 
-# What an adapter says when it can't represent a model.
+# Errors of a family that can't represent a model.
 
 
 class UnsupportedModel(ConversionError):
-    """The checkpoint uses something that a pack can't say. The message is one line, fit to be shown to a user."""
+    """A checkpoint with a feature that a pack can't describe. The message is one line, fit to be shown to a user."""
 
 
 class ConfigInvalid(ConversionError):
-    """Settings that transformers can't take, or that mean nothing. The message is a part of a line."""
+    """Settings that transformers can't take, or that have no meaning. The message is a part of a line."""
 
 
 class ShapeDiffers(ValueError):
-    """A tensor has another shape than config.json implies; the message is a part of a sentence."""
+    """A tensor whose shape differs from config.json's; the message is a part of a sentence."""
 
 
 class ModelFailed(ConversionError):
-    """Transformers can't build or run the model."""
+    """A model that transformers can't build or run."""
 
 
 @contextmanager
 def transformers_model(path: Path) -> Iterator[None]:
-    """Around what builds a model from `path` or runs it first. Raises ModelFailed: whatever transformers raises inside
-    comes from the model's own files, and is one line."""
+    """Turns errors of a with block that builds a model from `path`, or runs it first, into ModelFailed, in one line:
+    whatever transformers raises there comes from the model's own files."""
     try:
         yield
     except (ConversionError, PackError, MemoryError, ModuleNotFoundError):
@@ -55,7 +55,7 @@ def transformers_model(path: Path) -> Iterator[None]:
         ) from error
 
 
-# Which settings transformers looks at, as far as its source says: the source is read, not run.
+# The settings that transformers uses, as far as its source shows: the source is read, not run.
 
 _SHARED = (
     "configuration_utils.py", "modeling_rope_utils.py", "modeling_utils.py", "modeling_layers.py", "masking_utils.py",
@@ -66,8 +66,8 @@ _READ = re.compile(r'config\.(\w+)|(?:getattr|hasattr)\([\w.]*config, "(\w+)"|"(
 
 
 def without_effect(names: Collection[str], config_class: Any) -> tuple[str, ...]:
-    """Returns those of the names of settings that can't change an answer of the class's model: neither the class nor
-    its modelling code knows them, or transformers drops them, since they say how texts are written."""
+    """Returns the names, among those of some settings, that can't change an answer of the class's model: neither the
+    class nor its modelling code knows them, or transformers drops them, since they concern the writing of texts."""
     from transformers import GenerationConfig
 
     if not names:
@@ -99,28 +99,29 @@ def _shared() -> Set[str]:
 
 
 def on(settings: Mapping[str, Any], name: str) -> bool:
-    """Whether a setting says anything."""
+    """Returns whether a setting has a value other than none, false or empty."""
     return settings[name] not in (None, False, [], {}) or name == "is_causal"
 
 
-# How far rotary positions turn a pair of features at each token, as transformers has it.
+# The angles by which rotary positions turn a pair of features at each token, as in transformers.
 
 Parameters = Mapping[str, Any]
 """The rope_parameters of config.json."""
 
 
 def turns(theta: float, dims: int, of: int | None = None) -> F32:
-    """Returns frequencies [dims / 2] of a head of `of` features (None: `dims`), of which that many turn. Powers are
+    """Returns frequencies [dims / 2] of a head of `of` features (None: `dims`), of which `dims` turn. Powers are
     computed in float64 and rounded once."""
     exponents = np.arange(0, dims, 2, dtype=np.float32) / np.float32(of or dims)
-    with np.errstate(all="ignore"):  # the caller looks at what comes out
+    with np.errstate(all="ignore"):  # the caller checks the result
         found: F32 = np.float32(1) / np.power(float(theta), exponents.astype(np.float64)).astype(np.float32)
     return found
 
 
 def frequencies(parameters: Parameters, dims: int, longest: int) -> tuple[F32, float]:
-    """Returns frequencies [dims / 2] of a kind of KINDS, and the factor of what they turn; `longest`: the positions of
-    the model. Raises KeyError, TypeError, ValueError or ArithmeticError for parameters that a kind can't take."""
+    """Returns frequencies [dims / 2] of a kind of KINDS, and the factor of the turned features; `longest`: the
+    positions of the model. Raises KeyError, TypeError, ValueError or ArithmeticError for parameters that a kind can't
+    take."""
     plain = turns(parameters["rope_theta"], dims)
     with np.errstate(all="ignore"):
         found, factor = KINDS[parameters["rope_type"]](parameters, plain, longest)
@@ -132,7 +133,7 @@ def _linear(parameters: Parameters, plain: F32, _: int) -> tuple[F32, float]:
 
 
 def _llama3(parameters: Parameters, plain: F32, _: int) -> tuple[F32, float]:
-    """Long waves become longer, short ones stay, and those between change by degrees."""
+    """Returns Llama 3's frequencies: long waves become longer, short ones stay, and waves between change by degrees."""
     factor, low, high = (parameters[name] for name in ("factor", "low_freq_factor", "high_freq_factor"))
     length = parameters["original_max_position_embeddings"]
     waves = 2 * math.pi / plain
@@ -143,12 +144,12 @@ def _llama3(parameters: Parameters, plain: F32, _: int) -> tuple[F32, float]:
 
 
 def _yarn(parameters: Parameters, plain: F32, longest: int) -> tuple[F32, float]:
-    """YaRN (arXiv 2309.00071)."""
+    """Returns YaRN's frequencies and factor (arXiv 2309.00071)."""
     pairs, theta, length = len(plain), parameters["rope_theta"], parameters["original_max_position_embeddings"]
     factor = _factor(parameters, longest)
 
     def place(turns_in_all: float) -> float:
-        """Returns the pair, between two, that turns so often in a text of the original length."""
+        """Returns the pair, between two, that turns `turns_in_all` times in a text of the original length."""
         return pairs * math.log(length / (turns_in_all * 2 * math.pi)) / math.log(theta)
 
     low, high = place(parameters.get("beta_fast") or 32), place(parameters.get("beta_slow") or 1)
@@ -170,7 +171,8 @@ def _scale(factor: float, wide: float) -> float:
 
 
 def _longrope(parameters: Parameters, plain: F32, longest: int) -> tuple[F32, float]:
-    """Of the short factors, which transformers uses for texts of any length."""
+    """Returns longrope's frequencies and factor, from the short factors, which transformers uses for texts of any
+    length."""
     short, length = np.asarray(parameters["short_factor"], np.float32), parameters["original_max_position_embeddings"]
     if (said := parameters.get("attention_factor")) is None:
         factor = _factor(parameters, longest)
@@ -188,9 +190,9 @@ KINDS: Mapping[str, Callable[[Parameters, F32, int], tuple[F32, float]]] = {
 }  # fmt: skip
 
 
-# config.json as a family reads it: nothing in it is passed over that might change what the model computes.
+# config.json as a family reads it: no setting is ignored that might change the model's results.
 
-# Of training, of what else is returned, of tokens (see archs.tokens), or of who made the file.
+# Settings of training, of further results, of tokens (see archs.family), or of the file's maker.
 _NO_MATTER = {
     "_name_or_path", "architectures", "attention_dropout", "attention_probs_dropout_prob", "auto_map",
     "chunk_size_feed_forward", "classifier_dropout", "dropout_rate", "dtype", "finetuning_task", "hidden_dropout",
@@ -212,7 +214,7 @@ _OF_LAYERS = ("layers", "_layer")
 _MOST_LABELS = 1 << 20
 _DTYPES = {"float64", "double", "float32", "float", "float16", "half", "bfloat16", "float8_e4m3fn", "float8_e5m2"}
 _OF_LOADING = ("dtype", "torch_dtype")
-"""The type that transformers computes in unless it is told another, as it always is here."""
+"""Settings with the type that transformers computes in by default; here it always gets another."""
 _MOST_COMPUTED = 1 << 28
 _ROPE_PARAMETERS = {
     "rope_type", "type", "rope_theta", "partial_rotary_factor", "factor", "original_max_position_embeddings",
@@ -229,17 +231,17 @@ FIXED_ROPES = ("default", "linear", "llama3", "yarn")
 
 
 class Config:
-    """The settings as transformers understands them, old names and defaults among them."""
+    """The settings of config.json as transformers understands them, old names and defaults among them."""
 
     def __init__(self, raw: Mapping[str, Any], config_class: Any) -> None:
         """Raises ConfigInvalid for values that transformers can't take."""
         raw = _with_floats(raw)
         self._raw, self._known, self._class = raw, set(_NO_MATTER), config_class
         self.idle = set(_NO_MATTER)
-        """Settings that this family's model in transformers never looks at."""
+        """Settings that this family's model in transformers never uses."""
         self._idle_of_rope: set[str] = set()
         self.allowed: dict[str, tuple[Any, ...]] = {}
-        """Settings that were asked for and may have few values → those."""
+        """Settings that were read and may have few values → these values."""
         _check_counts(raw)
         try:
             self.parsed: Any = config_class.from_dict({k: v for k, v in raw.items() if k not in _OF_LOADING})
@@ -247,37 +249,38 @@ class Config:
             raise ConfigInvalid(str(error) or type(error).__name__) from None
 
     def get(self, name: str, *aliases: str) -> Any:
-        """The value of a setting; `aliases`: other names that config.json may have for it."""
+        """Returns the value of a setting; `aliases`: other names that config.json may have for it."""
         self._known |= {name, *aliases}
         return getattr(self.parsed, name, None)
 
     def count(self, name: str, *aliases: str, least: int = 1) -> int:
-        """`get` for what must be a whole number of at least so many. Raises UnsupportedModel."""
+        """Returns a setting that must be a whole number of at least `least`. Raises UnsupportedModel."""
         return count_of(name, self.get(name, *aliases), least)
 
     def number(self, name: str) -> float:
-        """`get` for what must be a number other than 0. Raises UnsupportedModel."""
+        """Returns a setting that must be a number other than 0. Raises UnsupportedModel."""
         return number_of(name, self.get(name))
 
     def one_of(self, name: str, allowed: Sequence[str]) -> str:
-        """Raises UnsupportedModel."""
+        """Returns a setting that must be one of `allowed`. Raises UnsupportedModel."""
         value, self.allowed[name] = self.get(name), tuple(allowed)
         if value not in allowed:
             raise UnsupportedModel(f"config.json sets {name} {value!r}: only {', '.join(allowed)} can be packed")
         return str(value)
 
     def activation(self, name: str) -> Act:
-        """Raises UnsupportedModel."""
+        """Returns the activation that a setting names. Raises UnsupportedModel."""
         return Act(_ACTIVATIONS[self.one_of(name, [*_ACTIVATIONS])])  # type: ignore[arg-type]
 
     def must_be(self, name: str, value: Any, why: str) -> None:
-        """Raises UnsupportedModel where a setting is another than `value` (None and False count as one)."""
+        """Raises UnsupportedModel if a setting differs from `value` (None and False count as equal)."""
         found, self.allowed[name] = self.get(name), (value,)
         if (found or None) != (value or None):
             raise UnsupportedModel(f"config.json sets {name} {found!r}: {why}")
 
     def coding(self) -> Coding | None:
-        """How quantization_config says that the checkpoint's numbers are coded. Raises UnsupportedModel."""
+        """Returns the coding of the checkpoint's numbers in quantization_config; None for no coding. Raises
+        UnsupportedModel."""
         self._known.add("quantization_config")
         said = self._raw.get("quantization_config")
         if not said:
@@ -295,17 +298,17 @@ class Config:
         )
 
     def without_effect(self, *names: str) -> None:
-        """Settings that this family's model in transformers never looks at."""
+        """Notes settings that this family's model in transformers never uses."""
         self._known |= set(names)
         self.idle |= set(names)
 
     def without_effect_on_text(self, *names: str) -> None:
-        """Of rope_parameters: those that tell apart what text has only one of."""
+        """Notes settings of rope_parameters that distinguish kinds of positions of which text has only one."""
         self._idle_of_rope |= set(names)
 
     def only(self, **allowed: tuple[Any, ...]) -> None:
-        """Settings that the class does not know, and that say what the model computes. Raises UnsupportedModel where
-        one is there with another value."""
+        """Checks settings that the class does not know, and that change the model's results. Raises UnsupportedModel if
+        one has another value than those allowed."""
         for name, values in allowed.items():
             self._known.add(name)
             self.allowed[name] = values
@@ -316,25 +319,27 @@ class Config:
                 )
 
     def biases(self, setting: str, which: Biases) -> Biases:
-        """Of attention: `which`, if the setting says so."""
+        """Returns attention's biases: `which`, if the setting is on, else None."""
         return which if self.get(setting) else None
 
     def attention(
         self, *, qk_norm: Literal["whole", "head"] | None = None, biases: Biases = None,
         **more: Any,
     ) -> Attention:  # fmt: skip
-        """Heads as most families have them, turned by the first rope; `more`: other fields of the part."""
+        """Returns attention with the heads of most families, turned by the first rope; `more`: other fields of the
+        part."""
         heads, kv = self.count("num_attention_heads"), self.get("num_key_value_heads")
         dim = self.head_dim(turned=more.get("rope", 0) is not None)
         fields = {"scale": dim**-0.5, "clip": None, "rope": 0, "buckets": None, **more}
         return Attention(heads, heads if kv is None else kv, dim, qk_norm=qk_norm, biases=biases, **fields)
 
     def network(self, d_ff: str, activation: str = "hidden_act", bias: bool = False, times: int = 1) -> Ffn:
-        """A gated network whose width is a setting, `times` over. Raises UnsupportedModel."""
+        """Returns a gated network whose width is a setting times `times`. Raises UnsupportedModel."""
         return Ffn(self.count(d_ff) * times, self.activation(activation), gated=True, bias=bias)
 
     def of_layers(self, name: str, known: Mapping[str, T]) -> list[T]:
-        """What a list of words stands for, one for each layer. Raises UnsupportedModel."""
+        """Returns the values in `known` of a setting that is a list of words, one for each layer. Raises
+        UnsupportedModel."""
         kinds, self.allowed[name] = self.get(name), tuple(known)
         strange = [kinds] if not isinstance(kinds, list) else [kind for kind in kinds if kind not in [*known]]
         if strange:
@@ -344,7 +349,7 @@ class Config:
         return [known[kind] for kind in kinds]
 
     def windows(self) -> list[int | None]:
-        """Of each layer, as layer_types says. Raises UnsupportedModel."""
+        """Returns the window of each layer, from layer_types. Raises UnsupportedModel."""
         window, kinds = self.get("sliding_window", "max_window_layers"), self.get("layer_types")
         self.allowed["layer_types"] = ("full_attention", "sliding_attention")
         known: dict[str, int | None] = {"full_attention": None, "sliding_attention": window}
@@ -357,7 +362,8 @@ class Config:
         return [known[kind] for kind in kinds]
 
     def head_dim(self, turned: bool = True) -> int:
-        """Features of an attention head, which positions turn or do not. Raises UnsupportedModel."""
+        """Returns the features of an attention head; their number must be even if positions turn them. Raises
+        UnsupportedModel."""
         features, heads = self.count("hidden_size"), self.count("num_attention_heads")
         given = None if self.get("head_dim") is None else self.count("head_dim")
         if given is None and features % heads:
@@ -374,20 +380,22 @@ class Config:
         return dim
 
     def rope_parameters(self) -> Mapping[str, Any]:
-        """Those of rotary positions, under whatever names they lie in config.json. Raises UnsupportedModel for one that
-        is not known."""
+        """Returns the parameters of rotary positions, under all their names in config.json. Raises UnsupportedModel for
+        an unknown one."""
         found = self.get(*_ROPE_SETTINGS)
         return _checked_rope({name: value for name, value in found.items() if name not in self._idle_of_rope})
 
     def rope_parameters_of(self, kind: str) -> Mapping[str, Any]:
-        """The same of the layers of one kind, where each kind has some of its own."""
+        """Returns the parameters of rotary positions of the layers of one kind, if each kind has its own. Raises
+        UnsupportedModel."""
         found = self.get(*_ROPE_SETTINGS)
         if not isinstance(found, dict) or not isinstance(found.get(kind), dict):
             raise UnsupportedModel(f"config.json sets rope_parameters {found!r}, which does not say those of {kind}")
         return _checked_rope(found[kind])
 
     def frequencies(self) -> tuple[F32, float]:
-        """Those of a rope of a kind other than default [dims / 2], and its factor. Raises ConfigInvalid."""
+        """Returns the frequencies [dims / 2] of a rope of a kind other than default, and its factor. Raises
+        ConfigInvalid."""
         said, parsed = self.parsed.rope_parameters, self.parsed
         try:
             dim = getattr(parsed, "head_dim", None) or parsed.hidden_size // parsed.num_attention_heads
@@ -398,8 +406,8 @@ class Config:
             raise ConfigInvalid(f"rope_parameters of the kind {said.get('rope_type')}: {why}") from None
 
     def rope(self, dim: int, partial: bool = False) -> tuple[Rope, F32]:
-        """Rotary positions of `dim` features, and their frequencies [dims / 2] as transformers computes them.
-        `partial`: the family turns only a share of them if rope_parameters say so.
+        """Returns rotary positions of `dim` features, and their frequencies [dims / 2] as transformers computes them.
+        `partial`: the family turns only the share of them that rope_parameters give.
 
         Raises UnsupportedModel.
         """
@@ -426,20 +434,20 @@ class Config:
         return _turning(Rope(2 * len(found), factor), found)
 
     def unread(self) -> set[str]:
-        """Fields of the class that nobody has asked for, and that are not known to be without effect."""
+        """Returns the fields of the class that were not read, and that are not known to be without effect."""
         from dataclasses import fields
 
         return {each.name for each in fields(self.parsed)} - self._known
 
     def check_all_read(self) -> tuple[str, ...]:
-        """Returns the settings that nobody has asked for and that have no effect in transformers. Raises
-        UnsupportedModel for one that may have some, unless it is off."""
+        """Returns the settings that were not read and that have no effect in transformers. Raises UnsupportedModel for
+        one that may have an effect, unless it is off."""
         return unread(self._raw, self._known, self._class)
 
 
 def unread(settings: Mapping[str, Any], read: Set[str], config_class: Any, where: str = "") -> tuple[str, ...]:
-    """Returns the settings that are on, were not read and have no effect on the class's model. `where`: in which part
-    of config.json they stand. Raises UnsupportedModel for one that may have an effect."""
+    """Returns the settings that are on, were not read and have no effect on the class's model. `where`: their part of
+    config.json, for messages. Raises UnsupportedModel for one that may have an effect."""
     names = [name for name in sorted(set(settings) - read) if on(settings, name)]
     idle = without_effect(names, config_class)
     if (strange := next((name for name in names if name not in idle), None)) is not None:
@@ -452,7 +460,7 @@ def unread(settings: Mapping[str, Any], read: Set[str], config_class: Any, where
 
 
 def _is_int4(said: Mapping[str, Any]) -> bool:
-    """Whether all that is coded has whole numbers of 4 bits around 0 with a scale for each group or row."""
+    """Returns whether all coded matrices have whole numbers of 4 bits around 0 with a scale for each group or row."""
     groups = said.get("config_groups")
     if said.get("format") != "pack-quantized" or not isinstance(groups, dict) or not groups:
         return False
@@ -471,21 +479,21 @@ def _is_int4(said: Mapping[str, Any]) -> bool:
 
 
 def count_of(name: str, found: Any, least: int = 1) -> int:
-    """A setting that must be a whole number of at least so many. Raises UnsupportedModel."""
+    """Returns the value of a setting that must be a whole number of at least `least`. Raises UnsupportedModel."""
     if not isinstance(found, int) or isinstance(found, bool) or not least <= found <= MAX_COUNT:
         raise UnsupportedModel(f"config.json sets {name} {found!r}: it should be a whole number from {least} on")
     return found
 
 
 def number_of(name: str, found: Any) -> float:
-    """A setting that must be a number other than 0. Raises UnsupportedModel."""
+    """Returns the value of a setting that must be a number other than 0. Raises UnsupportedModel."""
     if isinstance(found, bool) or not isinstance(found, (int, float)) or not math.isfinite(found) or not found:
         raise UnsupportedModel(f"config.json sets {name} {found!r}: it should be a number other than 0")
     return float(found)
 
 
 def text_settings(config: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Those of the text model inside a larger one. Raises UnsupportedModel."""
+    """Returns the settings of the text model inside a larger one. Raises UnsupportedModel."""
     text = config.get("text_config")
     if not isinstance(text, dict):
         raise UnsupportedModel(f"config.json has no text_config: a {config.get('model_type')} model needs one")
@@ -494,13 +502,14 @@ def text_settings(config: Mapping[str, Any]) -> Mapping[str, Any]:
 
 
 def beside_text(config: Mapping[str, Any], known: Set[str], config_class: Any) -> tuple[str, ...]:
-    """`unread` of the settings of such a larger model, of which `known` do not touch its text."""
+    """Returns the settings without effect of a model with a text model inside, beside the text model's own (see
+    `unread`); `known` do not touch its text. Raises UnsupportedModel."""
     read = {*known, *_NO_MATTER, "text_config", "tie_word_embeddings", "quantization_config"}
     return unread(config, read, config_class, " beside text_config")
 
 
 def _with_floats(found: Any) -> Any:
-    """The same with the numbers that JSON has not, which transformers writes as {"__float__": "Infinity"}."""
+    """Returns a JSON value with the numbers that JSON lacks, which transformers writes as {"__float__": "Infinity"}."""
     if isinstance(found, dict):
         if set(found) == {"__float__"} and found["__float__"] in ("Infinity", "-Infinity", "NaN"):
             return float(found["__float__"])
@@ -509,7 +518,7 @@ def _with_floats(found: Any) -> Any:
 
 
 def _turning(rope: Rope, found: F32) -> tuple[Rope, F32]:
-    """Both, if a pack can have them. Raises UnsupportedModel."""
+    """Returns the rope and its frequencies, if a pack can have them. Raises UnsupportedModel."""
     if not bool((np.abs(found) <= MOST_TURN).all()):
         raise UnsupportedModel(
             f"config.json turns heads by up to {float(np.abs(found).max()):g} a position: at most {MOST_TURN:g} "
@@ -534,7 +543,8 @@ def _checked_rope(parameters: Mapping[str, Any]) -> Mapping[str, Any]:
 
 
 def _check_counts(raw: Mapping[str, Any]) -> None:
-    """Before transformers makes a list of all layers. Raises ConfigInvalid."""
+    """Raises ConfigInvalid for too many layers or labels, before transformers makes a list of them, and for an unknown
+    type of numbers."""
     for name in _LAYERS:
         found = raw.get(name, 1)
         if isinstance(found, int) and not 1 <= found <= MOST_LAYERS:
@@ -551,7 +561,7 @@ def _check_counts(raw: Mapping[str, Any]) -> None:
 
 
 def check_computed(count: int) -> None:
-    """Before tensors of so many numbers are made that no checkpoint has. Raises UnsupportedModel."""
+    """Raises UnsupportedModel if tensors that no checkpoint has would have too many numbers, before they are made."""
     if count > _MOST_COMPUTED:
         raise UnsupportedModel(
             f"config.json implies {count} numbers that no checkpoint has, at most {_MOST_COMPUTED} are computed"

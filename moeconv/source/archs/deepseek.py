@@ -1,4 +1,5 @@
-"""What the families after DeepSeek-V2 and V3 share: latent attention, sigmoid routers, first layers without experts."""
+"""Parts that DeepSeek-V2, V3 and later families share: latent attention, sigmoid routers, first layers without
+experts."""
 
 from __future__ import annotations
 
@@ -11,11 +12,11 @@ from moert.pack.parts import Experts, Ffn, Groups, Latent, Norm, Router
 
 _COUNTS = ("n_routed_experts", "num_experts", "num_local_experts")
 MORE_PREDICTED = "the layers that predict several tokens at once are left out"
-_EPS = 1e-6  # of the norms within latent attention, whatever config.json says of the others
+_EPS = 1e-6  # of the norms within latent attention, whatever config.json sets for the other norms
 
 
 def latent(config: Config) -> Latent:
-    """See moert.pack.parts.Latent. Raises UnsupportedModel."""
+    """Returns latent attention: see moert.pack.parts.Latent. Raises UnsupportedModel."""
     heads = config.count("num_attention_heads")
     config.must_be("num_key_value_heads", heads, "latent attention has as many heads of keys as of queries")
     nope, turning = config.count("qk_nope_head_dim"), config.count("qk_rope_head_dim")
@@ -27,7 +28,7 @@ def latent(config: Config) -> Latent:
 
 
 def _stretch(config: Config) -> float:
-    """What YaRN multiplies queries and keys with beside what the rope does."""
+    """Returns the factor with which YaRN multiplies queries and keys, beside the rope's own factor."""
     parameters = config.rope_parameters()
     wide, factor = parameters.get("mscale_all_dim"), parameters.get("factor") or 1.0
     if parameters.get("rope_type", "default") == "default" or not wide or factor <= 1:
@@ -36,7 +37,7 @@ def _stretch(config: Config) -> float:
 
 
 def latent_names(config: Config, pairs: bool) -> Inside:
-    """Where transformers has the matrices of `latent`. `pairs`: rotary positions turn pairs, not halves."""
+    """Returns the places of `latent`'s matrices in transformers. `pairs`: rotary positions turn pairs, not halves."""
     heads, rank, c = config.count("num_attention_heads"), config.get("q_lora_rank"), config.count("kv_lora_rank")
     nope, turning, v = (config.get(f"{name}_head_dim") for name in ("qk_nope", "qk_rope", "v"))
     d_model = config.count("hidden_size")
@@ -57,8 +58,8 @@ def latent_names(config: Config, pairs: bool) -> Inside:
 
 
 def sigmoid_router(config: Config, scores: tuple[str, ...] = ("sigmoid",)) -> Router:
-    """That of DeepSeek-V3 (arXiv 2412.19437, 2.1.2): groups by the sum of their two best, a bias for the choice.
-    `scores`: what config.json may call them. Raises UnsupportedModel."""
+    """Returns DeepSeek-V3's router (arXiv 2412.19437, 2.1.2): groups by the sum of their two best, a bias for the
+    choice. `scores`: the names of these scores in config.json. Raises UnsupportedModel."""
     config.only(scoring_func=scores, topk_method=("noaux_tc",), moe_layer_freq=(1,))
     groups, best = config.count("n_group"), config.count("topk_group")
     return Router(
@@ -68,7 +69,8 @@ def sigmoid_router(config: Config, scores: tuple[str, ...] = ("sigmoid",)) -> Ro
 
 
 def experts(config: Config, router: Router, bias: bool = False, shorter: bool = False) -> Experts:
-    """With shared experts as one network. `bias`: of the shared ones; `shorter`: of the names of both counts."""
+    """Returns experts, with shared experts as one network. `bias`: whether the shared ones have biases; `shorter`:
+    whether the settings of both counts have their shorter names."""
     shared = config.get("num_shared_experts" if shorter else "n_shared_experts")
     return Experts(
         config.count(*_COUNTS[shorter:]), config.network("moe_intermediate_size"),
@@ -77,12 +79,13 @@ def experts(config: Config, router: Router, bias: bool = False, shorter: bool = 
 
 
 def dense_first(config: Config, dense: Ffn, routed: Experts) -> list[Ffn | Experts]:
-    """What each layer has: the first of them one network in place of experts."""
+    """Returns the feed-forward part of each layer: the first ones have one network in place of experts."""
     first = config.count("first_k_dense_replace", least=0)
     return [dense if at < first else routed for at in range(config.count("num_hidden_layers"))]
 
 
 def no_more_predicted(config: Config) -> dict[str, str]:
-    """The layers behind the last, which predict tokens after the next."""
+    """Returns the names to leave out of layers behind the last one, which predict tokens after the next, with a
+    note."""
     last = config.count("num_hidden_layers")
     return {rf"model\.layers\.{last}\.": MORE_PREDICTED}

@@ -11,7 +11,7 @@ from moert.pack.parts import Groups, Norm, Router
 
 
 class DeepseekV2(Family):
-    """See `Family`. Weights of experts are never made to sum to 1: transformers does not look at norm_topk_prob."""
+    """See `Family`. Weights of experts are never made to sum to 1: transformers ignores norm_topk_prob."""
 
     model_type = "deepseek_v2"
     model_class = "DeepseekV2ForCausalLM"

@@ -26,7 +26,7 @@ class DeepseekV3(Family):
 
 
 class KimiK2(DeepseekV3):
-    """The same by another name (Kimi K2), published with experts of four bits."""
+    """DeepSeek-V3's architecture by another name (Kimi K2), published with experts of four bits."""
 
     model_type = "kimi_k2"
     config_type = "deepseek_v3"

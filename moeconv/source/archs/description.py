@@ -1,4 +1,4 @@
-"""A model in parts, and where each tensor of them comes from."""
+"""The description of a model: its tree of parts, and the source of each of their tensors in a checkpoint."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ from moert.pack.parts import Experts, Rope
 if TYPE_CHECKING:
     from torch import Tensor
 
-# Views of a checkpoint's tensors that hold what a pack calls a tensor: written to, they change the tensor itself.
+# Views of a checkpoint's tensors, each with a pack's tensor inside: writing to a view changes the tensor itself.
 
 View: TypeAlias = "Callable[[Tensor], Tensor]"
-"""Of more dimensions than the pack's tensor, maybe, with the same numbers in the same order."""
+"""A tensor → its view, which may have more dimensions than the pack's tensor, with its numbers in the same order."""
 
 
 def rows(start: int | None = None, stop: int | None = None, step: int | None = None) -> View:
@@ -29,24 +29,24 @@ def rows(start: int | None = None, stop: int | None = None, step: int | None = N
 
 
 def transposed(tensor: Tensor) -> Tensor:
-    """The last two dimensions change places."""
+    """Returns a tensor with its last two dimensions exchanged."""
     return tensor.transpose(-1, -2)
 
 
 def of_heads(heads: int, start: int | None = None, stop: int | None = None) -> View:
-    """Some rows of each head of a matrix [heads · dim, ...]: [heads, stop - start, ...]."""
+    """Returns the view of some rows of each head of a matrix [heads · dim, ...]: [heads, stop - start, ...]."""
     return lambda tensor: tensor.reshape(heads, -1, *tensor.shape[1:])[:, start:stop]
 
 
 def halves(heads: int, start: int | None = None, stop: int | None = None) -> View:
-    """The same, where rotary positions turn pairs (2i, 2i + 1): the first of all pairs, then the second, as a pack has
-    them. Heads all turned alike give the same scores in any order."""
+    """Returns the view of `of_heads` for rotary positions that turn pairs (2i, 2i + 1): the first of all pairs, then
+    the second, as a pack has them. Heads all turned alike give the same scores in any order."""
     pick = of_heads(heads, start, stop)
     return lambda tensor: pick(tensor).unfold(1, 2, 2).movedim(-1, 1)
 
 
 def in_turn(*views: View) -> View:
-    """Each a view of what the one before gives."""
+    """Returns the view that applies these views one after the other."""
 
     def all_of_them(tensor: Tensor) -> Tensor:
         for view in views:
@@ -56,7 +56,7 @@ def in_turn(*views: View) -> View:
     return all_of_them
 
 
-# Where a tensor of a pack is in a checkpoint, and in what form it lies there.
+# The source of a pack's tensor: its place in a checkpoint, and its form there.
 
 Form = Literal["fp8 blocks", "mxfp4", "int4 groups"]
 
@@ -64,21 +64,22 @@ FP8_SCALES, INT4_CODES = "_scale_inv", "_packed"
 _SUFFIXES: Mapping[Form, tuple[str, ...]] = {
     "fp8 blocks": ("", FP8_SCALES), "mxfp4": ("_blocks", "_scales"), "int4 groups": (INT4_CODES, "_scale", "_shape"),
 }  # fmt: skip
-"""How the tensors are called that a coded matrix is made of."""
+"""Form of a coded matrix → the endings of its tensors' names."""
 
 
 class Fetch(Protocol):
-    """Reads a tensor of the checkpoint by its name, or one index of its first dimension."""
+    """A reader of a checkpoint's tensor by its name, or of one index of its first dimension."""
 
     def __call__(self, name: str, index: int | None) -> Tensor: ...
 
 
 @dataclass(frozen=True)
 class Source:
-    """The tensor `name`; of it the `index` of the first dimension, and of that a `view`, times `factor`, plus `plus`.
+    """The source of a pack's tensor: the tensor `name` or one `index` of its first dimension, through a `view`, times
+    `factor`, plus `plus`.
 
-    `form`: how its numbers are coded; None if it holds them as they are. `shape`: of the decoded tensor, or of one
-    index of it; None for that of the pack's tensor.
+    `form`: the coding of its numbers; None if it holds them as they are. `shape`: the shape of the decoded tensor, or
+    of one index of it; None for the shape of the pack's tensor.
     """
 
     name: str
@@ -91,13 +92,13 @@ class Source:
 
     @property
     def names(self) -> tuple[str, ...]:
-        """The tensors that it is made of."""
+        """The names of the tensors that it is made of."""
         suffixes = ("",) if self.form is None else _SUFFIXES[self.form]
         return tuple(self.name + suffix for suffix in suffixes)
 
     def read(self, fetch: Fetch, shape: tuple[int, ...]) -> Tensor:
-        """The pack's tensor of this shape, in the checkpoint's type; what is coded, multiplied or added to
-        becomes float32.
+        """Returns the pack's tensor of this shape, in the checkpoint's type; in float32 if it is coded, multiplied or
+        added to.
 
         Raises ShapeDiffers."""
         if self.form is None:
@@ -113,7 +114,7 @@ class Source:
         return found if self._as_it_is else found.float() * self.factor + self.plus
 
     def write(self, tensor: Tensor, weight: Tensor) -> None:
-        """Puts the pack's tensor where it belongs in the one that is called `name`."""
+        """Writes the pack's tensor, `weight`, to its place in the tensor called `name`."""
         place = self._viewed(tensor if self.index is None else tensor[self.index])
         place.copy_((weight if self._as_it_is else (weight - self.plus) / self.factor).reshape(place.shape))
 
@@ -125,7 +126,7 @@ class Source:
         return tensor if self.view is None else self.view(tensor)
 
 
-# What a family says of one checkpoint: the model as a tree of parts, and where each of its tensors comes from.
+# A family's description of one checkpoint: the model as a tree of parts, and the source of each of its tensors.
 
 _LAYER = re.compile(r"decoder\.(\d+)\.(.+)")
 _TENSOR_SUFFIXES = (".weight", ".bias", "")
@@ -133,7 +134,7 @@ _OUTSIDE = {"embed": "embed_tokens", "decoder.norm": "norm"}
 
 
 class Place(NamedTuple):
-    """A part of a tensor: see Source, whose name this is without its last word, if that is weight or bias."""
+    """A part of a tensor, with the fields of Source. `name` lacks the source's last word if that is weight or bias."""
 
     name: str
     view: View | None = None
@@ -147,7 +148,7 @@ class Place(NamedTuple):
 
 
 Inside = Mapping[str, "str | Place"]
-"""Canonical names within a layer, without a last word weight or bias, → the family's."""
+"""Canonical names within a layer, without a last word weight or bias, → the family's names."""
 
 USUAL: Inside = {
     "mixer_norm": "input_layernorm", "ffn_norm": "post_attention_layernorm", "router": "mlp.gate",
@@ -159,24 +160,24 @@ USUAL: Inside = {
     "shared.down": "mlp.shared_experts.down_proj",
 }  # fmt: skip
 OfExpert = Callable[[int, int, str], Source]
-"""(layer, expert, projection) → where that matrix is, behind the root of all names."""
+"""(layer, expert, projection) → the source of this matrix, with a name behind the root of all names."""
 
 _CODED: Mapping[str, Form] = {FP8_SCALES: "fp8 blocks", INT4_CODES: "int4 groups"}
-"""What stands beside or for a matrix whose numbers are coded."""
+"""Ending of a tensor's name that shows a coded matrix → the matrix's form."""
 
 
 @dataclass(frozen=True)
 class Description:
-    """`backbone`: canonical names (ModelSpec.tensors) → sources; `experts`: those of one expert's matrices, and
-    `biases` of their biases, where they have some; `joined`: those of the matrices in checkpoints that have all of a
-    layer in one tensor.
+    """The description of a model. `backbone`: canonical names (ModelSpec.tensors) → sources; `experts`: the sources of
+    one expert's matrices, and `biases` of their biases, if they have some; `joined`: the sources of the matrices in
+    checkpoints with all experts of a layer in one tensor.
 
-    `computed`: canonical name → tensors that no checkpoint has. `parameters`: canonical name → where transformers'
-    model has it. `copies`: tensors of the checkpoint that repeat one that is packed, which they must equal; `repeated`:
-    the same in transformers' model. `left_out`: what names of tensors begin with (regular expressions) that a pack
-    leaves out → what is told of them. `other_root`: what names begin with here, and what in other checkpoints of the
-    same model, such as those that were saved without a head. `without_effect`: settings of config.json that nothing
-    looks at.
+    `computed`: canonical name → a tensor that no checkpoint has. `parameters`: canonical name → its place in
+    transformers' model. `copies`: pairs of a packed tensor and one that repeats it in the checkpoint, and must equal
+    it; `repeated`: these pairs in transformers' model. `left_out`: beginnings of tensors' names (regular expressions)
+    that a pack leaves out → a note on them. `other_root`: the beginning of names here, and their beginning in other
+    checkpoints of the same model, for example in those that were saved without a head. `without_effect`: settings of
+    config.json without effect on the model.
     """
 
     spec: ModelSpec
@@ -194,19 +195,20 @@ class Description:
 
     @property
     def notes(self) -> list[str]:
-        """What there is to say of config.json, a line each."""
+        """The notes on config.json for a person, a line each."""
         names = ", ".join(dict.fromkeys(self.without_effect))
         return [f"transformers gives these settings of config.json no effect on the model: {names}"] if names else []
 
     @property
     def mxfp4(self) -> bool:
-        """Whether the experts have four bits in the checkpoint, as OCP's MXFP4."""
+        """True if the experts have four bits in the checkpoint, as OCP's MXFP4."""
         key, projections = self.spec.expert_keys()[0], self.spec.moe.ffn.projections
         return all(self.experts(key, name).form == "mxfp4" for name in projections)
 
     def as_stored(self, names: Collection[str]) -> Description:
-        """The same of a checkpoint with tensors of these names: experts of a layer may lie in one of them, and what is
-        coded, in FP8 or four bits, has other names; so has all of one that was saved without a head."""
+        """Returns the description of a checkpoint with tensors of these names: experts of a layer may lie in one
+        tensor, coded matrices, in FP8 or four bits, have other names, and so have all tensors of a checkpoint that was
+        saved without a head."""
         if self.other_root and _begin_otherwise(names, *self.other_root):
             return self._rooted(*self.other_root).as_stored(names)
         if self.joined is not None and self.joined(self.spec.expert_keys()[0], "down").name in names:
@@ -224,7 +226,7 @@ class Description:
         return replace(self, backbone=backbone, experts=lambda key, name: coded(self.experts(key, name)))
 
     def _rooted(self, root: str, other: str) -> Description:
-        """The same with names in checkpoints that begin with `other` in place of `root`."""
+        """Returns the description with names in checkpoints that begin with `other` in place of `root`."""
 
         def renamed(name: str) -> str:
             return other + name.removeprefix(root) if name.startswith(root) else name
@@ -243,8 +245,9 @@ class Description:
 
 
 def _begin_otherwise(names: Collection[str], root: str, other: str) -> bool:
-    """Whether names begin with `other`, and none with `root` unless all that do may: else the few others lack what they
-    begin with."""
+    """Returns whether a checkpoint's names begin with `other` in place of `root`: some begin with `other`, and none
+    with `root`, unless `other` begins with `root` itself. A checkpoint with both is one of `root` in which a few names
+    lack it."""
     if not other.startswith(root) and any(name.startswith(root) for name in names):
         return False
     return any(name.startswith(other) for name in names)
@@ -252,11 +255,12 @@ def _begin_otherwise(names: Collection[str], root: str, other: str) -> bool:
 
 @dataclass(frozen=True)
 class Names:
-    """What a family calls otherwise than most. `inside`: in its checkpoints; `in_memory`: in the model, where that
-    is different again. `expert`, `bias`: an expert's matrices and their biases; `joined`: see Description. `root`: what
-    their names begin with, where a model is published inside a larger one, `other_root`: or with this, and `model` in
-    memory; `head`: that of its head; `outside`: canonical names outside the layers. `ones`, `zeros`: ends of the
-    canonical names of tensors that are not stored, because all their numbers are that."""
+    """A family's own names, where they differ from most families'. `inside`: in its checkpoints; `in_memory`: in the
+    model, where they differ again. `expert`, `bias`: an expert's matrices and their biases; `joined`: see Description.
+    `root`: the beginning of names in checkpoints (longer if the model is published inside a larger one), `other_root`:
+    another beginning in some checkpoints, `model`: the beginning in memory; `head`: the name of the head; `outside`:
+    canonical names outside the layers. `ones`, `zeros`: endings of the canonical names of tensors that are not stored,
+    because all their numbers are 1, or 0."""
 
     inside: Inside = field(default_factory=dict)
     in_memory: Inside = field(default_factory=dict)
@@ -274,7 +278,8 @@ class Names:
 
 
 def named(pattern: str, projections: Mapping[str, str] | None = None) -> OfExpert:
-    """A matrix of its own for each: `pattern` with {expert} and {projection}, which `projections` may rename."""
+    """Returns the sources of experts with a tensor for each matrix: its name is `pattern` with {expert} and
+    {projection}, which `projections` may rename."""
 
     def of_expert(layer: int, expert: int, projection: str) -> Source:
         called = (projections or {}).get(projection, projection)
@@ -284,8 +289,8 @@ def named(pattern: str, projections: Mapping[str, str] | None = None) -> OfExper
 
 
 def joined(experts: str, d_ff: int, d_model: int) -> OfExpert:
-    """All of a layer in one tensor: down_proj [experts, d_model, d_ff], and gate and up one after the other in
-    gate_up_proj [experts, 2 · d_ff, d_model], both within the module `experts` of the layer."""
+    """Returns the sources of experts with one tensor for all of a layer: down_proj [experts, d_model, d_ff], and gate
+    and up one after the other in gate_up_proj [experts, 2 · d_ff, d_model], both in the layer's module `experts`."""
 
     def of_expert(layer: int, expert: int, projection: str) -> Source:
         at = f"layers.{layer}.{experts}"
@@ -299,15 +304,16 @@ def joined(experts: str, d_ff: int, d_model: int) -> OfExpert:
 
 _EXPERT = named("mlp.experts.{expert}.{projection}_proj")
 EXPERTS_W123 = named("block_sparse_moe.experts.{expert}.{projection}", {"gate": "w1", "up": "w3", "down": "w2"})
-"""As Mixtral calls them."""
+"""The sources of experts with Mixtral's names."""
 
 
 def decoder(
     family: str, config: Config, tokens: Tokens, layers: Sequence[Layer], names: Names | None = None,
     ropes: Sequence[tuple[Rope, F32]] | None = None, **spec_fields: object,
 ) -> Description:  # fmt: skip
-    """The decoder that most families share, of these layers. `ropes`: None for one that turns the heads' features, as
-    config.json says. `spec_fields`: of ModelSpec that are not what they usually are. Raises UnsupportedModel."""
+    """Returns the description of the decoder that most families share, of these layers. `ropes`: None for one rope that
+    turns the heads' features, with config.json's settings. `spec_fields`: fields of ModelSpec with unusual values.
+    Raises UnsupportedModel."""
     if len(layers) != (n := config.count("num_hidden_layers")):
         raise UnsupportedModel(
             f"config.json sets num_hidden_layers {n}, and says of {len(layers)} layers what they are"

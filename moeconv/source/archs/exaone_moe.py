@@ -1,4 +1,4 @@
-"""K-EXAONE: windows with rotary positions, and between them layers that see all and know no positions."""
+"""K-EXAONE: layers with windows and rotary positions, and between them layers with neither."""
 
 from __future__ import annotations
 

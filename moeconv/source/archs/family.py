@@ -1,4 +1,4 @@
-"""What a family of models is: its classes, its tokens, its description."""
+"""A family of models: its classes in transformers, its special tokens, its description."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ if TYPE_CHECKING:
     import torch
     from torch import Tensor, nn
 
-# The classes in transformers that read a config.json. They compute nothing, and torch stays out (but of Gemma 4,
-# whose class imports what images are read with).
+# The classes in transformers that read a config.json.
+# They compute nothing, and torch is not imported (except for Gemma 4, whose class imports the library for images).
 
 
 def config_class(model_type: str) -> Any:
@@ -31,7 +31,7 @@ def config_class(model_type: str) -> Any:
 
 
 class _Torch:
-    """Stands for the module, which is imported when something of it is asked for."""
+    """A stand-in for the module torch, which is imported when an attribute of it is read."""
 
     def __getattr__(self, name: str) -> Any:
         import torch
@@ -41,8 +41,9 @@ class _Torch:
 
 @contextmanager
 def torch_later() -> Iterator[None]:
-    """Around what imports those classes. One module that they begin with, modeling_rope_utils, imports torch (in two
-    seconds) for functions that no class of settings calls: here it gets it when one of them is called."""
+    """Keeps torch out of an import of these classes inside a with block. One module that they begin with,
+    modeling_rope_utils, imports torch (in two seconds) for functions that no class of settings calls: here it gets
+    torch when one of them is called."""
     utils: Any = import_module("transformers.utils")
     name, asked = "transformers.modeling_rope_utils", utils.is_torch_available
     if name in sys.modules or not asked():
@@ -63,19 +64,19 @@ _FIELDS = {"bos": "bos", "pad": "pad", "start": "decoder_start", "first": "force
 
 
 def token_id(name: str, config: Mapping[str, Any], generation_config: Mapping[str, Any]) -> int | None:
-    """One id, or None where neither file has it."""
+    """Returns one id, or None if neither file has it."""
     value = generation_config.get(name)
     return config.get(name) if value is None else value
 
 
 def special_tokens(config: Mapping[str, Any], generation_config: Mapping[str, Any]) -> Tokens:
-    """All that a ModelSpec names."""
+    """Returns all special tokens that a ModelSpec names."""
     found = {name: token_id(f"{field}_token_id", config, generation_config) for name, field in _FIELDS.items()}
     return Tokens(eos=token_ids("eos_token_id", config, generation_config), **found)
 
 
 def token_ids(name: str, config: Mapping[str, Any], generation_config: Mapping[str, Any]) -> tuple[int, ...]:
-    """One id or a list of them, as a tuple; empty where neither file has it."""
+    """Returns one id or a list of ids as a tuple; empty if neither file has it."""
     value = token_id(name, config, generation_config)
     if value is None:
         return ()
@@ -83,8 +84,8 @@ def token_ids(name: str, config: Mapping[str, Any], generation_config: Mapping[s
 
 
 def checked_start(config: Config, tokens: Tokens) -> Tokens:
-    """Those of a model with an encoder, whose decoder begins with a token: where none is given, with that which begins
-    texts, or the pad token. Raises UnsupportedModel."""
+    """Returns the tokens of a model with an encoder, whose decoder begins with a token: if none is given, with the
+    token that begins texts, or the pad token. Raises UnsupportedModel."""
     config.get("forced_bos_token_id")  # it is in `tokens`
     start = next((token for token in (tokens.start, tokens.bos, tokens.pad) if token is not None), None)
     if start is None:
@@ -92,43 +93,44 @@ def checked_start(config: Config, tokens: Tokens) -> Tokens:
     return replace(tokens, start=start)
 
 
-# What the converter asks of a family of Hugging Face models; most answer it with a few names.
+# The interface of a family of Hugging Face models; most families fill it with a few names.
 
 
 class Family:
-    """A decoder of transformers' usual shape; others say in what they differ. `model_type` is that of config.json."""
+    """A family whose models are decoders of transformers' usual shape; subclasses state their differences. `model_type`
+    is the one of config.json."""
 
     model_type: str
     model_class: str
-    """In transformers."""
+    """The name of the model's class in transformers."""
     config_type: str | None = None
-    """By which transformers knows the class of its settings; None: by `model_type`."""
+    """The name by which transformers finds the class of its settings; None: `model_type`."""
     towers: Mapping[StackName, str] = {"decoder": "model"}
     layer_list = "layers"
     reads_mxfp4 = False
     beside: Set[str] = frozenset()
     """Settings of the larger model that it is published in, which do not touch the text."""
     by_layers = True
-    """Whether a decoder of it can be run one layer at a time."""
+    """True if a decoder of the family can be run one layer at a time."""
     loads_by_names = True
-    """Whether transformers finds all weights of a checkpoint: not of some that are published inside a larger one,
-    or by a name that it does not know."""
+    """True if transformers finds all weights of a checkpoint: not of some that are published inside a larger one, or by
+    a name that it does not know."""
     experts: Mapping[StackName, str] = {"decoder": "model.layers.{layer}.mlp.experts"}
     """Modules called as experts(x [tokens, d_model], selected, weights), see `routed`."""
 
     def describe(self, config: Config, tokens: Tokens) -> Description:
-        """Raises UnsupportedModel."""
+        """Returns the description of a checkpoint with these settings. Raises UnsupportedModel."""
         raise NotImplementedError
 
     def description(self, config: Mapping[str, Any], generation_config: Mapping[str, Any]) -> Description:
-        """Of both files as JSON objects. Raises ConfigInvalid, or UnsupportedModel, for settings too that are not
-        known."""
+        """Returns the description of a checkpoint with these two files, as JSON objects. Raises ConfigInvalid, or
+        UnsupportedModel, also for unknown settings."""
         return self.described(config, generation_config)[0]
 
     def described(
         self, config: Mapping[str, Any], generation_config: Mapping[str, Any]
     ) -> tuple[Description, Config]:  # fmt: skip
-        """The same, and the settings as they were asked for."""
+        """Returns the description, and the settings with a record of those that were read."""
         asked = Config(self.own(config), self._config_class)
         coding = asked.coding()
         if coding == "mxfp4" and not self.reads_mxfp4:
@@ -140,18 +142,20 @@ class Family:
         return replace(found, without_effect=(*outer, *asked.check_all_read())), asked
 
     def own(self, config: Mapping[str, Any]) -> Mapping[str, Any]:
-        """The settings of the model itself, in the config.json of a larger one. Raises UnsupportedModel."""
+        """Returns the settings of the model itself, from the config.json of a larger one. Raises UnsupportedModel."""
         return config
 
     def load(self, path: Path, dtype: torch.dtype) -> nn.Module:
-        """The model as transformers runs it, in eval mode, with the one experts implementation we compare with."""
+        """Returns the model as transformers runs it, in eval mode, with the experts implementation that we compare
+        with."""
         model: nn.Module = self._class.from_pretrained(
             path, dtype=dtype, experts_implementation="eager", local_files_only=True
         )
         return self.prepared(model.eval())
 
     def empty(self, config_dir: Path) -> nn.Module:
-        """The same model from its config.json alone, in float32 and eval mode, with weights still to be filled in."""
+        """Returns the model built from its config.json alone, in float32 and eval mode; its weights must be filled
+        in."""
         import torch
 
         config = self._config_class.from_pretrained(config_dir, local_files_only=True)
@@ -159,17 +163,17 @@ class Family:
         return self.prepared(model.requires_grad_(False).eval())
 
     def prepared(self, model: nn.Module) -> nn.Module:
-        """What has to be changed so that `resumed` is exact."""
+        """Changes a loaded model so that `resumed` is exact and experts can be called; returns it."""
         return model
 
     def tower(self, model: nn.Module, stack: StackName) -> nn.Module:
-        """The module of one stack, whose list of layers is its attribute `layer_list`."""
+        """Returns the module of one stack, whose list of layers is its attribute `layer_list`."""
         return model.get_submodule(self.towers[stack])
 
     def resumed(self, layers: Sequence[nn.Module], start: int, stop: int | None = None) -> list[nn.Module]:
-        """The layers of a tower that goes on from the hidden states that enter layer `start`, which are given to it as
-        inputs_embeds, and of those only up to `stop`. Each keeps its place: some models look up by it what kind of
-        layer it is."""
+        """Returns the layers of a tower that continues from the hidden states that enter layer `start`, given to it as
+        inputs_embeds; layers from `stop` on are left out too. Each layer keeps its place, by which some models look up
+        its kind."""
         from moeconv.source.archs.modules import Skipped
 
         last = len(layers) if stop is None else stop
@@ -177,18 +181,20 @@ class Family:
 
     @contextmanager
     def resuming(self, tower: nn.Module) -> Iterator[None]:
-        """Around a run of `resumed`: what the tower does to embeddings must not be done to hidden states."""
+        """Keeps the tower, in a run of `resumed` inside a with block, from changing hidden states as it changes
+        embeddings."""
         yield
 
     def experts_module(self, model: nn.Module, at: LayerKey) -> nn.Module:
         return model.get_submodule(self.experts[at.stack].format(layer=at.layer))
 
     def routed(self, selected: Tensor, weights: Tensor) -> tuple[Tensor, Tensor]:
-        """What an experts module is called with → chosen int64 and weights, both [tokens, top_k]; -1 for none."""
+        """Returns chosen int64 (-1 for none) and weights, both [tokens, top_k], from the arguments of an experts
+        module."""
         return selected, weights
 
     def expert_weight(self, model: nn.Module, key: ExpertKey, projection: str) -> Tensor:
-        """A view [out, in] of the loaded parameter: writing to it changes the model."""
+        """Returns a view [out, in] of the loaded parameter: writing to it changes the model."""
         experts = self.experts_module(model, key.at)
         if projection == "down":
             return experts.get_parameter("down_proj").detach()[key.expert]
@@ -196,11 +202,12 @@ class Family:
         return gate if projection == "gate" else up
 
     def expert_bias(self, model: nn.Module, key: ExpertKey, projection: str) -> Tensor:
-        """A view [out] of the loaded parameter, of a family whose experts have biases."""
+        """Returns a view [out] of the loaded parameter, in a family whose experts have biases."""
         raise NotImplementedError
 
     def spelled(self, spec: ModelSpec) -> str | None:
-        """What stands in a pack for a tokenizer.json that a checkpoint has not; None: nothing can."""
+        """Returns the text that a pack gets in place of a tokenizer.json that a checkpoint lacks; None if no text can
+        replace it."""
         return None
 
     @property

@@ -67,7 +67,7 @@ class Gemma4Text(Family):
 
 
 class Gemma4(Gemma4Text):
-    """The same inside a model that sees and hears."""
+    """Gemma 4 inside a model for text, images and sounds."""
 
     model_type = "gemma4"
     config_type = "gemma4_text"
@@ -88,7 +88,8 @@ class Gemma4(Gemma4Text):
 
 
 def _attentions(config: Config) -> list[Attention]:
-    """Of each layer: those that see all have heads of their own size."""
+    """Returns the attention of each layer: layers without a window have heads of another size. Raises
+    UnsupportedModel."""
     window, biases = config.get("sliding_window"), config.biases("attention_bias", "qkvo")
     heads, found = config.get("num_attention_heads"), []
     config.without_effect("head_dim", "num_key_value_heads", "per_layer_config")
@@ -105,7 +106,8 @@ def _attentions(config: Config) -> list[Attention]:
 
 
 def _ropes(config: Config, kinds: Sequence[str], attentions: Sequence[Attention]) -> list[tuple[Rope, F32]]:
-    """Of layers with a window, and of those that see all, whose last pairs do not turn. Raises UnsupportedModel."""
+    """Returns the ropes of layers with a window, and of layers without, whose last pairs do not turn. Raises
+    UnsupportedModel."""
     ropes = []
     for kind, expected in ((_SLIDING, "default"), (_FULL, "proportional")):
         own = config.rope_parameters_of(kind)
@@ -121,14 +123,14 @@ def _ropes(config: Config, kinds: Sequence[str], attentions: Sequence[Attention]
             raise UnsupportedModel(f"config.json sets rope_theta {theta!r} and turns {share!r} of each head for {kind}")
         turning = int(share * dim // 2)
         frequencies = np.zeros(dim // 2, np.float32)
-        with np.errstate(all="ignore"):  # what is no finite angle is refused later
+        with np.errstate(all="ignore"):  # angles that are not finite are refused later
             frequencies[:turning] = turns(theta, 2 * turning, dim) / factor
         ropes.append((Rope(dim), frequencies))
     return ropes
 
 
 def _same_values(described: Description, kinds: Sequence[str]) -> Description:
-    """Layers that see all take their values from what makes their keys."""
+    """Returns the description with the keys' matrix also as the values' in layers without a window."""
     values = {f"decoder.{at}.attn.v": f"decoder.{at}.attn.k" for at, kind in enumerate(kinds) if kind == _FULL}
     places = [
         {name: sources.get(f"{values[stem]}{name[len(stem):]}", source) if (stem := name[: name.rindex(".")]) in values

@@ -1,4 +1,4 @@
-"""GLM-4.7-Flash: DeepSeek-V3's layers; mlp_layer_types says which of them have experts."""
+"""GLM-4.7-Flash: DeepSeek-V3's layers; mlp_layer_types names the ones with experts."""
 
 from __future__ import annotations
 
@@ -11,8 +11,7 @@ from moert.pack.parts import Norm
 
 
 class Glm4MoeLite(Family):
-    """See `Family`. first_k_dense_replace is not looked at in transformers, which counts one layer where
-    mlp_layer_types says nothing."""
+    """See `Family`. Transformers ignores first_k_dense_replace: without mlp_layer_types, one layer has no experts."""
 
     model_type = "glm4_moe_lite"
     model_class = "Glm4MoeLiteForCausalLM"

@@ -64,7 +64,7 @@ class GptOss(Family):
         return self._part(model, key, projection, "_bias")
 
     def _part(self, model: Any, key: ExpertKey, projection: str, suffix: str) -> Tensor:
-        """[..., out_features]"""
+        """Returns a view of an expert's parameter. [..., out_features]"""
         experts, name = self.experts_module(model, key.at), "down_proj" if projection == "down" else "gate_up_proj"
         found = experts.get_parameter(name + suffix).detach()[key.expert]
         return found if projection == "down" else found[..., ("gate", "up").index(projection) :: 2]

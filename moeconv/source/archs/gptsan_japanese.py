@@ -1,8 +1,8 @@
 """GPTSAN-japanese (`GPTSanJapaneseForConditionalGeneration`): Switch experts with a projection beside them, norms
-behind each half, and prompts whose tokens before the first separator see each other: `prefix_text` in its tokenizer,
-all of whose rules follow from where the separator stands. It is compared with transformers 4.57.6, as version 5 has no
-such class. Its tokenizer is a program, which no tokenizer.json can stand for: text is token ids, as numbers with spaces
-between, for conversions and packs alike."""
+behind each half, and prompts whose tokens before the first separator see each other (`prefix_text` in its tokenizer,
+all of whose rules follow from the separator's place). It is compared with transformers 4.57.6, as version 5 lacks its
+class. Its tokenizer is a program that no tokenizer.json can replace: text is token ids, as numbers with spaces between,
+for conversions and packs alike."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ _STORED_EXPERT = {"up": "wi", "down": "wo"}
 
 
 class GptsanJapanese(Family):
-    """Layers with experts, and maybe some without behind them. The model is a module of our own."""
+    """See `Family`. Layers with experts, and perhaps some without behind them. The model is a module of our own."""
 
     model_type = "gptsan-japanese"
     model_class = "GptsanJapanese"
@@ -95,8 +95,8 @@ class GptsanJapanese(Family):
         return found
 
     def spelled(self, spec: ModelSpec) -> str:
-        """Text is token ids as numbers: its tokenizer follows rules that a tokenizer.json can't state. Other words get
-        an id that the model has not, with which text is refused."""
+        """Returns a tokenizer.json for text that is token ids as numbers: the model's own tokenizer follows rules that
+        a tokenizer.json can't state. Other words get an id that the model lacks, so that text with them is refused."""
         from tokenizers import Tokenizer, models, pre_tokenizers
 
         ids = {str(token): token for token in range(spec.vocab_size)}
@@ -121,7 +121,7 @@ class GptsanJapanese(Family):
 
 
 def _layers(config: Config, d_model: int, positions: PositionTable) -> list[Layer]:
-    """Raises UnsupportedModel."""
+    """Returns the layers. Raises UnsupportedModel."""
     heads, eps = config.count("num_heads", "num_attention_heads"), config.number("layer_norm_epsilon")
     if d_model % heads:
         raise UnsupportedModel(f"config.json sets num_heads {heads} for d_model {d_model}: a rest is left")
@@ -147,7 +147,7 @@ def _layers(config: Config, d_model: int, positions: PositionTable) -> list[Laye
 
 
 def _separator(config: Config, vocab: int) -> int | None:
-    """None where it is no token. Raises UnsupportedModel."""
+    """Returns the id of the separator; None if it is no token of the vocabulary. Raises UnsupportedModel."""
     found = config.get("separator_token_id")
     if found is None or (isinstance(found, int) and not isinstance(found, bool) and found >= vocab):
         return None
@@ -162,7 +162,7 @@ def _expert(key: ExpertKey, projection: str) -> Source:
 
 
 def _stored(canonical: str, vocab: int) -> Source:
-    """Where a checkpoint has it."""
+    """Returns the source of a canonical tensor in a checkpoint."""
     if canonical == "head.bias":
         return Source("final_logits_bias", shape=(1, vocab))
     if (found := _LAYER.fullmatch(canonical)) is None:
@@ -174,7 +174,7 @@ def _stored(canonical: str, vocab: int) -> Source:
 
 
 def _own(canonical: str) -> str:
-    """Where the module has it."""
+    """Returns the name of a canonical tensor in the module."""
     if (found := _LAYER.fullmatch(canonical)) is None:
         return _OUTSIDE[canonical]
     layer, part, last = found.groups()

@@ -56,7 +56,7 @@ class GraniteMoe(Family):
         )  # fmt: skip
 
     def _mixers(self, config: Config, norm: Norm) -> tuple[Sequence[Attention | FixedState], Inside]:
-        """Of each layer, and where the tensors of those are that are not attention."""
+        """Returns the mixer of each layer, and the places of the tensors of mixers other than attention."""
         return [self._attention(config)] * config.count("num_hidden_layers"), {}
 
     def _attention(self, config: Config, rope: int | None = 0) -> Attention:
@@ -68,7 +68,7 @@ class GraniteMoe(Family):
 
     @contextmanager
     def resuming(self, tower: nn.Module) -> Iterator[None]:
-        """What enters a layer is not multiplied as an embedding is."""
+        """Keeps the tower from multiplying hidden states as it multiplies embeddings, inside a with block."""
         before = tower.embedding_multiplier
         tower.embedding_multiplier = 1.0  # type: ignore[assignment]
         try:

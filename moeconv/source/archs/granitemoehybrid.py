@@ -57,7 +57,7 @@ def _mamba(config: Config, norm: Norm) -> Mamba2:
 
 
 def _turns(config: Config) -> bool:
-    """Whether attention has positions."""
+    """Returns whether attention has positions. Raises UnsupportedModel."""
     kind = config.get("position_embedding_type")
     turns = kind is not None and config.one_of("position_embedding_type", ("rope", "nope")) == "rope"
     if not turns:

@@ -57,7 +57,8 @@ def _top_k(config: Config) -> int:
 
 
 def _rope(config: Config, dim: int) -> tuple[Rope, F32]:
-    """With `alpha`, positions are stretched by a larger base that does not depend on the text."""
+    """Returns the rope and its frequencies; with `alpha`, a larger base that does not depend on the text stretches
+    positions."""
     parameters = config.rope_parameters()
     if parameters.get("rope_type") != "dynamic" or not parameters.get("alpha"):
         return config.rope(dim)

@@ -51,7 +51,7 @@ class Jamba(Family):
 
 
 def _every(config: Config, what: str) -> list[bool]:
-    """Which layers are the ones, of every so many, that settings name."""
+    """Returns for each layer whether it belongs to the layers `what`, whose period and offset are settings."""
     period = config.count(f"{what}_layer_period")
     offset = config.count(f"{what}_layer_offset", least=0)
     return [layer % period == offset for layer in range(config.count("num_hidden_layers"))]

@@ -1,4 +1,4 @@
-"""Llama 4: windows in chunks, layers that know no positions, experts whose input the router weighs."""
+"""Llama 4: windows in chunks, layers without positions, experts whose input the router weighs."""
 
 from __future__ import annotations
 
@@ -78,8 +78,8 @@ class Llama4Text(Family):
         return Names(inside, {}, of_expert, ones=("attn.q_norm.weight", "attn.k_norm.weight"))
 
     def prepared(self, model: nn.Module) -> nn.Module:
-        """transformers gives every expert every token, most of them multiplied with 0. Here experts are called as in
-        other families."""
+        """Makes the model call experts as other families do: transformers gives every expert every token, most of them
+        multiplied with 0."""
         for module in model.modules():
             if type(module).__name__ == "Llama4TextMoe":
                 module.forward = partial(_mixture, module)
@@ -95,7 +95,7 @@ class Llama4Text(Family):
 
 
 class Llama4(Llama4Text):
-    """The same inside a model that sees."""
+    """Llama 4 inside a model for text and images."""
 
     model_type = "llama4"
     config_type = "llama4_text"
@@ -117,7 +117,7 @@ class Llama4(Llama4Text):
 
 
 def _attentions(config: Config) -> list[Attention]:
-    """Of each layer. Raises UnsupportedModel."""
+    """Returns the attention of each layer. Raises UnsupportedModel."""
     turns, kinds = config.get("no_rope_layers"), config.get("layer_types")  # 1: positions are known
     chunk, norm = config.get("attention_chunk_size"), config.get("use_qk_norm")
     stretch = Stretch(config.count("floor_scale"), config.number("attn_scale"))
@@ -136,7 +136,8 @@ def _attentions(config: Config) -> list[Attention]:
 
 
 def _mixture(module: Any, hidden: Tensor) -> tuple[Tensor, Tensor]:
-    """Llama4TextMoe.forward: hidden [..., d_model] → [tokens, d_model], and what the router says."""
+    """Returns the layer's output [tokens, d_model] for hidden [..., d_model], and the router's logits [tokens,
+    experts], as Llama4TextMoe.forward does."""
     flat = hidden.reshape(-1, module.hidden_dim)
     logits = module.router(flat)[1]
     best, chosen = logits.topk(module.top_k, dim=1)
@@ -144,7 +145,8 @@ def _mixture(module: Any, hidden: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _experts(module: Any, x: Tensor, chosen: Tensor, weights: Tensor) -> Tensor:
-    """One expert after the other, which get their tokens times the weights. x [tokens, d_model]"""
+    """Returns the experts' output for x [tokens, d_model], token by token: an expert gets the token times its
+    weight."""
     out = x.new_zeros(x.shape)
     for token, slot in enumerate(chosen[:, 0].tolist()):
         gate, up = (weights[token] * x[token] @ module.gate_up_proj[slot]).chunk(2)

@@ -1,4 +1,4 @@
-"""What families with Mamba-2 share: where its tensors lie, and that its steps have no bounds."""
+"""Mamba-2 in the families that have it: the places of its tensors, and the check that its steps have no bounds."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ _LARGEST = 2.0**128  # no step is: they are float32, and over 0
 
 
 def unbounded_steps(config: Config, *names: str) -> None:
-    """Raises UnsupportedModel where the setting, which the class calls by the first of its names, bounds steps."""
+    """Raises UnsupportedModel if the setting, whose name in the class is the first of `names`, bounds steps."""
     limit, config.allowed[names[0]] = config.get(*names), (UNBOUNDED,)
     pair = isinstance(limit, (tuple, list)) and len(limit) == 2
     numbers = pair and all(isinstance(each, (int, float)) for each in limit)
@@ -25,7 +25,8 @@ def unbounded_steps(config: Config, *names: str) -> None:
 
 
 def places(part: Mamba2, d_model: int, at: str) -> dict[str, Place]:
-    """The matrices of `in` and of steps are one after the other in a tensor of the module `at`."""
+    """Returns the places of Mamba-2's tensors: the matrices of `in` and of steps are one after the other in a tensor of
+    the module `at`."""
     wide = part.features + part.channels
     both = (wide + part.n, d_model)
     return {

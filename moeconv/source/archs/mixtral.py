@@ -1,4 +1,4 @@
-"""Mixtral: all layers have a few large experts; the weights of those that are chosen sum to 1."""
+"""Mixtral: all layers have a few large experts; the weights of the chosen ones sum to 1."""
 
 from __future__ import annotations
 

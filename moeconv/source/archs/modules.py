@@ -1,4 +1,4 @@
-"""Modules of transformers, and weights in codes of their own, that families need in hand."""
+"""Modules that families put into transformers' models, and decoders of weights that checkpoints store coded."""
 
 from __future__ import annotations
 
@@ -18,7 +18,8 @@ _MX_BIAS = 127
 
 
 def _fp8_blocks(codes: Tensor, scale: Tensor) -> Tensor:
-    """codes [out, in], scale [⌈out / 128⌉, ⌈in / 128⌉] (DeepSeek-V3's report, section 3.3)"""
+    """Returns the matrix [out, in] of codes [out, in] and scale [⌈out / 128⌉, ⌈in / 128⌉] (DeepSeek-V3's report,
+    section 3.3). Raises ShapeDiffers."""
     expected = tuple(-(-size // _FP8_BLOCK) for size in codes.shape)
     if tuple(scale.shape) != expected:
         raise ShapeDiffers(f"a matrix of {tuple(codes.shape)} has scales of {tuple(scale.shape)}, expected {expected}")
@@ -27,8 +28,8 @@ def _fp8_blocks(codes: Tensor, scale: Tensor) -> Tensor:
 
 
 def _mxfp4(blocks: Tensor, scales: Tensor) -> Tensor:
-    """blocks uint8 [rows, groups, 16], the lower half of a byte first; scales uint8 [rows, groups], powers of two
-    (OCP Microscaling Formats 1.0)"""
+    """Returns the matrix [rows, groups · 32] of blocks uint8 [rows, groups, 16], the lower half of a byte first, and
+    scales uint8 [rows, groups], powers of two (OCP Microscaling Formats 1.0). Raises ShapeDiffers."""
     if blocks.shape[:-1] != scales.shape:
         raise ShapeDiffers(
             f"blocks of {tuple(blocks.shape)} have scales of {tuple(scales.shape)}, one each is expected"
@@ -39,8 +40,8 @@ def _mxfp4(blocks: Tensor, scales: Tensor) -> Tensor:
 
 
 def _int4_groups(codes: Tensor, scale: Tensor, shape: Tensor) -> Tensor:
-    """codes int32 [out, ⌈in / 8⌉], eight to a number, the lowest bits first; scale [out, groups]; shape (out, in)
-    ("pack-quantized" of the library compressed-tensors)"""
+    """Returns the matrix [out, in] of codes int32 [out, ⌈in / 8⌉], eight to a number, the lowest bits first; scale
+    [out, groups]; shape (out, in) ("pack-quantized" of the library compressed-tensors). Raises ShapeDiffers."""
     out, inputs = (int(size) for size in shape)
     groups = scale.shape[-1]
     if codes.dtype != torch.int32 or tuple(codes.shape) != (out, -(-inputs // 8)) or inputs % groups:
@@ -56,41 +57,41 @@ def _int4_groups(codes: Tensor, scale: Tensor, shape: Tensor) -> Tensor:
 DECODERS: Mapping[str, Callable[..., Tensor]] = {
     "fp8 blocks": _fp8_blocks, "mxfp4": _mxfp4, "int4 groups": _int4_groups,
 }  # fmt: skip
-"""By `Source.form`; called with the tensors that `Source.names` has."""
+"""`Source.form` → its decoder, which is called with the tensors of `Source.names`."""
 
 
-# Torch modules that take the place of those of a loaded model.
+# Torch modules that take the place of a loaded model's own.
 
 
 class Skipped(nn.Module):
-    """Stands for a layer that has been computed already."""
+    """A stand-in for a layer that does not run: it returns its input."""
 
     def forward(self, hidden: Tensor, *_: Any, **__: Any) -> Tensor:
         return hidden
 
 
 class Network(nn.Module):
-    """That of a layer of OPT, as experts are called."""
+    """The network of a layer of OPT, with the call of an experts module."""
 
     def __init__(self, up: nn.Module, act: nn.Module, down: nn.Module) -> None:
         super().__init__()
         self.up, self.act, self.down = up, act, down
 
     def forward(self, x: Tensor, _chosen: Tensor, _weights: Tensor) -> Tensor:
-        """x [tokens, d_model] → the same shape"""
+        """Returns the network's output for x, both [tokens, d_model]."""
         found: Tensor = self.down(self.act(self.up(x)))
         return found
 
 
 class Alone(nn.Module):
-    """Sends all tokens to the one expert there is."""
+    """A router's stand-in that sends all tokens to the only expert."""
 
     def __init__(self, experts: Network) -> None:
         super().__init__()
         self.experts = experts
 
     def forward(self, x: Tensor) -> Tensor:
-        """x [tokens, d_model] → the same shape"""
+        """Returns the expert's output for x, both [tokens, d_model]."""
         chosen = torch.zeros((len(x), 1), dtype=torch.int64)
         found: Tensor = self.experts(x, chosen, torch.ones((len(x), 1), dtype=x.dtype))
         return found

@@ -1,6 +1,6 @@
 """Nemotron-H with experts: each layer is a norm and one part, which is Mamba-2, attention without positions, a network
-or experts; these have no gates, and may be narrower than the stream. It is compared with transformers less a bound on
-steps that the published model has not."""
+or experts; networks and experts have no gates, and experts may be narrower than the stream. It is compared with
+transformers without a bound on steps that the published model lacks."""
 
 from __future__ import annotations
 
@@ -64,9 +64,9 @@ class NemotronH(Family):
         return decoder(self.model_type, config, tokens, layers, names, ropes=[])
 
     def prepared(self, model: nn.Module) -> nn.Module:
-        """Transformers 5.23 lets no step of a text be shorter than time_step_min, which is for weights not trained yet
-        (its pull request 48989), but those of a token that it reads alone. Here no step has bounds, as in the model
-        that was published and in its training."""
+        """Removes all bounds of Mamba-2's steps, as in the published model and in its training. Transformers 5.23
+        bounds the steps of a text from below by time_step_min, which is meant for untrained weights (its pull request
+        48989), but not the steps of a token that it reads alone."""
         for module in model.modules():
             if hasattr(module, "time_step_limit"):
                 module.time_step_limit = UNBOUNDED  # type: ignore[assignment]
@@ -83,7 +83,7 @@ class NemotronH(Family):
 
 
 def _mamba(config: Config, norm: Norm) -> Mamba2:
-    """Raises UnsupportedModel."""
+    """Returns the Mamba-2 of all layers that have it. Raises UnsupportedModel."""
     config.one_of("mamba_hidden_act", ("silu", "swish"))
     unbounded_steps(config, "time_step_limit", "mamba_dt_limit")
     return Mamba2(
@@ -94,7 +94,7 @@ def _mamba(config: Config, norm: Norm) -> Mamba2:
 
 
 def _experts(config: Config) -> Experts:
-    """Raises UnsupportedModel."""
+    """Returns the experts of a layer. Raises UnsupportedModel."""
     latent, bias = config.get("moe_latent_size"), bool(config.get("mlp_bias"))
     return Experts(
         config.count("n_routed_experts", "num_local_experts"), _network(config, "moe_intermediate_size"),

@@ -93,9 +93,9 @@ class NllbMoe(Family):
         return Source(f"{experts}.expert_{key.expert}.{_PROJECTIONS[projection]}.{of}")
 
     def prepared(self, model: nn.Module) -> nn.Module:
-        """In transformers 5 all tokens pass the experts 0 and 1, whatever their router says; here they pass their own,
-        as in 4.57, and what the router says has the share that dropout has left. A decoder counts the tokens of a text
-        at once as it does one by one."""
+        """Makes tokens pass the experts of their own router, as in transformers 4.57; in version 5 all pass the experts
+        0 and 1. The router's weights get the share that dropout leaves, and a decoder counts the tokens of a whole text
+        as it does one by one."""
         config: Any = model.get_submodule("model").config
         share = 1 - config.moe_token_dropout
         for stack in STACKS:
@@ -128,7 +128,7 @@ class NllbMoe(Family):
 
 
 def _router(config: Config) -> Router:
-    """Raises UnsupportedModel."""
+    """Returns the router of all layers. Raises UnsupportedModel."""
     config.one_of("second_expert_policy", ("all",))
     config.allowed["moe_eval_capacity_token_fraction"] = ("1 and more",)
     if not (fraction := config.number("moe_eval_capacity_token_fraction")) >= 1:
@@ -143,7 +143,8 @@ def _router(config: Config) -> Router:
 
 
 def _stack(config: Config, name: StackName, d_model: int, router: Router, positions: PositionTable) -> Stack:
-    """Of every `…_sparse_step` layers the last has experts; none with 0 or less."""
+    """Returns a stack; the last of every `…_sparse_step` layers has experts, none with 0 or less. Raises
+    UnsupportedModel."""
     aliases = {"layers": "num_hidden_layers", "attention_heads": "num_attention_heads"} if name == "encoder" else {}
     n_layers, heads = (config.count(f"{name}_{what}", *_of(aliases, what)) for what in ("layers", "attention_heads"))
     if d_model % heads:
@@ -163,7 +164,7 @@ def _of(aliases: Mapping[str, str], what: str) -> list[str]:
 
 
 def _name(canonical: str) -> str:
-    """The family's own."""
+    """Returns the family's own name of a canonical one."""
     if (found := _LAYER.fullmatch(canonical)) is not None:
         stack, layer, part, last = found.groups()
         return f"model.{stack}.layers.{layer}.{_INSIDE[part]}.{last}"
@@ -174,7 +175,8 @@ def _name(canonical: str) -> str:
 
 
 def waves(n: int, start: int, features: int) -> F32:
-    """Sines of positions from `start` on, then cosines, [n, features]: the last feature of an odd number is 0."""
+    """Returns sines of positions from `start` on, then cosines, [n, features]; of an odd number of features the last is
+    0."""
     half = features // 2
     exponents = np.arange(half, dtype=np.float32) * np.float32(-math.log(_SLOWEST) / (half - 1))
     rates = np.exp(exponents.astype(np.float64)).astype(np.float32)
@@ -189,7 +191,8 @@ def _weighed(share: float, _router: nn.Module, _inputs: Any, said: Any) -> Any:
 
 
 def _run(experts: nn.ModuleDict, x: Tensor, _: Tensor, weights: Tensor) -> Tensor:
-    """x [tokens, d_model] and weights [tokens, num_experts] → the sum of weights times what experts give."""
+    """Returns the sum of weights times experts' outputs [tokens, d_model], for x [tokens, d_model] and weights [tokens,
+    num_experts]."""
     found = x.new_zeros(x.shape)
     for number in range(weights.shape[1]):
         tokens = weights[:, number].nonzero()[:, 0]
@@ -198,5 +201,6 @@ def _run(experts: nn.ModuleDict, x: Tensor, _: Tensor, weights: Tensor) -> Tenso
 
 
 def _decoder_places(ids: Tensor, pad: int, past: int = 0) -> Tensor:
-    """Rows of the table for ids [rows, tokens] after `past` others; that of the pad token is 0."""
+    """Returns the rows of the table of positions for ids [rows, tokens] after `past` others; the pad token has its
+    own."""
     return (ids.new_ones(ids.shape[1]).cumsum(0) + past) * ids.ne(pad) + pad

@@ -1,6 +1,6 @@
 """OPT: a decoder without routers, whose layers' networks are packed as experts, one a layer, so that each gets a width
-of its own; learnt positions, LayerNorms and biases. Galactica is the same with gelu. A checkpoint without
-safetensors or tokenizer.json gets both where transformers' save_pretrained writes model and tokenizer anew."""
+of its own; learnt positions, LayerNorms and biases. Galactica is the same with gelu. A checkpoint without safetensors
+or tokenizer.json gets both when transformers' save_pretrained writes model and tokenizer anew."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 _NORM = Norm(1e-5, "layer")  # transformers has no setting for it
 _MOST_POSITIONS = 65535
-_FIRST_ROW = 2  # of the table of positions: those before are of no position
+_FIRST_ROW = 2  # of the table of positions: the rows before belong to no position
 _IDLE = ("activation_dropout", "dropout", "init_std", "layerdrop", "prefix")
 _PROJECTIONS = {"up": "fc1", "down": "fc2"}
 _INSIDE: Inside = {
@@ -31,8 +31,8 @@ _BEFORE = "only layers with their norms before attention and network can be pack
 
 
 class Opt(Family):
-    """There is nothing to route: of one expert the softmax is exactly 1, whatever a router says, so that a pack's are
-    zeros."""
+    """See `Family`. Layers with one expert need no routing: its softmax is exactly 1, whatever a router's weights, so
+    that a pack's routers are zeros."""
 
     model_type = "opt"
     model_class = "OPTForCausalLM"
@@ -62,7 +62,7 @@ class Opt(Family):
         return decoder(self.model_type, config, tokens, layers, names, ropes=[], decoder=stack)
 
     def prepared(self, model: nn.Module) -> nn.Module:
-        """The network of each layer lies behind what calls it as other families call their experts."""
+        """Puts the network of each layer behind a module that calls it as other families call their experts."""
         from torch import nn
 
         from moeconv.source.archs.modules import Alone, Network
@@ -75,7 +75,7 @@ class Opt(Family):
 
     @contextmanager
     def resuming(self, tower: nn.Module) -> Iterator[None]:
-        """What enters a layer has its positions already."""
+        """Keeps the tower from adding positions to hidden states, which have theirs already, inside a with block."""
         import torch
 
         positions: Any = tower.get_submodule("embed_positions")
@@ -93,7 +93,7 @@ class Opt(Family):
 
 
 def _attention(config: Config, d_model: int) -> Attention:
-    """Raises UnsupportedModel."""
+    """Returns the attention of all layers. Raises UnsupportedModel."""
     heads = config.count("num_attention_heads")
     if d_model % heads:
         raise UnsupportedModel(

@@ -9,7 +9,7 @@ from moert.pack.codec import F32
 from moert.pack.model_spec import Head, Layer, Tokens
 from moert.pack.parts import Experts, Norm, Rope, Router
 
-_CHOSEN = 2  # whatever num_experts_per_tok says
+_CHOSEN = 2  # whatever num_experts_per_tok is
 
 
 class Phimoe(Family):
@@ -38,8 +38,8 @@ class Phimoe(Family):
 
 
 def _rope(config: Config, dim: int) -> tuple[Rope, F32]:
-    """Of longrope, transformers uses the short factors for texts of any length; the two factors of what turns have to
-    be one here. Raises UnsupportedModel."""
+    """Returns the rope and its frequencies. Of longrope, transformers uses the short factors for texts of any length;
+    short_mscale and long_mscale must be equal. Raises UnsupportedModel."""
     parameters = config.rope_parameters()
     config.get("original_max_position_embeddings")
     kind = parameters.get("rope_type", "default")

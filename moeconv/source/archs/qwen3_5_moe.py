@@ -44,7 +44,7 @@ class Qwen35MoeText(Qwen3Next):
 
 
 class Qwen35Moe(Qwen35MoeText):
-    """The same inside a model that sees."""
+    """Qwen3.5 or 3.6 inside a model for text and images."""
 
     model_type = "qwen3_5_moe"
     config_type = "qwen3_5_moe_text"

@@ -58,13 +58,13 @@ class Qwen3Next(Family):
         return decoder(self.model_type, config, tokens, layers, names, [config.rope(attention.dim, partial=True)])
 
     def networks(self, config: Config, layers: int) -> Sequence[Ffn | Experts]:
-        """What each of so many layers has behind its mixer."""
+        """Returns the feed-forward part of each of `layers` layers."""
         routed, dense = experts(config, bool(config.get("norm_topk_prob"))), _network(config, "intermediate_size")
         step, without = config.count("decoder_sparse_step"), config.get("mlp_only_layers")
         return [dense if at in without or (at + 1) % step else routed for at in range(layers)]
 
     def of_delta(self, part: GatedDelta, d_model: int) -> Inside:
-        """Where its matrices and taps are: all that is of one head of keys lies together."""
+        """Returns the places of the delta rule's matrices and taps: all rows of one head of keys lie together."""
         share = part.n // part.keys
         ends = (0, part.dim, 2 * part.dim, 2 * part.dim + share * part.v, 2 * part.dim + 2 * share * part.v)
         wide, narrow = (part.channels + part.value_features, d_model), (2 * part.n, d_model)
@@ -80,7 +80,7 @@ class Qwen3Next(Family):
 
 
 def experts(config: Config, renormalise: bool) -> Experts:
-    """With a shared one. Raises UnsupportedModel."""
+    """Returns experts with a shared one. Raises UnsupportedModel."""
     router = Router(config.count("num_experts_per_tok"), renormalise, None)
     return Experts(
         config.count("num_experts"), _network(config, "moe_intermediate_size"), router,
@@ -89,7 +89,7 @@ def experts(config: Config, renormalise: bool) -> Experts:
 
 
 def taps_of(part: GatedDelta) -> Place:
-    """Those of its convolution, which the checkpoint has as one of channels by themselves."""
+    """Returns the place of the taps of the delta rule's convolution, which works on each channel by itself."""
     return Place("linear_attn.conv1d", shape=(part.channels, 1, part.taps))
 
 
@@ -98,7 +98,7 @@ def _network(config: Config, d_ff: str) -> Ffn:
 
 
 def _of_heads(part: Attention, d_model: int) -> Inside:
-    """Each head's queries lie before its gate."""
+    """Returns the places of queries and gates: each head's queries lie before its gate."""
     both = (2 * part.q_features, d_model)
     return {
         "attn.q": Place("self_attn.q_proj", of_heads(part.n, 0, part.dim), both),

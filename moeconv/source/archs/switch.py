@@ -96,8 +96,8 @@ class SwitchTransformers(Family):
 
     @contextmanager
     def _networks(self, path: Path) -> Iterator[None]:
-        """Inside, transformers builds networks with gates for a model that has them. By itself it builds none for any
-        Switch, as if the setting were not there; those of T5 are such networks."""
+        """Makes transformers, inside a with block, build networks with gates for a model that has them. By itself it
+        ignores the setting for all Switch models; T5's gated networks take their place."""
         from transformers.models.switch_transformers import modeling_switch_transformers as switch
         from transformers.models.t5.modeling_t5 import T5DenseGatedActDense
 
@@ -114,8 +114,8 @@ class SwitchTransformers(Family):
             switch.SwitchTransformersDenseActDense = before  # type: ignore[misc]
 
     def prepared(self, model: nn.Module) -> nn.Module:
-        """Only a tower's first layer makes the position bias that all its layers use. Here every layer can, so that a
-        tower cut short to its last layers computes what it would have computed whole."""
+        """Lets every layer of a tower compute the position bias. By itself only the first layer does, for all of them;
+        now a tower cut to its last layers gives the same results as a whole one."""
         for stack in STACKS:
             blocks = model.get_submodule(f"{stack}.block")
             attentions = [block.get_submodule("layer.0.SelfAttention") for block in blocks.children()]
@@ -139,7 +139,7 @@ class SwitchTransformers(Family):
 
 
 def _names(spec: ModelSpec) -> dict[str, str]:
-    """Canonical names of the backbone → the family's own."""
+    """Returns canonical names of the backbone → the family's own."""
     names = {"embed.weight": "shared.weight"}
     if not spec.head.tied:
         names["head.weight"] = "lm_head.weight"
@@ -155,12 +155,13 @@ def _names(spec: ModelSpec) -> dict[str, str]:
 
 
 def _modules(gated: bool) -> Mapping[str, str]:
-    """Projections → modules of a network."""
+    """Returns projection → module of a network."""
     return _GATED if gated else _PROJECTIONS
 
 
 def _is_gated(config: Config) -> bool:
-    """`feed_forward_proj` repeats what is_gated_act and dense_act_fn say. Raises UnsupportedModel."""
+    """Returns whether networks have gates, from is_gated_act, which `feed_forward_proj` repeats. Raises
+    UnsupportedModel if they differ."""
     gated, said = config.get("is_gated_act") or False, config.get("feed_forward_proj")
     if not isinstance(gated, bool) or (isinstance(said, str) and said.startswith("gated-") != gated):
         raise UnsupportedModel(
@@ -170,8 +171,8 @@ def _is_gated(config: Config) -> bool:
 
 
 def _refuse(config: Config) -> None:
-    """`num_sparse_…` repeat what the steps say. What a stack is, `is_decoder` and `add_cross_attention`, the model says
-    to each itself."""
+    """Raises UnsupportedModel for settings that a pack can't describe. Settings without effect: `num_sparse_…` repeat
+    the steps, and the model sets `is_decoder` and `add_cross_attention` of each stack itself."""
     config.only(router_type=("tokens_masked",), num_selected_experts=(1,), batch_prioritized_routing=(False,))
     config.must_be("router_bias", False, "routers with a bias can't be packed")
     config.must_be("router_dtype", "float32", "only float32 routers can be packed")
@@ -181,8 +182,8 @@ def _refuse(config: Config) -> None:
 
 
 def _stack(kinds: Sequence[Layer], n_layers: int, sparse_step: int, norm: Norm) -> Stack:
-    """`kinds`: without experts and with. Every `sparse_step`-th layer has some, beginning with the second of each run;
-    0 means none."""
+    """Returns a stack of layers of two `kinds`, without experts and with. Every `sparse_step`-th layer has experts,
+    beginning with the second of each run; 0 means none."""
     layers = [int(sparse_step > 0 and (sparse_step == 1 or i % sparse_step == 1)) for i in range(n_layers)]
     return stack_of([kinds[kind] for kind in layers], norm)
 

@@ -1,4 +1,4 @@
-"""Weights of the backbone, by their canonical names, into a loaded model."""
+"""Writing weights of the backbone, by their canonical names, into a loaded model."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from moeconv.source.archs.description import Description
 
 
 def fill_backbone(model: Any, description: Description, weights: Iterable[tuple[str, Tensor]]) -> None:
-    """Writes each tensor where the model has it, and wherever else the model keeps a copy."""
+    """Writes each tensor to its place in the model, and to every copy that the model keeps."""
     places = description.parameters
     with torch.no_grad():
         for canonical, weight in weights:
@@ -24,14 +24,14 @@ def fill_backbone(model: Any, description: Description, weights: Iterable[tuple[
 
 
 def tensor_of(model: Any, name: str) -> Tensor:
-    """A parameter or buffer of the model."""
+    """Returns a parameter or buffer of the model."""
     module, _, last = name.rpartition(".")
     found: Tensor = getattr(model.get_submodule(module), last)
     return found.detach()
 
 
 def parameter(model: Any, description: Description, name: str) -> Tensor:
-    """The tensor of this canonical name as the model has it now."""
+    """Returns the model's present tensor of this canonical name."""
 
     def fetch(name: str, index: int | None) -> Tensor:
         found = tensor_of(model, name)

@@ -1,4 +1,4 @@
-"""Which blocks of neurons stay in memory, and the room of each layer. Pure."""
+"""The blocks of neurons that stay in memory, and the room of each layer. Pure."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ HALVES_AFTER = 8.0
 
 
 class Keeping(NamedTuple):
-    """`used`: scores [n] of blocks before the visit of this number uses them → after. `by_visits`: what was last used
-    at the same visit leaves together."""
+    """A rule for the blocks that stay. `used`: scores [n] of blocks before the visit of this number uses them → after.
+    `by_visits`: blocks that were last used at the same visit leave together."""
 
     used: Callable[[F64, int], F64]
     by_visits: bool = False
@@ -33,7 +33,8 @@ def _often(score: F64, visit: int) -> F64:
 
 
 def _recent(score: F64, visit: int) -> F64:
-    """The logarithm of the sum over all uses of 2^(visit / HALVES_AFTER), whose order time does not change."""
+    """Returns the logarithm of the sum of 2^(visit / HALVES_AFTER) over all uses: time alone does not change the
+    order."""
     added: F64 = np.logaddexp2(score, visit / HALVES_AFTER)
     return added
 
@@ -44,8 +45,8 @@ KEEPING: Mapping[str, Keeping] = {
     "recent": Keeping(_recent),
     "window": Keeping(_lately, by_visits=True),
 }
-"""lru: who was used last stays; lfu: who was used most; recent: the same, where a use counts half eight visits later
-(Lee et al. 2001, LRFU); window: what fired for the last tokens, as many of these as fit (Alizadeh et al. 2023)."""
+"""Name → rule. lru: the blocks used last stay; lfu: those used most; recent: the same, where a use counts half eight
+visits later (Lee et al. 2001, LRFU); window: the blocks of as many of the last tokens as fit (Alizadeh et al. 2023)."""
 DEFAULT_KEEPING = "recent"
 
 
@@ -73,7 +74,7 @@ class Blocks:
         return int(np.count_nonzero(self._block_in >= 0))
 
     def resize(self, n_slots: int) -> None:
-        """What lies in slots that are no more leaves."""
+        """Changes the number of slots; blocks in slots that are removed leave."""
         leaving = self._block_in[n_slots:]
         self.slot_of[leaving[leaving >= 0]] = -1
         kept = self._block_in[:n_slots]
@@ -81,8 +82,8 @@ class Blocks:
         self.n_slots = n_slots
 
     def want(self, blocks: I64) -> Taken:
-        """A visit asks for `blocks` [n], ascending, each once, no more than there are slots: all have one then. Of
-        those that had none the caller reads the contents."""
+        """Gives slots to the blocks [n] that a visit uses, ascending, each once, no more than there are slots. Returns
+        the blocks that had none: the caller reads their contents."""
         missing = blocks[self.slot_of[blocks] < 0]
         slots = self._room(blocks, len(missing)) if len(missing) else missing
         self.slot_of[missing], self._block_in[slots] = slots, missing
@@ -90,17 +91,17 @@ class Blocks:
         return Taken(missing, slots)
 
     def use(self, blocks: I64) -> None:
-        """A visit asks for blocks [n], each once, that all have slots."""
+        """Records a visit that uses blocks [n], each once, which all have slots."""
         self._visit += 1
         self._score[blocks] = self._keeping.used(self._score[blocks], self._visit)
 
     def forget(self, blocks: I64) -> None:
-        """They could not be read after all."""
+        """Takes slots away from blocks that could not be read."""
         self._block_in[self.slot_of[blocks]] = -1
         self.slot_of[blocks] = -1
 
     def _room(self, wanted: I64, count: int) -> I64:
-        """So many empty slots."""
+        """Returns `count` empty slots; evicts other blocks than the `wanted` ones for them."""
         empty = (self._block_in < 0).nonzero()[0]
         if len(empty) < count:
             self._evict(wanted, count - len(empty))
@@ -119,7 +120,7 @@ class Blocks:
 
 
 class Hits(NamedTuple):
-    """Blocks that were asked for, each once a visit, and those of them that were in memory."""
+    """Blocks that visits use, each counted once a visit, and those of them that were in memory."""
 
     asked: int
     hits: int
@@ -130,7 +131,8 @@ class Hits(NamedTuple):
 
 
 def replay(visits: Sequence[I64], n_blocks: int, n_slots: int, keeping: Keeping) -> Hits:
-    """A recorded trace of a layer, the blocks [n] of each visit ascending, with so many slots, at first empty."""
+    """Returns the hits of a recorded trace of a layer, the blocks [n] of each visit ascending, with `n_slots` slots, at
+    first empty."""
     blocks, asked, missed = Blocks(n_blocks, keeping), 0, 0
     blocks.resize(n_slots)
     for wanted in visits:
@@ -140,13 +142,13 @@ def replay(visits: Sequence[I64], n_blocks: int, n_slots: int, keeping: Keeping)
 
 
 EVERY = 16
-"""Fetches, after which room moves."""
+"""Fetches between two moves of room."""
 _PART = 0.125
-"""Of what a layer has, how much it gives at once; and of an equal share, how much it keeps."""
+"""The part of its room that a layer gives at once; and the part of an equal share that it keeps."""
 _TIMES = 3.0
-"""As much as the other, for its size, is read by a layer that gets some."""
+"""A layer that gets room reads more than this many times as much, for its size, as the one that gives it."""
 _HALVES_AFTER = 200
-"""Fetches of each layer, after which what was read counts half."""
+"""Fetches of each layer after which its reads count half."""
 
 
 class Move(NamedTuple):
@@ -156,7 +158,7 @@ class Move(NamedTuple):
 
 
 class Balance:
-    """What has lately been read of each layer, since it had no room to stay, by its number."""
+    """The balance of layers' room: bytes that were lately read of each layer, by its number, for lack of room."""
 
     def __init__(self, n_layers: int) -> None:
         self._read: F64 = np.zeros(n_layers)
@@ -165,20 +167,20 @@ class Balance:
         self._fades = 0.5 ** (EVERY / (_HALVES_AFTER * n_layers))
 
     def begin(self, nbytes: int) -> None:
-        """Layers have so many together."""
+        """Sets the bytes that all layers have together."""
         self._least = _PART * nbytes / self._n_layers
 
     def read(self, layer: int, nbytes: int) -> None:
         self._read[layer] += nbytes
 
     def is_due(self) -> bool:
-        """Counts a fetch; is it time to move some room?"""
+        """Counts a fetch; returns whether it is time to move room."""
         self._fetches += 1
         return self._fetches % EVERY == 0
 
     def moves(self, held: I64, most: I64) -> list[Move]:
-        """Of layers that have so many bytes of `most` each [n_layers], who is to give some to whom: those for whose
-        size least is read to those for whose size most is, if that is much more. Each is named once."""
+        """Returns moves of room between layers that have `held` of at most `most` bytes [n_layers]: the layers that
+        read least for their size give to those that read most, if that is much more. Each is named once."""
         need = self._read / np.maximum(held, 1)
         self._read *= self._fades
         order = need.argsort(kind="stable").tolist()
@@ -195,29 +197,29 @@ class Balance:
 
 
 COLUMNS = 0.25
-"""Of the room, what columns get at least where a token goes to few of the experts: an expert's rows are asked for
-whenever it is, its columns only where they fire; but those of a frequent expert more often than a rare one's rows."""
+"""The part of the room that columns get at least where a token goes to few of the experts: an expert's rows are needed
+at each demand, its columns only where they fire; but those of a frequent expert more often than a rare one's rows."""
 
 
 class Shares(NamedTuple):
-    """Of the cache of experts' gate and up, and of that of blocks: of columns, or where whole blocks are read of
-    both."""
+    """The room of the cache of rows (experts' gate and up), and of the cache of blocks (columns, or rows and columns
+    where whole blocks are read)."""
 
     rows_bytes: int
     blocks_bytes: int
 
 
 def all_to_blocks(room_bytes: int, blocks_bytes: int, one_bytes: int) -> Shares:
-    """Where whole blocks are read. `blocks_bytes`: of all experts; `one_bytes`: see `shares`."""
+    """Returns the shares where whole blocks are read. `blocks_bytes`: of all experts; `one_bytes`: see `shares`."""
     return Shares(0, blocks_bytes if room_bytes >= blocks_bytes else max(0, room_bytes - one_bytes))
 
 
 def shares(
     room_bytes: int, rows_bytes: int, least_rows_bytes: int, columns_bytes: int, one_bytes: int, asked: float = 0.0
 ) -> Shares:  # fmt: skip
-    """Of so much room. `rows_bytes`, `columns_bytes`: of all experts; `least_rows_bytes`: what a token can ask for of a
-    layer; `one_bytes`: all columns of one expert, for which there is room beside unless all of all have some; `asked`:
-    the share of its experts that a layer asks for at each token."""
+    """Returns the shares of `room_bytes`. `rows_bytes`, `columns_bytes`: of all experts; `least_rows_bytes`: of the
+    rows that a token can demand of a layer; `one_bytes`: of all columns of one expert, which get room beside the shares
+    unless everything fits; `asked`: the share of a layer's experts that each token demands."""
     if room_bytes >= rows_bytes + columns_bytes:
         return Shares(rows_bytes, columns_bytes)
     left = max(0, room_bytes - one_bytes)
@@ -227,5 +229,5 @@ def shares(
 
 
 def room_for(rows_bytes: int, one_bytes: int, asked: float) -> int:
-    """Room in which `shares` leaves so many bytes to rows, however many columns there are."""
+    """Returns the room in which `shares` leaves `rows_bytes` to rows, however many columns there are."""
     return one_bytes + math.ceil(rows_bytes / (1 - (1 - asked) * COLUMNS))

@@ -1,4 +1,4 @@
-"""Runs only the neurons of experts that fire, or that the pack's predictor names."""
+"""Runners of single neurons: they run only the neurons of experts that fire, or that the pack's predictor names."""
 
 from __future__ import annotations
 
@@ -27,14 +27,14 @@ from moert.stats import ExpertCounters, NeuronCounters
 
 
 class FiringExperts:
-    """An ExpertRunner of moert.models, as CachedExperts: answers are those of whole experts bit by bit, since what does
-    not fire adds nothing. `rows` caches gate and up of experts, `columns` blocks of down."""
+    """An ExpertRunner of moert.models, as CachedExperts: answers are those of whole experts bit by bit, since neurons
+    that do not fire add nothing. `rows` caches gate and up of experts, `columns` blocks of down."""
 
     def __init__(
         self, ffn: Ffn, rows: ExpertCache, columns: BlockCache, biases: Mapping[ExpertKey, F32], backend: Backend,
         counters: NeuronCounters, ahead: Lookahead | None, listeners: Iterable[Listener] = (),
     ) -> None:  # fmt: skip
-        """`biases` [d_model] of down, of experts that have some."""
+        """`biases` [d_model]: of down, for experts that have one."""
         self.listeners = list(listeners)
         self._rows, self._columns, self._backend = rows, columns, backend
         self._counters, self._ahead = counters, ahead
@@ -53,7 +53,7 @@ class FiringExperts:
             start += count
 
     def _add(self, key: ExpertKey, rows: Rows, hidden: F32, tokens: I32, weights: F32, out: F32) -> None:
-        """out[tokens] += weights[:, None] · expert(hidden[tokens])"""
+        """Adds for each of these tokens: out[tokens] += weights[:, None] · expert(hidden[tokens])"""
         layout, bias, many = rows.layout, self._biases.get(key), len(tokens) > ROWS
         lent = self._columns.fetch_all(key) if many else None
         for start in range(0, len(tokens), ROWS):
@@ -67,7 +67,7 @@ class FiringExperts:
 
 
 def fired_blocks(layout: NeuronLayout, fired: F32) -> I64:
-    """Blocks, ascending, of which some neuron fired for some token: fired [tokens, d_ff] is not 0 there."""
+    """Returns the blocks, ascending, of which some neuron fired for some token: fired [tokens, d_ff] is not 0 there."""
     neurons = fired[0] if len(fired) == 1 else fired.any(axis=0)
     found = np.zeros(layout.n_blocks, np.bool_)
     found[neurons.nonzero()[0] // layout.per_block] = True
@@ -75,8 +75,8 @@ def fired_blocks(layout: NeuronLayout, fired: F32) -> I64:
 
 
 class Firing:
-    """Rows of experts are cached as whole experts are, in a cache that the caller makes of `store`; columns in
-    blocks."""
+    """The caches for neurons that fire: rows of experts as whole experts are, in an expert cache that the caller makes
+    of `store`; columns in blocks."""
 
     def __init__(self, pack: Pack, counters: ExpertCounters, io: IoSettings, keeping: str) -> None:
         """`keeping`: a name of moert.beside.flash.keeping. Raises PackError."""
@@ -86,7 +86,7 @@ class Firing:
         spec, layers = pack.manifest.model, self.pieces.layers
         self.blocks = BlockCache(layers, ColumnReader(self.pieces), self.counters, KEEPING[keeping])
         self.nbytes = {key: self.store.nbytes(key) for keys in layers.values() for key in keys}
-        """Of the rows of each expert."""
+        """Bytes of the rows of each expert."""
         top_k = spec.moe.router.top_k
         demand = {at: sum(sorted(self.nbytes[key] for key in keys)[-top_k:]) for at, keys in layers.items()}
         self._least = max(demand.values())
@@ -96,12 +96,12 @@ class Firing:
 
     @property
     def token_bytes(self) -> int:
-        """Room in which the rows that a token can ask for in all layers of the decoder stay, whatever fires."""
+        """Room in which the rows that a token can demand in all layers of the decoder stay, whichever neurons fire."""
         return min(room_for(self._token, self.blocks.one_bytes, self._asked), self.all_bytes)
 
     @property
     def all_bytes(self) -> int:
-        """What all rows and all blocks take."""
+        """Bytes of all rows and all blocks."""
         return self._all + self.blocks.all_bytes
 
     def shares(self, room_bytes: int) -> Shares:
@@ -111,7 +111,7 @@ class Firing:
     def runner(
         self, rows: ExpertCache, backend: Backend, ahead: Lookahead | None, listeners: Iterable[Listener]
     ) -> FiringExperts:
-        """Reads the biases of all experts. Raises PackError."""
+        """Returns the ExpertRunner; reads the biases of all experts for it. Raises PackError."""
         biases = self.pieces.biases()
         return FiringExperts(self._ffn, rows, self.blocks, biases, backend, self.counters, ahead, listeners)
 
@@ -120,7 +120,7 @@ Bools = npt.NDArray[np.bool_]
 
 
 class Scores:
-    """In float32, token by token alike: see Backend.linear."""
+    """A predictor's scores of neurons in float32; each token gets the same bits as alone, see Backend.linear."""
 
     def __init__(self, predictor: NeuronPredictor, backend: Backend) -> None:
         self._backend = backend
@@ -137,11 +137,12 @@ class Scores:
         }
 
     def compressed(self, at: LayerKey, x: F32) -> F32:
-        """x [tokens, features], what enters the experts of a layer → [tokens, rank]"""
+        """Returns the compressed input [tokens, rank] of a layer's experts, x [tokens, features]."""
         return self._backend.linear(x, self._compress[at])
 
     def named(self, key: ExpertKey, compressed: F32) -> Bools:
-        """[tokens, rank] → which neurons of an expert are named, [tokens, d_ff]. Raises NotFinite."""
+        """Returns which neurons of an expert are named [tokens, d_ff], from compressed [tokens, rank]. Raises
+        NotFinite."""
         scores = self._backend.linear(compressed, self._heads[key])
         if not np.isfinite(scores).all():
             raise NotFinite(
@@ -153,7 +154,7 @@ class Scores:
 
 
 def blocks_with(layout: NeuronLayout, neurons: Bools) -> Bools:
-    """Which blocks have one of these neurons [tokens, d_ff]: [tokens, n_blocks]."""
+    """Returns which blocks [tokens, n_blocks] have one of these neurons [tokens, d_ff]."""
     found = np.zeros((len(neurons), layout.n_blocks), np.bool_)
     if len(neurons) == 1:
         found[0, neurons[0].nonzero()[0] // layout.per_block] = True
@@ -164,20 +165,21 @@ def blocks_with(layout: NeuronLayout, neurons: Bools) -> Bools:
 
 
 def neurons_in(layout: NeuronLayout, blocks: Bools) -> Bools:
-    """All neurons of these blocks [tokens, n_blocks]: [tokens, d_ff]."""
+    """Returns all neurons [tokens, d_ff] of these blocks [tokens, n_blocks]."""
     return blocks.repeat(layout.per_block, axis=1)[:, : layout.d_ff]
 
 
 class PredictedExperts:
-    """An ExpertRunner of moert.models. What a token gets depends on what its own scores name alone, not on what is in
-    memory or runs beside it. `blocks` caches whole blocks, rows and behind them columns."""
+    """An ExpertRunner of moert.models for named neurons. A token's result depends on the neurons that its own scores
+    name alone, not on the contents of memory or on tokens beside it. `blocks` caches whole blocks, rows and behind them
+    columns."""
 
     def __init__(
         self, ffn: Ffn, layouts: Mapping[ExpertKey, NeuronLayout], scores: Scores, blocks: BlockCache,
         biases: Mapping[ExpertKey, F32], backend: Backend, counters: tuple[ExpertCounters, NeuronCounters],
         listeners: Iterable[Listener] = (),
     ) -> None:  # fmt: skip
-        """`biases` [d_model] of down, of experts that have some."""
+        """`biases` [d_model]: of down, for experts that have one."""
         self.listeners = list(listeners)
         self._ffn, self._layouts, self._scores, self._blocks = ffn, layouts, scores, blocks
         self._biases, self._backend, (self._asked, self._counters) = biases, backend, counters
@@ -193,7 +195,7 @@ class PredictedExperts:
             start += count
 
     def _add(self, key: ExpertKey, hidden: F32, compressed: F32, tokens: I32, weights: F32, out: F32) -> None:
-        """out[tokens] += weights[:, None] · expert(hidden[tokens])"""
+        """Adds for each of these tokens: out[tokens] += weights[:, None] · expert(hidden[tokens])"""
         layout, bias = self._layouts[key], self._biases.get(key)
         parts = [tokens[at : at + ROWS] for at in range(0, len(tokens), ROWS)]
         named = [self._named(key, layout, compressed[mine]) for mine in parts]
@@ -209,7 +211,7 @@ class PredictedExperts:
             out[mine] += weights[at * ROWS : (at + 1) * ROWS, None] * made
 
     def _named(self, key: ExpertKey, layout: NeuronLayout, compressed: F32) -> Bools:
-        """Blocks that are named for each token: [tokens, n_blocks]."""
+        """Returns the blocks that are named for each token [tokens, n_blocks], and counts neurons."""
         neurons = self._scores.named(key, compressed)
         blocks, counters = blocks_with(layout, neurons), self._counters
         lacking = layout.n_blocks * layout.per_block - layout.d_ff
@@ -220,7 +222,7 @@ class PredictedExperts:
         return blocks
 
     def _fetch(self, key: ExpertKey, named: Bools) -> Lent:
-        """Where the blocks lie that any part of the tokens names: [parts, n_blocks]."""
+        """Brings in the blocks that any part of the tokens names [parts, n_blocks], and returns their places."""
         counters = self._counters
         missed = counters.blocks - counters.block_hits
         lent = self._blocks.fetch(key, by_any(named).nonzero()[0])
@@ -230,7 +232,7 @@ class PredictedExperts:
 
 
 def by_any(of_tokens: Bools) -> Bools:
-    """[tokens, n] → [n]: whether it holds for any of them."""
+    """Returns for each column [n] whether it holds for any of the tokens [tokens, n]."""
     found: Bools = of_tokens[0]
     return found if len(of_tokens) == 1 else np.any(of_tokens, axis=0, out=np.empty_like(found))
 
@@ -241,7 +243,8 @@ NEURONS = (EXACT, PREDICTED)
 
 
 class Naming:
-    """Whole blocks are cached, and no expert: all room is for blocks. See Firing, in whose place this stands."""
+    """The cache for neurons that a predictor names, in place of Firing: it has whole blocks and no experts, so that all
+    room is for blocks."""
 
     def __init__(
         self, pack: Pack, counters: ExpertCounters, io: IoSettings, keeping: str, predictor: NeuronPredictor,
@@ -251,12 +254,12 @@ class Naming:
         self.counters = NeuronCounters()
         self.pieces = Pieces(pack, counters, io)
         self.store = RowStore(self.pieces)
-        """Of a cache without room."""
+        """The store of an expert cache without room."""
         self.blocks = BlockCache(self.pieces.layers, BlockReader(self.pieces), self.counters, KEEPING[keeping])
         self.nbytes = dict.fromkeys(self.pieces.layouts, 0)
-        """What that cache has of each expert."""
+        """Bytes of each expert in that cache."""
         self.token_part, self.all_bytes = predictor.kept.blocks, self.blocks.all_bytes
-        """Of its experts' blocks, what a token asks for; and what all of all take."""
+        """The share of its experts' blocks that a token needs; and the bytes of all blocks."""
         self._asked, self._ffn, self._scores = counters, pack.manifest.model.moe.ffn, Scores(predictor, backend)
 
     def shares(self, room_bytes: int) -> Shares:
@@ -265,7 +268,7 @@ class Naming:
     def runner(
         self, rows: ExpertCache, backend: Backend, ahead: Lookahead | None, listeners: Iterable[Listener]
     ) -> PredictedExperts:
-        """Reads the biases of all experts. Raises PackError."""
+        """Returns the ExpertRunner; reads the biases of all experts for it. Raises PackError."""
         assert ahead is None, "there are no whole experts to read ahead"
         counters = self._asked, self.counters
         return PredictedExperts(
@@ -275,7 +278,8 @@ class Naming:
 
 
 def check_neurons(pack: Pack, neurons: str) -> None:
-    """Raises SettingInvalid or PredictorMissing where the pack lacks what it takes to run so."""
+    """Raises SettingInvalid or PredictorMissing where the pack lacks the layout or the predictor that this setting
+    needs."""
     if neurons != PREDICTED:
         return
     if not pack.has_neurons:
@@ -292,13 +296,14 @@ def check_neurons(pack: Pack, neurons: str) -> None:
 
 
 def predictor_of(pack: Pack, neurons: str) -> NeuronPredictor | None:
-    """None where all neurons count. Raises PackError, SettingInvalid or PredictorMissing."""
+    """Returns the pack's predictor of neurons, None where all neurons count. Raises PackError, SettingInvalid or
+    PredictorMissing."""
     check_neurons(pack, neurons)
     return load_predictor(pack) if neurons == PREDICTED else None
 
 
 def fidelity(predictor: NeuronPredictor) -> str:
-    """What a user should know of answers that come of it."""
+    """Returns a note for the user on answers made with this predictor."""
     loss, cost = predictor.loss, "what that loses was not measured"
     if loss is not None:
         between = f"[{100 * loss.low:.1f}%, {100 * loss.high:.1f}%]"

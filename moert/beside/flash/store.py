@@ -30,29 +30,30 @@ WHOLE = 0.5
 
 
 class PieceReader(Protocol):
-    """What reads of blocks what is kept of them (moert.beside.flash.store)."""
+    """A reader of the part of each block that a cache keeps (moert.beside.flash.store)."""
 
     def n_blocks(self, key: ExpertKey) -> int: ...
 
     def nbytes(self, key: ExpertKey) -> int:
-        """Of one block."""
+        """Returns the bytes of one block."""
         ...
 
     def all_bytes(self, key: ExpertKey) -> int:
-        """That read_all writes."""
+        """Returns the bytes that read_all writes."""
         ...
 
     def read(self, key: ExpertKey, blocks: I64, into: U8, places: I64) -> None:
-        """Blocks [n] of an expert, ascending, to their places [n] in `into`. Raises PackError."""
+        """Reads blocks [n] of an expert, ascending, to their places [n] in `into`. Raises PackError."""
         ...
 
     def read_all(self, key: ExpertKey, into: U8) -> I64:
-        """All of them into uint8 [all_bytes] → their places [n_blocks]. Raises PackError."""
+        """Reads all blocks into uint8 [all_bytes]; returns their places [n_blocks]. Raises PackError."""
         ...
 
 
 class Lent(NamedTuple):
-    """Block k of an expert begins at base[offsets[k]]; below 0: it is not in memory. Good until others are fetched."""
+    """Blocks in memory: block k of an expert begins at base[offsets[k]]; below 0: it is not in memory. Valid until the
+    next fetch."""
 
     base: U8
     offsets: I64  # [n_blocks]
@@ -69,9 +70,9 @@ class _Layer:
         self.first = list(accumulate(map(reader.n_blocks, keys), initial=0))
         self.blocks = Blocks(self.first[-1], keeping)
         self.base = arena.allocate(self.first[-1] * self.slot_bytes)
-        """Of all blocks: what no slot lies in takes no memory."""
+        """Addresses for all blocks: parts without a slot take no memory."""
         self.touched = 0
-        """Slots that anything has lain in: the first ones."""
+        """Slots that were ever used: the first ones."""
 
     @property
     def holds_all(self) -> bool:
@@ -80,7 +81,7 @@ class _Layer:
 
     @property
     def nbytes(self) -> int:
-        """Of its slots."""
+        """Bytes of its slots."""
         return self.blocks.n_slots * self.slot_bytes
 
     def resize(self, n_slots: int) -> None:
@@ -91,13 +92,13 @@ class _Layer:
 
 
 class BlockCache:
-    """Never more than `capacity_bytes` of blocks, and room for all of one expert beside."""
+    """The cache of blocks: never more than `capacity_bytes`, and room for all blocks of one expert beside."""
 
     def __init__(
         self, layers: Mapping[LayerKey, Sequence[ExpertKey]], reader: PieceReader, counters: NeuronCounters,
         keeping: Keeping,
     ) -> None:  # fmt: skip
-        """`layers`: the experts of each. Has no memory until it is resized."""
+        """`layers`: the experts of each layer. The cache has no memory until it is resized."""
         self._reader, self._counters = reader, counters
         arena = Arena(align=PAGE_BYTES)
         self._layers = {
@@ -105,26 +106,25 @@ class BlockCache:
         }
         self._balance = Balance(len(layers))
         self.one_bytes = max(reader.all_bytes(key) for keys in layers.values() for key in keys)
-        """What one expert takes at most."""
+        """Most bytes that one expert takes."""
         self._one, self._one_used = arena.allocate(self.one_bytes), False
         self.all_bytes = sum(len(layer.base) for layer in self._layers.values())
-        """What all blocks of all experts take."""
+        """Bytes of all blocks of all experts."""
         self._capacity_bytes = 0
 
     @property
     def held_bytes(self) -> int:
-        """Memory that is taken."""
+        """Bytes of memory that are taken."""
         slots = sum(layer.touched * layer.slot_bytes for layer in self._layers.values())
         return slots + (self.one_bytes if self._one_used else 0)
 
     @property
     def used_bytes(self) -> int:
-        """What lies in slots."""
+        """Bytes of the blocks in slots."""
         return sum(layer.blocks.n_resident * layer.slot_bytes for layer in self._layers.values())
 
     def resize(self, capacity_bytes: int) -> None:
-        """Shares so many bytes out to the layers: what is more than before in equal parts, what is less by what they
-        have."""
+        """Shares `capacity_bytes` out to the layers: growth in equal parts, a loss in proportion to their bytes."""
         if capacity_bytes == self._capacity_bytes:
             return
         self._capacity_bytes = capacity_bytes
@@ -146,7 +146,8 @@ class BlockCache:
             left -= more * layer.slot_bytes
 
     def fetch(self, key: ExpertKey, wanted: I64) -> Lent:
-        """Brings in the blocks [n] of an expert, ascending and each once. Raises PackError."""
+        """Brings in the blocks [n] of an expert, ascending and each once, and returns their places. Raises
+        PackError."""
         layer = self._layers[key.at]
         if self._balance.is_due():
             self._move()
@@ -169,18 +170,18 @@ class BlockCache:
         return Lent(layer.base, slots_of * layer.slot_bytes)
 
     def fetch_all(self, key: ExpertKey) -> Lent:
-        """All of them; none stays longer than it would have. Raises PackError."""
+        """Brings in all blocks of an expert; none stays longer than it would have otherwise. Raises PackError."""
         if self._layers[key.at].holds_all:
             return self.fetch(key, np.arange(self._reader.n_blocks(key)))
         self._counters.blocks += self._reader.n_blocks(key)
         return self._all(key, np.arange(0))
 
     def _held(self) -> I64:
-        """Bytes of the slots of each layer."""
+        """Returns the bytes of the slots of each layer [n_layers]."""
         return np.array([layer.nbytes for layer in self._layers.values()])
 
     def _move(self) -> None:
-        """Layers give room to others that need it more, and with it what is too little for a slot of theirs."""
+        """Moves room from layers to others that need it more, and with it bytes that were too few for a slot."""
         layers, held = list(self._layers.values()), self._held()
         most = np.array([len(layer.base) for layer in layers])
         left = self._capacity_bytes - int(held.sum())
@@ -194,7 +195,7 @@ class BlockCache:
             left -= more * taker.slot_bytes
 
     def _all(self, key: ExpertKey, wanted: I64) -> Lent:
-        """Reads all blocks; of those that are `wanted` as many stay as there are slots for."""
+        """Reads all blocks of an expert; of the `wanted` ones as many stay as there are slots for."""
         self._one_used = True
         started = time.perf_counter()
         places = self._reader.read_all(key, self._one)
@@ -203,7 +204,8 @@ class BlockCache:
         return Lent(self._one, places)
 
     def _beside(self, key: ExpertKey, wanted: I64, slots_of: I64) -> Lent:
-        """Reads those that are not in slots, and puts all that are `wanted` together, since there are too few slots."""
+        """Reads the `wanted` blocks that are not in slots, and puts all wanted ones together beside the slots, which
+        are too few."""
         layer, nbytes = self._layers[key.at], self._reader.nbytes(key)
         self._one_used = True
         places = np.arange(len(slots_of)) * nbytes
@@ -220,7 +222,7 @@ class BlockCache:
         self._counters.wait_s += time.perf_counter() - started
 
     def _keep(self, key: ExpertKey, wanted: I64, places: I64) -> None:
-        """Of blocks that lie in the room beside the slots, as many stay in some as there are."""
+        """Copies `wanted` blocks from the room beside the slots into slots, as many as there are."""
         layer, nbytes = self._layers[key.at], self._reader.nbytes(key)
         first = layer.first[key.expert]
         with self._slots(layer, wanted[: layer.blocks.n_slots] + first) as (blocks, slots):
@@ -229,7 +231,8 @@ class BlockCache:
 
     @contextmanager
     def _slots(self, layer: _Layer, blocks: I64) -> Iterator[tuple[I64, I64]]:
-        """Blocks of a layer that have no contents yet, and their slots, which they lose where these can't be had."""
+        """Yields the blocks of a layer that have no contents yet, and their slots, which they lose if reading the
+        contents fails."""
         before = layer.blocks.evictions
         taken = layer.blocks.want(blocks)
         layer.touched = max(layer.touched, int(taken.slots.max(initial=-1)) + 1)
@@ -250,8 +253,8 @@ class Rows(NamedTuple):
 
 
 class Part(NamedTuple):
-    """What of every block lies in a file as one piece: that of block k is file[at + k · step:][:nbytes], its checksum
-    the one numbered check + k. It comes `place` bytes behind the beginning of what is kept of the block."""
+    """The part of every block that lies in a file as one piece: block k has file[at + k · step:][:nbytes], and the
+    checksum numbered check + k. In memory it lies `place` bytes behind the beginning of the block."""
 
     at: int
     step: int
@@ -265,7 +268,7 @@ def rows_of(layout: NeuronLayout) -> Part:
 
 
 def all_rows_of(layout: NeuronLayout) -> Part:
-    """Where they lie together."""
+    """Returns the part of all rows, where they lie together."""
     return Part(layout.rows_at, 0, layout.together_bytes, layout.n_checksums - 1)
 
 
@@ -274,7 +277,7 @@ def columns_of(layout: NeuronLayout, place: int = 0) -> Part:
 
 
 class Pieces:
-    """Reads pieces of a pack's experts and counts what it read. Safe to use from several threads."""
+    """The pieces of a pack's experts: reads them, and counts reads and bytes. Safe to use from several threads."""
 
     def __init__(self, pack: Pack, counters: ExpertCounters, io: IoSettings) -> None:
         """Raises PackError where neurons.safetensors is damaged."""
@@ -283,7 +286,7 @@ class Pieces:
         self._sums = checksums_from_bytes(pack.read_file(NEURONS), pack.manifest)
         self.layouts = {entry.key: pack.neurons(entry.key) for entry in pack.manifest.experts}
         self.layers: dict[LayerKey, list[ExpertKey]] = {}
-        """The experts of each."""
+        """The experts of each layer."""
         for key in self.layouts:
             self.layers.setdefault(key.at, []).append(key)
         self._patience = Patience(pack, counters, self._lock)
@@ -291,7 +294,7 @@ class Pieces:
         self._readers = Readers()
 
     def biases(self) -> dict[ExpertKey, F32]:
-        """Of down, [d_model], of all experts that have some. Raises PackError."""
+        """Returns the biases of down [d_model] of all experts that have one. Raises PackError."""
         return {key: bias for key in self.layouts if (bias := self._bias(key)) is not None}
 
     def _bias(self, key: ExpertKey) -> F32 | None:
@@ -304,8 +307,8 @@ class Pieces:
         return found.view(np.float32)
 
     def read(self, key: ExpertKey, parts: Sequence[Part], blocks: I64, into: U8, places: I64) -> None:
-        """These parts of blocks [n] of an expert, ascending, to what begins at their places [n] in `into`. What lies
-        side by side in the file is one request. Raises PackError."""
+        """Reads these parts of blocks [n] of an expert, ascending, to their places [n] in `into`. Pieces that lie side
+        by side in the file are one request. Raises PackError."""
         entry, sums = self._pack.entry(key), self._sums[key]
         reads: Table = np.zeros(len(blocks) * len(parts), READ)
         for first, part in enumerate(parts):
@@ -322,11 +325,11 @@ class Pieces:
             self._patience.again(lambda: self._read(entry.path, reads), entry.path, error)
 
     def expect(self) -> None:
-        """As of ExpertStore."""
+        """See ExpertStore.expect."""
         self._files.expect()
 
     def close(self) -> None:
-        """Closes files that nobody reads from any more."""
+        """Closes the files that are not being read."""
         self._files.close()
         self._readers.close()
 
@@ -351,7 +354,8 @@ class Pieces:
 
 
 class RowStore:
-    """A Store of moert.experts.cache: of each expert gate and up, one request unless they are bundled."""
+    """A Store of moert.experts.cache for gate and up of experts: one request for each, unless rows and columns are
+    bundled."""
 
     def __init__(self, pieces: Pieces) -> None:
         self._pieces = pieces
@@ -361,7 +365,7 @@ class RowStore:
         return layout.together_bytes or layout.n_blocks * layout.rows_bytes
 
     def read_all(self, wanted: Sequence[tuple[ExpertKey, U8]]) -> list[U8 | PackError]:
-        """The rows of several experts: the place of each, or why they can't be read."""
+        """Reads the rows of several experts; returns the place of each, or the error that stopped its reading."""
         return [self._read(key, into) for key, into in wanted]
 
     def _read(self, key: ExpertKey, into: U8) -> U8 | PackError:
@@ -379,13 +383,13 @@ class RowStore:
         self._pieces.close()
 
     def expert(self, key: ExpertKey, buffer: U8) -> Expert:
-        """`Rows`, which only FiringExperts looks into."""
+        """Returns `Rows`, which only FiringExperts looks into."""
         layout = self._pieces.layouts[key]
         return Expert(Rows(layout, buffer, _side_by_side(layout)))
 
 
 class ColumnReader:
-    """A PieceReader of moert.beside.flash.store: of each block its columns."""
+    """A PieceReader of the columns of each block."""
 
     def __init__(self, pieces: Pieces) -> None:
         self._pieces = pieces
@@ -405,7 +409,7 @@ class ColumnReader:
     def read_all(self, key: ExpertKey, into: U8) -> I64:
         layout = self._pieces.layouts[key]
         parts = [columns_of(layout)]
-        if layout.rows_step > layout.rows_bytes:  # bundled: what lies between is read too, in one request
+        if layout.rows_step > layout.rows_bytes:  # bundled: the rows between them are read too, in one request
             parts = [rows_of(layout), columns_of(layout, layout.rows_bytes)]
         blocks = np.arange(layout.n_blocks)
         self._pieces.read(key, parts, blocks, into, blocks * layout.columns_step)
@@ -413,7 +417,7 @@ class ColumnReader:
 
 
 class BlockReader:
-    """The same of whole blocks: rows, and right behind them columns. Where they lie so in the file, a block is one
+    """A PieceReader of whole blocks: rows, and right behind them columns. Where they lie so in the file, a block is one
     request."""
 
     def __init__(self, pieces: Pieces) -> None:

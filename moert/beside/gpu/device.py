@@ -23,14 +23,14 @@ from moert.pack.parts import Ffn
 
 @dataclass(frozen=True)
 class Roofline:
-    """The time of a matrix product over the number of its rows: whatever takes longer, reading the weights once or
-    multiplying each row with them. Both are seconds for each weight; `row_s` for each row as well."""
+    """The time of a matrix product by its number of rows: reading the weights once, or multiplying each row with them
+    if that takes longer. `weight_s`: seconds for each weight; `row_s`: for each weight and row."""
 
     weight_s: float
     row_s: float
 
     def seconds(self, weights: int, rows: int) -> float:
-        """Of an expert with so many weights that so many tokens go to."""
+        """Returns the time of an expert with that many weights and rows [s]."""
         return weights * max(self.weight_s, rows * self.row_s)
 
 
@@ -40,9 +40,9 @@ Widths = Mapping[int, Roofline]
 
 @dataclass(frozen=True)
 class DeviceCosts:
-    """Of a device. `pass_s`: for each mixture, to hand x over and fetch what was made, beside their bytes; `launch_s`:
-    for each expert in it. Copies take `copy_s` and their bytes by `copy_bytes_per_s`; x and what is made go over at
-    the same speed."""
+    """The costs of a device. `pass_s`: for each mixture, to hand x over and fetch the result, beside their bytes;
+    `launch_s`: for each expert in it. Copies take `copy_s` and their bytes by `copy_bytes_per_s`; x and the result go
+    over at the same speed."""
 
     widths: Widths
     launch_s: float
@@ -53,8 +53,8 @@ class DeviceCosts:
 
 @dataclass(frozen=True)
 class HostCosts:
-    """Of the processor and the drive: an expert takes `call_s` and its products, a read `read_s` and its bytes by
-    `read_bytes_per_s`."""
+    """The costs of the processor and the drive: an expert takes `call_s` and its products, a read `read_s` and its
+    bytes by `read_bytes_per_s`."""
 
     widths: Widths
     call_s: float
@@ -63,14 +63,14 @@ class HostCosts:
 
 
 class Clock(Protocol):
-    """Time as a device tells it. On a simulated one it goes on only by what is told to it."""
+    """The time of a device. On a simulated one it goes on only by calls."""
 
     def now(self) -> float:
-        """Seconds since some moment."""
+        """Returns the seconds since some moment."""
         ...
 
     def host(self, seconds: float) -> None:
-        """The processor has done something that takes so long on the machine whose time this is."""
+        """Adds the time of work that the processor has done on the machine of this clock [s]."""
         ...
 
 
@@ -81,7 +81,7 @@ class WallClock:
         return time.perf_counter()
 
     def host(self, seconds: float) -> None:
-        """It has passed already."""
+        """Does nothing: that time has passed already."""
 
 
 STAGING_BUFFERS = 4
@@ -90,11 +90,11 @@ STAGING_BUFFERS = 4
 Held = NewType("Held", object)
 """An expert in a device's memory, or on its way there: only the device that holds it looks inside."""
 Running = NewType("Running", object)
-"""What a device was asked to compute: alike."""
+"""A computation that a device has begun: only that device looks inside."""
 
 
 class DeviceFull(Exception):
-    """The device has no memory left for what is asked: give experts back and ask again."""
+    """The device has no memory left for a call: give experts back and call again."""
 
 
 class DeviceMissing(RunError):
@@ -102,9 +102,11 @@ class DeviceMissing(RunError):
 
 
 class Device(Protocol):
-    """Used by one thread, the model's. What is asked is done in the order asked, copies and computing side by side.
+    """A device with memory of its own, used by one thread, the model's. Calls are carried out in their order, copies
+    and computing side by side.
 
-    All but `finish`, `wait` and `wait_left` come back at once; a copy may wait for one of the STAGING_BUFFERS."""
+    All but `finish`, `wait` and `wait_left` return at once; a copy may wait for one of the STAGING_BUFFERS.
+    """
 
     name: str
     """As `open_device` takes it: "cuda:0"."""
@@ -113,11 +115,11 @@ class Device(Protocol):
     simulated: bool
     """Whether its times are those of another machine: then they are taken from `clock`."""
     capacity_bytes: int
-    """The most that it holds: experts, and what it computes with."""
+    """The most bytes that it holds: experts, and all that it computes with."""
 
     @property
     def clock(self) -> Clock:
-        """What its times are of."""
+        """The clock that its times are taken from."""
         ...
 
     @property
@@ -126,58 +128,60 @@ class Device(Protocol):
         ...
 
     def weigh(self, nbytes: int, projections: Mapping[str, ProjectionView]) -> int:
-        """Bytes that an expert takes there, of which `nbytes` lie in a buffer of the host."""
+        """Returns the bytes on the device of an expert that has `nbytes` in a buffer of the host."""
         ...
 
     def scratch_bytes(self, rows: int, d_model: int, d_ff: int) -> int:
-        """What a mixture of so many rows takes there beside the experts, at most."""
+        """Returns the most bytes that a mixture of `rows` rows takes on the device beside the experts."""
         ...
 
     def copy(self, view: ExpertView) -> Held:
-        """Begins to copy an expert there, packed as it is, out of a staging buffer, on the stream of copies. The
-        buffer of the view is not changed or freed before `wait_left`. Raises DeviceFull."""
+        """Begins to copy an expert to the device, packed as it is, out of a staging buffer, on the stream of copies.
+        The buffer of the view is not changed or freed before `wait_left`. Raises DeviceFull."""
         ...
 
     def wait_left(self, held: Held) -> None:
-        """Waits until the buffer that it was copied from is not needed any more: it lies in a staging buffer."""
+        """Waits until the buffer that an expert is copied from is not needed any more: its bytes lie in a staging
+        buffer."""
         ...
 
     def has(self, held: Held) -> bool:
-        """Whether its copy has come."""
+        """Returns whether an expert's copy has arrived."""
         ...
 
     def wait(self, held: Held) -> None:
-        """Waits until it has come."""
+        """Waits until an expert's copy has arrived."""
         ...
 
     def free(self, held: Held) -> None:
-        """Gives its memory back, once all that was begun with it has ended."""
+        """Frees an expert's memory, once all computations that use it have ended."""
         ...
 
     def begin(
         self, experts: Sequence[Held], counts: Sequence[int], tokens: I32, x: F32, spec: Ffn
     ) -> Running:  # fmt: skip
-        """Begins to compute expert after expert, each with the next `counts` of the tokens [rows]; those that are still
-        on their way are waited for by the device, not by the caller. x [tokens of the pass, d_model] may be changed
-        once this returns. Raises DeviceFull, and then has begun nothing."""
+        """Begins to compute expert after expert, each with the next `counts` of the tokens [rows]; the device waits for
+        experts that are still on their way, the caller does not. x [tokens of the pass, d_model] may be changed once
+        this returns. Raises DeviceFull, and then has begun nothing."""
         ...
 
     def finish(self, running: Running, parts: F32) -> None:
-        """Waits for it: parts [rows, d_model] = expert(x[token]) for each row, in the order given, not weighted.
-        Whoever asks adds them up, so that the order of additions is the same wherever experts are computed."""
+        """Waits for a computation: parts [rows, d_model] = expert(x[token]) for each row, in the order given, not
+        weighted. The caller adds them up, so that the order of additions is the same wherever experts are computed."""
         ...
 
     def costs(self) -> DeviceCosts:
-        """What things take there: measured in under a second, or remembered from the last time."""
+        """Returns the device's costs: measured in under a second, or remembered from the last time."""
         ...
 
     def backend(self, host: Backend) -> Backend | None:
-        """One that has everything but the experts there, keys and values included, and hands to `host` what it can't
-        do; None: all of that stays on the host."""
+        """Returns a backend that has all but the experts on the device, keys and values included, and leaves to `host`
+        the operations that it lacks; None: all of that stays on the host."""
         ...
 
     def full(self, give_back: Callable[[], bool]) -> None:
-        """From now on this is asked where that backend finds no room: whether experts gave some of theirs back."""
+        """Sets the function that this backend calls where it finds no room: it returns whether experts gave some of
+        theirs back."""
         ...
 
     def close(self) -> None:
@@ -186,13 +190,13 @@ class Device(Protocol):
 
 
 _SECTION = "devices"
-_MEASURED_BYTES = 48 << 20  # of weights, for what they take where no cache holds them
+_MEASURED_BYTES = 48 << 20  # of weights, for their time where no cache holds them
 _SIDE, _GROUP, _ROWS, _TURNS = 512, 64, 64, 3
 _SCALES = 0.5  # bits of a weight for its scale and minimum
 
 
 def remembered_costs(key: str, measure: Callable[[], DeviceCosts], cache: Path | None = None) -> DeviceCosts:
-    """Those of the device that `key` names: remembered, or measured now and remembered."""
+    """Returns the costs of the device that `key` names: remembered, or measured now and remembered."""
     cache = cache or cache_file()
     known = entries(cache, _SECTION)
     with suppress(KeyError, *DAMAGED):
@@ -203,7 +207,7 @@ def remembered_costs(key: str, measure: Callable[[], DeviceCosts], cache: Path |
 
 
 def known_costs(cache: Path | None = None) -> dict[str, DeviceCosts]:
-    """Of all devices that were measured here; without damaged entries."""
+    """Returns the costs of all devices that were measured here, by key; without damaged entries."""
     found: dict[str, DeviceCosts] = {}
     for key, body in entries(cache or cache_file(), _SECTION).items():
         with suppress(*DAMAGED):
@@ -212,8 +216,8 @@ def known_costs(cache: Path | None = None) -> dict[str, DeviceCosts]:
 
 
 def host_costs(backend: Backend, drive_bytes_per_s: float) -> HostCosts:
-    """Of this processor, measured in half a second: what weights take that no cache holds, and what each of many rows
-    takes."""
+    """Returns the costs of this processor, measured in half a second: the time of weights that no cache holds, and of
+    each of many rows."""
     loaded = library.load()
     speeds = None if loaded is None or backend.widens else kernel_speeds(loaded, backend.threads, _MEASURED_BYTES)
     widths = {bits: _roofline(backend, bits, None if speeds is None else speeds[bits]) for bits in WIDTHS}
@@ -230,7 +234,7 @@ def _roofline(backend: Backend, bits: int, bytes_per_s: float | None) -> Rooflin
 
 
 def _matrix(bits: int) -> Any:
-    """Of so many bits a weight."""
+    """Returns a matrix of `bits` a weight, to measure with."""
     from moert.kernels.backend import Floats
 
     if bits == 16:
@@ -242,7 +246,7 @@ def _matrix(bits: int) -> Any:
 
 
 def _least_s(call: Callable[[], object]) -> float:
-    """Of a few turns, after one that is not counted."""
+    """Returns the least time of a few calls [s], after one that is not counted."""
     call()
     times = []
     for _ in range(_TURNS):

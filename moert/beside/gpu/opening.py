@@ -38,24 +38,24 @@ def _torch(name: str, capacity_bytes: int | None, host: Backend) -> Device:
 
 
 DEVICES: Mapping[str, Open] = {**{f"sim:{name}": _simulated for name in PROFILES}, "torch:cpu": _torch}
-"""Name → what opens it; cuda:0, cuda:1 … are there beside these."""
+"""Name → function that opens the device; cuda:0, cuda:1 … are known beside these."""
 
 
 def device_named(name: str) -> bool:
-    """Whether there can be such a device, here or elsewhere."""
+    """Returns whether a device can have this name, here or elsewhere."""
     return name in (AUTO_DEVICE, NO_DEVICE, PROCESSOR, *DEVICES) or _is_cuda(name)
 
 
 def known_devices() -> str:
-    """All names, for messages."""
+    """Returns all names, for messages."""
     return ", ".join((AUTO_DEVICE, NO_DEVICE, PROCESSOR, "cuda", "cuda:0", *DEVICES))
 
 
 def open_device(name: str, capacity_bytes: int | None, host: Backend) -> Device | None:
-    """The device of that name, of whose memory no more than `capacity_bytes` are used; None where the processor is
-    alone. `auto` is the first GPU where there is one with torch; without any sign of one torch is not imported.
+    """Returns the device of that name, of whose memory no more than `capacity_bytes` are used; None where the processor
+    is alone. `auto` is the first GPU where there is one with torch; without any sign of a GPU torch is not imported.
 
-    Raises DeviceMissing for one that is not here, and KeyError for an unknown name.
+    Raises DeviceMissing for a device that is not here, and KeyError for an unknown name.
     """
     if name in (NO_DEVICE, PROCESSOR):
         return None
@@ -75,5 +75,5 @@ def _is_cuda(name: str) -> bool:
 
 
 def _has_driver() -> bool:
-    """Whether the driver of such a card is loaded."""
+    """Returns whether NVIDIA's driver is loaded."""
     return Path("/proc/driver/nvidia/version").exists() or Path("/dev/nvidiactl").exists()

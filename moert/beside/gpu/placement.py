@@ -1,8 +1,8 @@
-"""Who computes which expert of a layer: the device that holds it, the device after a copy, or the processor. Pure.
+"""Where each expert of a layer is computed: by the device that holds it, by it after a copy, or by the processor. Pure.
 
-Fiddler (Kamahori et al. 2024) takes for each expert the cheaper of three ways; here both sides work at the same time,
-so that what counts is when the later of them is done. Copying goes on a stream of its own beside what the device
-computes, and reads from the drive beside all of that.
+Fiddler (Kamahori et al. 2024) takes for each expert the cheapest of three ways; here both sides work at the same time,
+so that the later of them counts. Copying goes on a stream of its own beside the device's computing, and reads from the
+drive beside both.
 
 The native library finds the same in a hundredth of the time, with the same additions in the same order.
 """
@@ -19,12 +19,14 @@ from moert.kernels import library
 from moert.kernels.structs import PLACING, Placing
 
 IN_MEMORY, ON_DEVICE = 1, 2
-"""Where an expert lies, added up: 0 is on the drive alone. What is on its way to the device counts as there."""
+"""Where an expert lies, added up: 0 is on the drive alone. An expert on its way to the device counts as there."""
 HOST, HELD, COPIED = 0, 1, 2
-"""Who computes it: the processor; the device that holds it; the device, once it was copied there."""
+"""Where an expert is computed: by the processor; by the device that holds it; by the device, once it was copied
+there."""
 CHEAPEST, ALWAYS_COPIED, ONLY_HELD = "cheapest", "copied", "resident"
 RULES = (CHEAPEST, ALWAYS_COPIED, ONLY_HELD)
-"""Fiddler's choice; what the device lacks is copied there (Mixtral-offloading); the device computes what it holds."""
+"""Fiddler's choice; experts that the device lacks are copied there (Mixtral-offloading); the device computes only those
+that it holds."""
 
 _TRIED = 7  # experts that could be computed on either side of which all ways are tried
 _RELUCTANCE = 0.01  # a copy must save this part of its time at least: it moves others out
@@ -41,7 +43,7 @@ class Kind(NamedTuple):
 
 
 class Busy(NamedTuple):
-    """For how many seconds streams are busy with what was begun before."""
+    """Seconds for which streams are busy with earlier work."""
 
     device_s: float = 0.0
     copy_s: float = 0.0
@@ -52,14 +54,15 @@ IDLE = Busy()
 
 
 class Placed(NamedTuple):
-    """Of each expert who computes it, and the seconds until the layer is done, as far as costs tell."""
+    """The decision for a layer: where each expert is computed (`who`), and the estimated seconds until the layer is
+    done."""
 
     who: bytes
     seconds: float
 
 
 class _Costs(NamedTuple):
-    """Of one expert with its tokens, in seconds."""
+    """Costs of one expert with its tokens, in seconds."""
 
     host: float
     device: float
@@ -68,17 +71,17 @@ class _Costs(NamedTuple):
 
 
 class Placement:
-    """Decides for layers of a model whose experts are of these `kinds`, of which x has `width` features."""
+    """Decisions for the layers of a model, whose experts are of these `kinds` and whose x has `width` features."""
 
     def __init__(
         self, kinds: Sequence[Kind], width: int, device: DeviceCosts, host: HostCosts, rule: str = CHEAPEST,
         native: bool = True,
     ) -> None:  # fmt: skip
-        """`native`: decided by the native library, where there is one."""
+        """`native`: the native library decides, where there is one."""
         self.pass_s = device.pass_s
         self._rule = RULES.index(rule)
         self._host, self._device = host, device
-        self._row_s = 8 * width / device.copy_bytes_per_s  # x goes over, and what is made comes back
+        self._row_s = 8 * width / device.copy_bytes_per_s  # x goes over, and the result comes back
         self._kinds = [_products(kind, device, host) for kind in kinds]
         self._copies = [device.copy_s + kind.nbytes / device.copy_bytes_per_s for kind in kinds]
         self._reads = [host.read_s + kind.nbytes / host.read_bytes_per_s for kind in kinds]
@@ -87,16 +90,18 @@ class Placement:
         self._native = None if found is None else _Native(found, self)
 
     def copy_s(self, kind: int) -> float:
-        """What copying an expert of this kind takes."""
+        """Returns the time of copying an expert of this kind [s]."""
         return self._copies[kind]
 
     def gain_s(self, kind: int) -> float:
-        """What a token gains where the device computes such an expert and not the processor."""
+        """Returns the time that a token gains where the device computes an expert of this kind and not the processor
+        [s]."""
         costs = self.costs(1, kind, IN_MEMORY)
         return costs.host - costs.device
 
     def decide(self, counts: Sequence[int], kinds: Sequence[int], where: Sequence[int], busy: Busy = IDLE) -> Placed:
-        """For each expert of a layer: tokens that go to it, its kind, and where it lies."""
+        """Returns the decision for a layer; for each expert: `counts`, its tokens, `kinds`, its kind, and `where` it
+        lies."""
         again = busy == IDLE and len(counts) <= _PATTERN
         pattern = (tuple(counts), tuple(kinds), tuple(where)) if again else None
         if pattern is not None and pattern in self._known:
@@ -112,7 +117,7 @@ class Placement:
         return placed
 
     def costs(self, count: int, kind: int, where: int) -> _Costs:
-        """Of an expert of this kind with so many tokens."""
+        """Returns the costs of an expert of this kind with `count` tokens."""
         host, device = self._host.call_s, self._device.launch_s + count * self._row_s
         for host_weight, host_row, device_weight, device_row in self._kinds[kind]:
             host += max(host_weight, count * host_row)
@@ -122,8 +127,9 @@ class Placement:
         return _Costs(host, device, copy, read)
 
     def seconds(self, costs: Sequence[_Costs], where: Sequence[int], who: Sequence[int], busy: Busy = IDLE) -> float:
-        """When the layer is done: the device computes what it holds, then what is copied, first what lies in memory;
-        the processor what lies in memory, then what is read. Each of them in the order given."""
+        """Returns the time until the layer is done [s]: the device computes the experts that it holds, then copied
+        ones, those in memory first; the processor those in memory, then those that are read. Each of them in the order
+        given."""
         device, copy, read, host, used = busy.device_s, busy.copy_s, busy.read_s, 0.0, False
         for each, by in zip(costs, who, strict=True):
             if by == HELD:
@@ -141,7 +147,7 @@ class Placement:
                     host = max(host, read if on_drive else 0.0) + each.host
         return max(host, device + self.pass_s) if used else host
 
-    # What follows is in csrc/place.c as well.
+    # The rest is in csrc/place.c as well.
 
     def _decide(self, costs: list[_Costs], where: Sequence[int], busy: Busy) -> Placed:
         who = bytearray(HELD if at & ON_DEVICE else COPIED if self._rule == 1 else HOST for at in where)
@@ -169,8 +175,8 @@ class Placement:
     def _split(
         self, costs: list[_Costs], where: Sequence[int], who: bytearray, movable: list[int], busy: Busy
     ) -> None:  # fmt: skip
-        """Experts by how much longer the processor takes than it takes to bring them to the device: divides that order
-        in two where both sides are done at the same time; then whoever is better off on the other side goes there."""
+        """Orders experts by the processor's time over the device's or the copy's, and divides the order where both
+        sides are done at the same time; then each expert that is better off on the other side goes there."""
         order = sorted(movable, key=lambda place: (-_ratio(costs[place]), place))
 
         def divided(count: int) -> float:
@@ -207,7 +213,7 @@ class Placement:
 
 
 class _Native:
-    """The same in C."""
+    """The same decisions, in C."""
 
     def __init__(self, native: library.Library, placement: Placement) -> None:
         self._call: Any = native.functions.moert_assign
@@ -234,7 +240,7 @@ class _Native:
 
 
 def _products(kind: Kind, device: DeviceCosts, host: HostCosts) -> list[tuple[float, float, float, float]]:
-    """Of each projection the seconds of its weights and of a row, on the processor and on the device."""
+    """Returns for each projection the seconds of its weights and of a row, on the processor and on the device."""
     return [
         (
             weights * host.widths[bits].weight_s, weights * host.widths[bits].row_s,
@@ -249,5 +255,5 @@ def _on_device(at: int) -> int:
 
 
 def _ratio(costs: _Costs) -> float:
-    """What the processor is spared, by what the busier of the two streams gets to do."""
+    """Returns the time that the processor saves over the time that the busier of the device's two streams gets."""
     return costs.host / max(costs.device, costs.copy)

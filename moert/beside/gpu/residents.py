@@ -1,4 +1,4 @@
-"""Which experts stay in a device's memory."""
+"""The experts that stay in a device's memory."""
 
 from __future__ import annotations
 
@@ -26,19 +26,19 @@ from moert.pack.paths import DROPPED, Trace
 from moert.stats import DeviceCounters
 
 Popularity = Mapping[LayerKey, npt.NDArray[np.float64]]
-"""[num_experts] for each layer: of its tokens the share that went to each."""
+"""For each layer the share of its tokens that went to each expert [num_experts]."""
 
 
 class Keeping(NamedTuple):
-    """A policy for who leaves, and experts in the order in which they are to be there at the start."""
+    """An eviction policy, and experts in the order in which they are to be on the device at the start."""
 
     policy: EvictionPolicy
     first: Sequence[ExpertKey]
 
 
 class Ranked:
-    """Whoever stands further back in an order leaves first: what fits of its beginning stays for good, and what is
-    copied beside it leaves again."""
+    """An eviction policy by a fixed order: the expert furthest back leaves first, so that the first ones stay for good,
+    as many as fit, and others that are copied beside them leave again."""
 
     def __init__(self, order: Sequence[ExpertKey]) -> None:
         most = 1 + max(key.expert for key in order)
@@ -52,7 +52,8 @@ class Ranked:
 
 
 def popularity(trace: Trace | None, spec: ModelSpec) -> Popularity:
-    """Counted in a pack's trace, as Fiddler does; without one, none is more popular than another."""
+    """Returns the popularity in a pack's trace, as Fiddler counts it; without a trace all experts of a layer are
+    equal."""
     even = np.full(spec.moe.n, spec.moe.router.top_k / spec.moe.n)
     if trace is None:
         return dict.fromkeys(spec.moe_layers(), even)
@@ -66,7 +67,7 @@ def popularity(trace: Trace | None, spec: ModelSpec) -> Popularity:
 
 
 def by_popularity(shares: Popularity, order: LayerOrder) -> list[ExpertKey]:
-    """The most popular first, of equal ones by layer and number."""
+    """Returns experts, the most popular first, equal ones by layer and number."""
     keys = [at.expert(number) for at in order for number in range(len(shares[at]))]
     return sorted(keys, key=lambda key: (-float(shares[key.at][key.expert]), key))
 
@@ -96,14 +97,15 @@ KEEPS: Mapping[str, Callable[[Popularity, LayerOrder, Succession | None], Keepin
     "lru": _lru,
     "layers": _layers,
 }
-"""Who is needed again last leaves, as eviction has it; the most popular of the trace stay (Fiddler); the latest of each
-layer, who come as they are asked for (Mixtral-offloading); whole layers, the last ones (llama.cpp)."""
+"""Name → rule. expected: the expert needed again last leaves, as in the expert cache; popular: the most popular of the
+trace stay (Fiddler); lru: the latest of each layer stay, which come on demand (Mixtral-offloading); layers: whole
+layers stay, the last ones (llama.cpp)."""
 
 
 class Residents:
-    """Never more than `capacity_bytes` of experts. Room for newcomers is kept free: they come into it, are used, and
-    then whoever is worth least leaves, which may be the newcomer: so a long prompt that copies all experts of a layer
-    does not push out what its next layers need."""
+    """Experts on a device, never more than `capacity_bytes`. Room for newcomers is kept free: they come into it, are
+    used, and then the expert of least worth leaves, which may be the newcomer: so a long prompt that copies all experts
+    of a layer does not push out those that its next layers need."""
 
     def __init__(
         self, device: Device, weights: Mapping[ExpertKey, int], policy: EvictionPolicy, capacity_bytes: int,
@@ -115,13 +117,13 @@ class Residents:
         self._held: dict[ExpertKey, Held] = {}
         self._comes: dict[ExpertKey, float] = {}  # when copies under way will have come
         self._copying_until = 0.0
-        self._expected: Sequence[ExpertKey] = ()  # copied for what comes next
+        self._expected: Sequence[ExpertKey] = ()  # copied for the next layer
         largest = max(weights.values())
         newcomers = min(STAGING_BUFFERS, capacity_bytes // largest // 4)
         self._spare_bytes = max(1, newcomers) * largest
 
     def learn(self, demands: Iterable[Demand]) -> None:
-        """What the pack's trace asked for: who is worth how much before the first request."""
+        """Learns each expert's worth before the first request from the demands of the pack's trace."""
         self._residency.learn(demands)
 
     @property
@@ -134,7 +136,7 @@ class Residents:
 
     @property
     def room_bytes(self) -> int:
-        """For experts that stay, beside the newcomers'."""
+        """Room for experts that stay [bytes], beside the newcomers'."""
         return self.capacity_bytes - self._spare_bytes - self.used_bytes
 
     def __len__(self) -> int:
@@ -144,7 +146,7 @@ class Residents:
         return key in self._held
 
     def begin(self, demand: Demand) -> None:
-        """A layer begins."""
+        """Begins a layer with its demand."""
         self._residency.begin(demand)
         now = self._device.clock.now()
         self._comes = {key: until for key, until in self._comes.items() if until > now}
@@ -153,17 +155,17 @@ class Residents:
         return self._held[key]
 
     def comes_in(self, key: ExpertKey) -> float:
-        """Seconds until its copy will have come, as far as costs tell; 0 for what is there."""
+        """Returns the seconds until an expert's copy arrives, estimated from costs; 0 for one that is there."""
         return max(0.0, self._comes.get(key, 0.0) - self._device.clock.now())
 
     @property
     def copying_s(self) -> float:
-        """For how long the stream of copies is busy."""
+        """Seconds for which the stream of copies is busy."""
         return max(0.0, self._copying_until - self._device.clock.now())
 
     def bring(self, key: ExpertKey, view: ExpertView, takes_s: float, ahead: bool = False) -> Held | None:
-        """Begins to copy an expert there, which takes so long; None where it finds no room. What it is copied `ahead`
-        for may not come: nobody who stays leaves for it."""
+        """Begins to copy an expert to the device, which takes `takes_s`; returns None where it finds no room. `ahead`:
+        its demand may not come, so that no other expert leaves for it."""
         nbytes = self._weights[key]
         while True:
             free = self.capacity_bytes - self.used_bytes
@@ -186,12 +188,12 @@ class Residents:
         return held
 
     def limit(self, nbytes: int) -> None:
-        """From now on experts take no more than this; nobody leaves for it before somebody comes."""
+        """Lowers the capacity to `nbytes`; no expert leaves for that before another one comes."""
         self._residency.capacity_bytes = min(self.capacity_bytes, nbytes)
 
     def give_back(self, nbytes: int, but: Collection[ExpertKey] = ()) -> bool:
-        """The device has less memory than was thought: experts of so many bytes leave, `but` none of these, and their
-        room is not used again. False where there are none."""
+        """Evicts experts of `nbytes`, none of `but`, since the device has less memory than was thought; their room is
+        not used again. Returns False where there are none."""
         leaving = self._residency.victims(nbytes + self.capacity_bytes - self.used_bytes, but, (), force=True)
         if not leaving:
             return False
@@ -201,13 +203,13 @@ class Residents:
         return True
 
     def used(self, keys: Collection[ExpertKey]) -> None:
-        """The present layer computes with these on the device; it has no more need of them."""
+        """Counts demands for experts that the present layer computes on the device; it has no more need of them."""
         for key in keys:
             self._residency.demand(key)
             self._residency.done(key)
 
     def computed_elsewhere(self, keys: Collection[ExpertKey]) -> None:
-        """The present layer has no need of these here."""
+        """Counts demands for experts that the present layer computes on the processor; it has no need of them here."""
         for key in keys:
             if key in self._held:
                 self._residency.demand(key)
@@ -216,16 +218,17 @@ class Residents:
             self._residency.done(key)
 
     def wants(self, key: ExpertKey) -> bool:
-        """Whether one that the processor computes is worth more here than somebody who is here."""
+        """Returns whether an expert that the processor computes is to come here: it is worth more than one here, or
+        there is room."""
         fits = self._weights[key] <= self.room_bytes
         return key not in self._held and not self.copying_s and (fits or self._residency.outlasts(key))
 
     def expect(self, keys: Sequence[ExpertKey]) -> None:
-        """What was copied for the next layer: it stays until then."""
+        """Sets the experts that were copied for the next layer: they stay until then."""
         self._expected = keys
 
     def settle(self) -> None:
-        """The layer is done: whoever is worth least leaves until there is room for newcomers."""
+        """Ends a layer: the experts of least worth leave until there is room for newcomers."""
         self._drop(self._residency.victims(self._spare_bytes, (), self._expected) or ())
 
     def free_all(self) -> None:

@@ -1,4 +1,4 @@
-"""A card that is not there: what it would do the processor does, and what it would take a clock of its own tells.
+"""A simulated GPU: the processor computes its results, and a clock of its own tells the time that they would take.
 
 The clock knows the device's streams (computing, copying), the drive and the processor. Nothing is timed, so that the
 same run gives the same figures everywhere.
@@ -27,8 +27,8 @@ _COPY_S = 15e-6
 
 @dataclass(frozen=True)
 class Profile:
-    """Bytes, bytes a second, and operations a second, of which a weight takes two for each row. The processor's are
-    measured figures of machines of that kind, not of data sheets."""
+    """The figures of a machine: bytes, bytes a second, and operations a second, of which a weight takes two for each
+    row. Those of the processor were measured on machines of that kind, not taken from data sheets."""
 
     title: str
     memory_bytes: int
@@ -70,7 +70,7 @@ PROFILES: Mapping[str, Profile] = {
 
 
 class VirtualClock:
-    """Time goes on by what is told to it. `waited_s`: of the processor, for anything else."""
+    """A clock that goes on only by calls. `waited_s`: seconds that the processor has waited for other parts."""
 
     def __init__(self) -> None:
         self.waited_s = 0.0
@@ -83,20 +83,21 @@ class VirtualClock:
         self._now += seconds
 
     def wait(self, until: float) -> None:
-        """The processor does nothing before that moment."""
+        """Lets the processor wait until that moment."""
         if until > self._now:
             self.waited_s += until - self._now
             self._now = until
 
     def read(self, seconds: float) -> float:
-        """The drive reads for so long, after all that it was asked before: when it has."""
+        """Adds a read of that many seconds behind all earlier ones of the drive; returns the moment at which it
+        ends."""
         self._read_at = max(self._read_at, self._now) + seconds
         return self._read_at
 
 
 @dataclass(eq=False)
 class _Held:
-    """`came`: the moment at which its copy has."""
+    """An expert on the device. `came`: the moment at which its copy arrives."""
 
     expert: Expert | None
     nbytes: int
@@ -106,14 +107,14 @@ class _Held:
 
 @dataclass(eq=False)
 class _Running:
-    """`parts`: what it makes, which is there when `ends` comes."""
+    """A computation. `parts`: its result, which is there at the moment `ends`."""
 
     parts: F32
     ends: float
 
 
 class SimulatedDevice:
-    """A Device of a profile. What it computes is what `host` computes, bit for bit."""
+    """A Device of a profile. Its results are those of `host`, bit for bit."""
 
     simulated = True
 
@@ -144,19 +145,19 @@ class SimulatedDevice:
         return Held(_Held(self._made(view), nbytes, view.projections, self._copy_at))
 
     def take(self, nbytes: int) -> None:
-        """Memory for anything. Raises DeviceFull."""
+        """Takes memory for any use. Raises DeviceFull."""
         if self.used_bytes + nbytes > self.capacity_bytes:
             raise DeviceFull(f"{nbytes} bytes more than {self.used_bytes} of {self.capacity_bytes}")
         self.used_bytes += nbytes
 
     def _made(self, view: ExpertView) -> Expert | None:
-        """The expert out of a copy of its bytes."""
+        """Returns the expert made of a copy of its bytes."""
         copied: U8 = _aligned(view.buffer.nbytes)
         np.copyto(copied, view.buffer)
         return self._host.expert(ExpertView(copied, view.projections))
 
     def wait_left(self, held: Held) -> None:
-        """It was copied at once."""
+        """Does nothing: the expert was copied at once."""
 
     def has(self, held: Held) -> bool:
         return _inside(held).came <= self.clock.now()
@@ -186,7 +187,7 @@ class SimulatedDevice:
         return Running(_Running(parts, at + costs.pass_s / 2 + rows * over))
 
     def _row_bytes(self, x: F32) -> int:
-        """What goes over for each row, and comes back."""
+        """Returns the bytes that go over for each row, and come back."""
         width: int = x.shape[1]
         return 4 * width
 
@@ -207,22 +208,22 @@ class SimulatedDevice:
         return self._costs
 
     def host_costs(self) -> HostCosts:
-        """Of the processor and the drive of that machine."""
+        """Returns the costs of the processor and the drive of that machine."""
         return self._profile.host()
 
     def backend(self, host: Backend) -> Backend | None:
-        """What is not experts is computed by `host`, and told to the clock by who runs the experts."""
+        """Returns None: `host` computes all but the experts, and TieredExperts adds its time to the clock."""
         return None
 
     def full(self, give_back: Callable[[], bool]) -> None:
-        """It has no backend that could ask."""
+        """Does nothing: no backend could call it."""
 
     def close(self) -> None:
         pass
 
 
 def compute_parts(backend: Backend, expert: Expert, x: F32, tokens: I32, parts: F32, spec: Ffn) -> None:
-    """parts [rows, d_model] = expert(x[tokens]), the same bits as in `backend.mixture`."""
+    """Computes parts [rows, d_model] = expert(x[tokens]), the same bits as in `backend.mixture`."""
     if len(tokens) == 1:
         backend.parts([expert], np.ascontiguousarray(x[tokens]), parts, spec)
         return
@@ -233,13 +234,13 @@ def compute_parts(backend: Backend, expert: Expert, x: F32, tokens: I32, parts: 
 
 
 def products_s(projections: Mapping[str, ProjectionView], costs: DeviceCosts | HostCosts, rows: int) -> float:
-    """What the products of an expert take with so many rows."""
+    """Returns the time of an expert's products with `rows` rows [s]."""
     parts = projections.values()
     return sum(costs.widths[bits_of(each)].seconds(each.shape[0] * each.shape[1], rows) for each in parts)
 
 
 def bits_of(projection: ProjectionView) -> int:
-    """As costs have it: MXFP4 counts as 4."""
+    """Returns the bits of a projection as costs count them: 4 for MXFP4."""
     return 4 if projection.form == "MXFP4" else projection.bits
 
 
@@ -249,7 +250,7 @@ def _inside(held: Held) -> _Held:
 
 
 def _aligned(nbytes: int) -> U8:
-    """uint8 [nbytes] that begins on a line of the processor's caches, as experts' files do."""
+    """Returns an array, uint8 [nbytes], that begins on a line of the processor's caches, as experts' files do."""
     room = np.empty(nbytes + 64, np.uint8)
     start = -room.ctypes.data % 64
     return room[start : start + nbytes]

@@ -39,7 +39,7 @@ if TYPE_CHECKING:
 
 
 class Lent(NamedTuple):
-    """An expert in memory, both ways."""
+    """An expert in memory, as a view of its bytes and as the backend takes it."""
 
     view: ExpertView
     expert: Expert
@@ -65,13 +65,13 @@ class LendingStore:
 
 
 def lent(expert: Expert) -> Lent:
-    """What such a store gave to the cache."""
+    """Returns the Lent that a LendingStore gave to the cache."""
     return cast("Lent", expert)
 
 
 class Others(NamedTuple):
-    """What is not experts: weights of a layer, and of the head, that every token passes; `by`: what computes them, and
-    `call_s` for each layer, for its many small steps."""
+    """The model without its experts: weights of a layer, and of the head, that every token passes; `by`: the cost of
+    computing them, and `call_s` for each layer, for its many small steps."""
 
     layer_weights: int
     head_weights: int
@@ -80,14 +80,15 @@ class Others(NamedTuple):
 
 
 class Telling:
-    """Of one run. `last`: the layer behind which the head comes."""
+    """A run's times, added to a simulated device's clock. `last`: the layer behind which the head comes."""
 
     def __init__(self, clock: VirtualClock, host: HostCosts, others: Others, last: LayerKey) -> None:
         self._clock, self._host, self._others, self._last = clock, host, others, last
         self._read_until: dict[ExpertKey, float] = {}
 
     def layer(self, at: LayerKey, tokens: int) -> None:
-        """All before the experts of this layer, and behind the last one the head, for so many tokens."""
+        """Adds the time of all work before the experts of this layer, and of the head behind the last one, for `tokens`
+        tokens."""
         others = self._others
         seconds = others.call_s + others.by.seconds(others.layer_weights, tokens)
         if at == self._last:
@@ -95,14 +96,14 @@ class Telling:
         self._clock.host(seconds)
 
     def reads(self, nbytes: Mapping[ExpertKey, int]) -> None:
-        """Experts that are not in memory are read one after the other."""
+        """Adds reads of experts that are not in memory, one after the other."""
         self._read_until = {
             key: self._clock.read(self._host.read_s + size / self._host.read_bytes_per_s)
             for key, size in nbytes.items()
         }
 
     def wait_for(self, key: ExpertKey) -> None:
-        """For its read, if there is one."""
+        """Waits for the expert's read, if there is one."""
         self._clock.wait(self._read_until.get(key, 0.0))
 
     def computes(self, seconds: float) -> None:
@@ -110,14 +111,14 @@ class Telling:
 
 
 _MEMORY = 64  # predictions after which older ones begin to be forgotten
-_LEAST = 0.2  # of a copy's time, what it must be expected to save
+_LEAST = 0.2  # of a copy's time: the part that it must be expected to save
 _WINDOW_RATE = 0.1
 
 
 class CopyAhead:
-    """Copies what is predicted while the stream of copies has nothing else to do. A copy pays where the probability
-    that it is asked for times what the device saves is a fair part of what the copy takes; how probable what is claimed
-    really is, is learned."""
+    """Copies of predicted experts while the stream of copies has nothing else to do. A copy pays where the probability
+    of a demand times the time that the device saves is a fair part of the copy's time; how far claimed probabilities
+    are right is learned."""
 
     def __init__(
         self, cache: ExpertCache, residents: Residents, placement: Placement, kind_of: Mapping[ExpertKey, int],
@@ -131,11 +132,11 @@ class CopyAhead:
         self._last_s: float | None = None
 
     def wants(self) -> bool:
-        """Whether anything is left that could be copied."""
+        """Returns whether any expert is left that could be copied."""
         return len(self._residents) < len(self._kind_of)
 
     def demanded(self, keys: set[ExpertKey]) -> None:
-        """A layer needs these: how good were the claims, and how much time lies between two layers?"""
+        """Learns from a layer's demand how good the claims were, and how much time lies between two layers."""
         now = self._now()
         if self._last_s is not None:
             self._window_s += _WINDOW_RATE * (now - self._last_s - self._window_s)
@@ -149,7 +150,8 @@ class CopyAhead:
         self._asked = []
 
     def expect(self, at: LayerKey, prediction: Prediction, n_tokens: int) -> None:
-        """Copies those of a layer that are not there, most probable first, as long as they come in time."""
+        """Copies predicted experts of a layer that are not on the device, most probable first, as long as they come in
+        time."""
         trust, busy = min(1.0, self._right / self._claimed), self._residents.copying_s
         copied: list[ExpertKey] = []
         for number, claim in prediction:
@@ -175,15 +177,15 @@ class CopyAhead:
 
 
 Piece = tuple[int, int, int]
-"""Of some experts the place of one, and which of its rows: from, and up to which."""
+"""Rows of one of several experts: its place among them, its first row, and the row behind its last."""
 MOST_ROWS = 1024
 """Rows that a device computes in one call at most, so that its scratch stays small."""
 
 
 @dataclass(frozen=True)
 class Tiers:
-    """What a TieredExperts works with. `telling`: of a simulated device; `kind_of`: of each expert its kind in
-    `placement`, of which it has so many bytes in memory (`nbytes`); `rows`: that the device computes in one call."""
+    """The parts that a TieredExperts works with. `kind_of`: each expert's kind in `placement`; `nbytes`: its bytes in
+    memory; `rows`: most rows that the device computes in one call; `telling`: of a simulated device."""
 
     device: Device
     residents: Residents
@@ -198,8 +200,8 @@ class Tiers:
 
 @dataclass
 class _Layer:
-    """One layer on its way: its experts, where the rows of each begin, who computes each, what the device was asked to
-    compute, and what all of them make."""
+    """One layer on its way: its experts, where the rows of each begin, where each is computed (`who`), the computations
+    that the device has begun, and the results of all."""
 
     keys: list[ExpertKey]
     group: ByExpert
@@ -217,8 +219,8 @@ class _Layer:
 
 
 class TieredExperts:
-    """The ExpertRunner of moert.models for two devices. What all experts make is added up in the order of their
-    numbers, wherever each was computed."""
+    """The ExpertRunner of moert.models for the processor and a device. The results of all experts are added up in the
+    order of their numbers, wherever each was computed."""
 
     def __init__(
         self, tiers: Tiers, cache: ExpertCache, backend: Backend, spec: Ffn, ahead: Lookahead | None,
@@ -285,7 +287,7 @@ class TieredExperts:
                 tiers.device.wait(residents.held(key))
 
     def _placed(self, keys: list[ExpertKey], counts: list[int], absent: list[bool]) -> tuple[bytearray, float]:
-        """Who computes each, and how long that is to take."""
+        """Returns where each expert is computed, and the estimated time of all [s]."""
         tiers, residents = self.tiers, self.tiers.residents
         where = [
             (ON_DEVICE if key in residents else 0) | (0 if is_absent else IN_MEMORY)
@@ -305,7 +307,8 @@ class TieredExperts:
         return bytearray(placed.who), placed.seconds
 
     def _announce(self, demand: Demand, keys: list[ExpertKey], who: bytearray) -> None:
-        """The cache in memory hears of what is needed there alone, everyone else of all."""
+        """Passes a demand on: the expert cache gets only experts that are needed in memory, reading ahead and listeners
+        all."""
         needed = [key.expert for key, by in zip(keys, who, strict=True) if by != HELD]
         arrivals = self._cache.begin(Demand(demand.at, tuple(needed)))
         if self._ahead is not None:
@@ -317,7 +320,8 @@ class TieredExperts:
         counters.held += len(keys) - len(needed)
 
     def _begin_held(self, layer: _Layer) -> None:
-        """First what is there, then what is on its way, in the order in which it comes."""
+        """Begins to compute experts that the device holds: first those that are there, then others in the order of
+        their arrival."""
         residents = self.tiers.residents
         held = sorted(_places(layer.who, HELD), key=lambda place: residents.comes_in(layer.keys[place]))
         late = sum(residents.comes_in(layer.keys[place]) > 0 for place in held)
@@ -331,7 +335,8 @@ class TieredExperts:
         residents.computed_elsewhere([layer.keys[place] for place in _places(layer.who, HOST)])
 
     def _begin(self, layer: _Layer, places: list[int]) -> bool:
-        """The device computes these; False where it has no memory for that, even once experts have left."""
+        """Begins to compute experts on the device; returns False where it has no memory for that, even once others have
+        left."""
         tiers, residents = self.tiers, self.tiers.residents
         counts, rows = layer.group.counts, [layer.tokens(place) for place in places]
         wanted = [layer.keys[place] for place in places]
@@ -364,13 +369,13 @@ class TieredExperts:
                 if held is not None:
                     tiers.device.wait_left(held)
             if held is None or not self._begin(layer, [place]):
-                layer.who[place] = HOST  # as it comes to those
+                layer.who[place] = HOST  # it is computed with the others of the processor
             else:
                 tiers.counters.copied += 1
 
     def _exchange(self, layer: _Layer) -> None:
-        """While copies have nothing else to do, what the processor had to compute comes to the device, if it is worth
-        more there than somebody who is there."""
+        """Copies experts that the processor had to compute to the device, while copies have nothing else to do, if they
+        are worth more there than experts that are there."""
         tiers, residents = self.tiers, self.tiers.residents
         for place in _places(layer.who, HOST):
             key = layer.keys[place]
@@ -382,7 +387,7 @@ class TieredExperts:
                         tiers.device.wait_left(held)
 
     def _compute(self, layer: _Layer, places: list[int]) -> None:
-        """The processor computes these."""
+        """Computes experts on the processor."""
         tiers = self.tiers
         for wave in self._waves(layer, places):
             with self._cache.lease([layer.keys[place] for place in wave]) as lease:
@@ -399,7 +404,7 @@ class TieredExperts:
             tiers.counters.on_host += len(wave)
 
     def _waves(self, layer: _Layer, places: list[int]) -> Iterator[list[int]]:
-        """Small experts are leased together, as far as the cache has room for them."""
+        """Yields small experts together, to be leased at once as far as the cache has room for them; others alone."""
         most, nbytes = min(WAVE_BYTES, self._cache.capacity_bytes // 2), 0
         wave: list[int] = []
         for place in places:
@@ -413,7 +418,7 @@ class TieredExperts:
             yield wave
 
     def _finish(self, layer: _Layer) -> None:
-        """What the device has made goes where it belongs."""
+        """Waits for the device's results, and puts each in its place."""
         for pieces, running in layer.running:
             made = np.empty((sum(stop - start for _, start, stop in pieces), layer.parts.shape[1]), np.float32)
             self.tiers.device.finish(running, made)
@@ -429,7 +434,7 @@ def _places(who: Sequence[int], by: int) -> list[int]:
 
 
 def _pieces(counts: Sequence[int], most: int) -> Iterator[list[Piece]]:
-    """Rows of experts in groups of at most so many."""
+    """Yields rows of experts in groups of at most `most` rows."""
     piece: list[Piece] = []
     room = most
     for at, count in enumerate(counts):
@@ -447,15 +452,15 @@ def _pieces(counts: Sequence[int], most: int) -> Iterator[list[Piece]]:
 
 
 _USUAL_DRIVE = 1e9  # bytes a second, of a drive that was never measured
-_STEPS_S = 50e-6  # what the small steps of a layer take on a device, some ten kernels
+_STEPS_S = 50e-6  # time of the small steps of a layer on a device, some ten kernels
 _PAST = 4000  # layers of the trace that the worth of experts is learned from
-_OF_SCRATCH = 0.125  # of a device's memory, what it computes with
-_OF_OTHERS = 0.5  # the part of a device's memory that what is not experts may take there
+_OF_SCRATCH = 0.125  # the part of a device's memory that it computes with
+_OF_OTHERS = 0.5  # the part of a device's memory that all but the experts may take
 
 
 @dataclass(frozen=True)
 class Asked:
-    """Of the user: a name of moert.beside.gpu.residents, and a rule of moert.beside.gpu.placement."""
+    """The user's settings: a name of moert.beside.gpu.residents, and a rule of moert.beside.gpu.placement."""
 
     keep: str
     rule: str
@@ -465,18 +470,18 @@ class DeviceTier:
     """A device and the experts of a pack there."""
 
     def __init__(self, pack: Pack, device: Device, store: ExpertStore, backend: Backend, asked: Asked) -> None:
-        """`backend`: of the processor. Raises PackError."""
+        """`backend`: the processor's. Raises PackError."""
         self.device, self.counters = device, DeviceCounters()
         self._pack, self._backend, self._asked, self._store = pack, backend, asked, store
         self.others_there = _others_there(pack, device)
-        """Whether all but the experts lies there as well."""
+        """Whether all weights but the experts' lie on the device as well."""
         self.keeping = self._keeping()
         self.runner: TieredExperts | None = None
         self._filled = False
         self._width = pack.manifest.model.projection_shape("down")[0]
 
     def open(self, cache: ExpertCache, ahead: Lookahead | None, listeners: Iterable[Listener]) -> TieredExperts:
-        """What runs the experts. Raises SettingInvalid where the device has no room for any."""
+        """Returns the ExpertRunner. Raises SettingInvalid where the device has no room for any expert."""
         pack, device, model = self._pack, self.device, self._pack.manifest.model
         kinds, kind_of = _kinds(pack, self._store)
         weighs = {
@@ -503,19 +508,19 @@ class DeviceTier:
             device, residents, placement, kind_of, nbytes, self.counters, rows, copies, self._telling(host)
         )  # fmt: skip
         if ahead is not None and device.simulated:
-            ahead.reads = False  # what other threads have read by now would depend on this machine
+            ahead.reads = False  # experts that other threads have read by now would depend on this machine
         self.runner = TieredExperts(tiers, cache, self._backend, model.moe.ffn, ahead, listeners)
         return self.runner
 
     def begins(self) -> None:
-        """The first request is about to run: what is to lie there from the start is brought there."""
+        """Fills the device with the first experts when the first request is about to run."""
         if self.runner is not None and not self._filled:
             self._filled = True
-            self.runner.tiers.residents.limit(self._room_bytes())  # what is not experts lies there by now
+            self.runner.tiers.residents.limit(self._room_bytes())  # all weights but the experts' lie there by now
             self.runner.fill(self.keeping.first)
 
     def close(self) -> None:
-        """Gives back what experts take there, before the device closes."""
+        """Frees the experts' memory on the device, before the device closes."""
         if self.runner is not None:
             self.runner.tiers.residents.free_all()
 
@@ -529,7 +534,7 @@ class DeviceTier:
         return KEEPS[self._asked.keep](shares, spec.moe_layers(), succession_of(self._pack, quiet))
 
     def _past(self) -> list[Demand]:
-        """The end of what the pack's trace asks for."""
+        """Returns the last _PAST demands of the first _PAST decoder tokens in the pack's trace."""
         spec, trace = self._pack.manifest.model, trace_of(self._pack, lambda note: None)
         if trace is None:
             return []
@@ -538,13 +543,13 @@ class DeviceTier:
         return list(found)
 
     def _room_bytes(self) -> int:
-        """For experts, beside what is on the device now."""
+        """Returns the bytes for experts, beside all that is on the device now."""
         scratch = self.device.scratch_bytes(self._rows, self._width, self._pack.manifest.model.moe.ffn.d_ff)
         return max(0, self.device.capacity_bytes - self.device.used_bytes - scratch)
 
     @property
     def _rows(self) -> int:
-        """That the device computes in one call: a small one has no room for the scratch of many."""
+        """Most rows that the device computes in one call: a small one has no room for the scratch of many."""
         d_ff = self._pack.manifest.model.moe.ffn.d_ff
         each = max(1, self.device.scratch_bytes(MOST_ROWS, self._width, d_ff) // MOST_ROWS)
         return max(1, min(MOST_ROWS, int(_OF_SCRATCH * self.device.capacity_bytes) // each))
@@ -570,7 +575,8 @@ class DeviceTier:
 
 
 def _others_there(pack: Pack, device: Device) -> bool:
-    """Whether all but the experts has room on a simulated device, where it is taken then. A real one decides itself."""
+    """Returns whether all weights but the experts' have room on a simulated device, and takes it there. A real one
+    decides itself."""
     if not isinstance(device, SimulatedDevice) or BACKBONE not in pack.manifest.files:
         return False
     nbytes = pack.manifest.files[BACKBONE].nbytes
@@ -581,7 +587,7 @@ def _others_there(pack: Pack, device: Device) -> bool:
 
 
 def _kinds(pack: Pack, store: ExpertStore) -> tuple[Sequence[Kind], dict[ExpertKey, int]]:
-    """Kinds of experts that cost the same, and which each is of."""
+    """Returns the kinds of experts that cost the same, and the kind of each expert."""
     kinds: dict[Kind, int] = {}
     found: dict[ExpertKey, int] = {}
     for entry in pack.manifest.experts:

@@ -1,4 +1,4 @@
-"""A backend that has the matrices of everything but the experts on a device of torch, and keys and values there too."""
+"""A backend that has all matrices but the experts' on a device of torch, and keys and values there too."""
 
 from __future__ import annotations
 
@@ -47,14 +47,14 @@ from moert.pack.parts import Act, Attention, Ffn, Latent
 TILE = 1 << 22
 """Weights that are made floats at once: 16 MiB of them."""
 FEW = 16
-"""Tokens up to which a product goes to the Triton kernel, on devices that have it: with more, the weights of a tile are
-made once and met by all of them."""
+"""Most tokens of a product by the Triton kernel, on devices that have it: with more, the weights of a tile are made
+floats once for all of them."""
 
 Product = Callable[[Tensor, TorchMatrix], Tensor]
 
 
 def product(x: Tensor, matrix: TorchMatrix) -> Tensor:
-    """x [tokens, cols] in float32 → [tokens, rows], its bias added."""
+    """Returns the product of x [tokens, cols] in float32 and the matrix, [tokens, rows], its bias added."""
     fused = fused_product() if x.is_cuda and len(x) <= FEW else None
     made = tiled(x, matrix) if fused is None else fused(x, matrix)
     if fused is not None and matrix.power:
@@ -63,7 +63,7 @@ def product(x: Tensor, matrix: TorchMatrix) -> Tensor:
 
 
 def tiled(x: Tensor, matrix: TorchMatrix) -> Tensor:
-    """The same by torch alone, without the bias."""
+    """Returns the same by torch alone, without the bias."""
     if matrix.kind == "F32":
         return x @ matrix.data.T
     made = torch.empty((len(x), matrix.rows), dtype=torch.float32, device=x.device)
@@ -79,8 +79,8 @@ def rows_of_tile(cols: int) -> int:
 
 
 def by_head(x: Tensor, matrix: TorchMatrix) -> Tensor:
-    """x [tokens, heads, in], each head of which meets a matrix of its own, [heads · out, in] one after the other →
-    [tokens, heads, out]. Without a bias."""
+    """Returns the products [tokens, heads, out] of each head of x [tokens, heads, in] and a matrix of its own, [heads ·
+    out, in] one after the other. Without a bias."""
     tokens, heads, inputs = x.shape
     out = matrix.rows // heads
     made = torch.empty((tokens, heads, out), dtype=torch.float32, device=x.device)
@@ -94,7 +94,7 @@ def by_head(x: Tensor, matrix: TorchMatrix) -> Tensor:
 
 @cache
 def fused_product() -> Product | None:
-    """That of the Triton kernel, which comes with torch for CUDA; None where there is no Triton."""
+    """Returns the product of the Triton kernel, which comes with torch for CUDA; None where there is no Triton."""
     try:
         from moert.beside.gpu import triton_kernel
     except ImportError:
@@ -103,12 +103,13 @@ def fused_product() -> Product | None:
 
 
 def ffn(matrices: Mapping[str, TorchMatrix], x: Tensor, spec: Ffn) -> Tensor:
-    """x [rows, d_model] → [rows, d_model]; see moert.pack.parts.Ffn and Act."""
+    """Returns the output [rows, d_model] of a feed-forward network for x [rows, d_model]; see moert.pack.parts.Ffn and
+    Act."""
     return product(_bent(matrices, x, spec), matrices["down"])
 
 
 def _bent(matrices: Mapping[str, TorchMatrix], x: Tensor, spec: Ffn) -> Tensor:
-    """The same before `down`: [rows, d_ff]"""
+    """Returns the values before `down`: [rows, d_ff]"""
     act, limit = spec.act, math.inf if spec.act.limit is None else spec.act.limit
     up = product(x, matrices["up"])
     if "gate" not in matrices:
@@ -140,7 +141,7 @@ class TorchNorm(NamedTuple):
 
 
 def normed(x: Tensor, norm: TorchNorm) -> Tensor:
-    """x [..., n]"""
+    """Returns x [..., n], normed over the last axis."""
     if norm.weight is None:
         return x
     if norm.bias is not None:
@@ -150,7 +151,8 @@ def normed(x: Tensor, norm: TorchNorm) -> Tensor:
 
 
 def softmax(scores: Tensor, sinks: Tensor | None = None) -> Tensor:
-    """Over the last axis, in place. With `sinks`, of as many axes, that is one score more whose share is left out."""
+    """Returns the softmax over the last axis, in place. `sinks`, of as many axes, add one score whose share is left
+    out."""
     most = scores.amax(dim=-1, keepdim=True)
     most = most if sinks is None else torch.maximum(most, sinks)
     powers = scores.sub_(most).exp_()
@@ -161,7 +163,7 @@ def softmax(scores: Tensor, sinks: Tensor | None = None) -> Tensor:
 
 
 _SCORES = 1 << 25
-"""Scores that are there at once, if one head of keys has no more: 128 MiB of them."""
+"""Most scores in memory at once, if one head of keys has no more: 128 MiB of them."""
 
 
 class TorchAttention(NamedTuple):
@@ -188,16 +190,16 @@ class Keys(Protocol):
     """Keys and values of one sequence."""
 
     def write(self, start: int, key: Tensor, value: Tensor) -> None:
-        """[tokens, kv, dim] and [tokens, kv, value_dim], from this token on."""
+        """Writes keys [tokens, kv, dim] and values [tokens, kv, value_dim], from the token `start` on."""
         ...
 
     def read(self) -> tuple[Tensor, Tensor]:
-        """All of them, [kv, tokens, dim] and [kv, tokens, value_dim]."""
+        """Returns all keys [kv, tokens, dim] and values [kv, tokens, value_dim]."""
         ...
 
 
 def attend(weights: TorchAttention, x: Tensor, keys: Keys, start: int, positions: TorchPositions) -> Tensor:
-    """What joins x [tokens, d_model]; see moert.kernels.backend.Backend.attend."""
+    """Returns the output of attention, to be added to x [tokens, d_model]; see moert.kernels.backend.Backend.attend."""
     part, matrices, hidden = weights.part, weights.matrices, normed(x, weights.norms["before"])
     if isinstance(part, Latent):
         query = _latent_queries(part, weights, hidden, positions)
@@ -221,14 +223,14 @@ def attend(weights: TorchAttention, x: Tensor, keys: Keys, start: int, positions
 def keys_and_values(
     part: Attention, weights: TorchAttention, hidden: Tensor, positions: TorchPositions
 ) -> tuple[Tensor, Tensor]:
-    """hidden [tokens, d_model] → [tokens, kv, dim] and [tokens, kv, value_dim]"""
+    """Returns keys [tokens, kv, dim] and values [tokens, kv, value_dim] of hidden [tokens, d_model]."""
     return _heads(part, weights, "k", hidden, positions), _heads(part, weights, "v", hidden, positions)
 
 
 def _heads(
     part: Attention, weights: TorchAttention, name: str, hidden: Tensor, positions: TorchPositions
 ) -> Tensor:  # fmt: skip
-    """Queries, keys or values: [tokens, d_model] → [tokens, heads, dim], normed, bounded and turned."""
+    """Returns queries, keys or values [tokens, heads, dim] of hidden [tokens, d_model], normed, bounded and turned."""
     made, norm = product(hidden, weights.matrices[name]), weights.norms.get(name)
     split = (len(made), -1, part.dim)
     whole = (len(made), -1) if part.qk_norm == "whole" and name != "v" else split
@@ -246,7 +248,7 @@ def _heads(
 
 
 def _turned(heads: Tensor, positions: TorchPositions) -> Tensor:
-    """[tokens, heads, dim], of which the first features turn."""
+    """Returns heads [tokens, heads, dim], of which the first features are turned."""
     if positions.turns is None:
         return heads
     half = positions.turns.shape[2]
@@ -256,7 +258,7 @@ def _turned(heads: Tensor, positions: TorchPositions) -> Tensor:
 
 
 def _latent_queries(part: Latent, weights: TorchAttention, hidden: Tensor, positions: TorchPositions) -> Tensor:
-    """[tokens, heads, dim]: what meets c, and what meets the key that turns."""
+    """Returns queries [tokens, heads, dim]: a part that meets c, and a part that meets the key that turns."""
     matrices, n = weights.matrices, len(hidden)
     asked = hidden if part.q_rank is None else normed(product(hidden, matrices["q_a"]), weights.norms["q"])
     still = product(asked, matrices["q"]).reshape(n, part.n, part.nope)
@@ -265,7 +267,7 @@ def _latent_queries(part: Latent, weights: TorchAttention, hidden: Tensor, posit
 
 
 def _latent_kept(weights: TorchAttention, hidden: Tensor, positions: TorchPositions) -> tuple[Tensor, Tensor]:
-    """[tokens, 1, dim] and [tokens, 1, value_dim]: c with the key that turns, and c"""
+    """Returns keys [tokens, 1, dim], c with the key that turns, and values [tokens, 1, value_dim], c."""
     c = normed(product(hidden, weights.matrices["kv_a"]), weights.norms["kv"])[:, None]
     turned = _turned(product(hidden, weights.matrices["k_turn"])[:, None], positions)
     return torch.cat((c, turned), dim=-1), c
@@ -274,8 +276,9 @@ def _latent_kept(weights: TorchAttention, hidden: Tensor, positions: TorchPositi
 def _mixed(
     weights: TorchAttention, query: Tensor, kept: tuple[Tensor, Tensor], start: int, positions: TorchPositions
 ) -> Tensor:
-    """What each head reads: query [tokens, heads, dim] → [tokens, heads, value_dim]. `kept`: keys [kv, length, dim] and
-    values [kv, length, value_dim]. Few heads of keys at a time, where all of them would have too many scores."""
+    """Returns the mix of values that each head reads, [tokens, heads, value_dim], by query [tokens, heads, dim].
+    `kept`: keys [kv, length, dim] and values [kv, length, value_dim]. Few heads of keys at a time, where all of them
+    would have too many scores."""
     part, (keys, values), tokens = weights.part, kept, len(query)
     shared, length = part.n // part.kv, keys.shape[1]
     by_place = _places(weights, start, tokens, length, query.device)
@@ -293,7 +296,8 @@ def _mixed(
 
 
 class _Places(NamedTuple):
-    """`after` [tokens, length]: how far a key lies after the query; `unseen`, of the same shape, or None."""
+    """Distances of keys. `after` [tokens, length]: how far a key lies after the query; `unseen`: which keys the query
+    does not see, of the same shape, or None."""
 
     after: Tensor
     unseen: Tensor | None
@@ -302,8 +306,8 @@ class _Places(NamedTuple):
 def _seen(
     weights: TorchAttention, scores: Tensor, some: slice, places: _Places, positions: TorchPositions
 ) -> Tensor:  # fmt: skip
-    """scores [heads, tokens, length] of some heads, bounded, with what distances add, and -infinity where a query
-    does not see a key."""
+    """Returns scores [heads, tokens, length] of some heads, bounded, with the bias of distances added, and -infinity
+    where a query does not see a key."""
     softcap = weights.part.softcap if isinstance(weights.part, Attention) else None
     if softcap is not None:
         scores = torch.tanh(scores / softcap).mul_(softcap)
@@ -313,7 +317,7 @@ def _seen(
 
 
 def _places(weights: TorchAttention, start: int, tokens: int, length: int, device: torch.device) -> _Places:
-    """Keys after the query, or before its window or chunk, are unseen."""
+    """Returns the distances of keys; those after the query, or before its window or chunk, are unseen."""
     part, key = weights.part, torch.arange(length, device=device)
     query = torch.arange(start, start + tokens, device=device)[:, None]
     if not weights.causal:
@@ -330,7 +334,7 @@ _LEAST, _MOST_HALF = 2.0**-10, 65504.0
 
 
 class TorchPage(Page):
-    """A page in memory that has a copy on the device, once that was asked for. `length`: how many of its first tokens
+    """A page in memory that has a copy on the device once `parts` was called. `length`: how many of its first tokens
     are there as they are in memory."""
 
     def __init__(self, layout: PageLayout, buffer: U8, memory: TorchMemory) -> None:
@@ -341,7 +345,7 @@ class TorchPage(Page):
         self._parts: list[Tensor] = []
 
     def copy(self) -> TorchPage:
-        """With a copy of what is on the device, if there is room for that."""
+        """Returns a copy of the page, on the device too if the page is there and finds room."""
         (twin,) = pages(self.layout, 1, self._memory)
         np.copyto(twin.buffer, self.buffer)
         if self._there is not None:
@@ -355,7 +359,8 @@ class TorchPage(Page):
         return twin
 
     def parts(self, tokens: int) -> list[Tensor]:
-        """Keys, values, and their steps, with the first `tokens` of them; shapes as in memory. Raises DeviceFull."""
+        """Returns keys, values, and their steps on the device, with the first `tokens` of them; shapes as in memory.
+        Raises DeviceFull."""
         if self._there is None:
             self._there = self._memory.empty((self.buffer.nbytes,), torch.uint8)
             heads = self._there.view(self.layout.kv, -1)
@@ -371,17 +376,17 @@ class TorchPage(Page):
         return self._parts
 
     def leave(self) -> None:
-        """From now on it is in memory alone, until it is asked for."""
+        """Frees the copy on the device, until `parts` is called again."""
         self._there, self._parts, self.length = None, [], 0
 
     @property
     def arrays(self) -> list[Any]:
-        """What `parts` has copies of."""
+        """The arrays in memory that `parts` has copies of."""
         return [self.keys, self.values, self.key_steps, self.value_steps]
 
 
 def pages(layout: PageLayout, count: int, memory: TorchMemory) -> list[TorchPage]:
-    """New ones, in memory alone so far."""
+    """Returns new pages, in memory alone so far."""
     return [TorchPage(layout, page.buffer, memory) for page in layout.pages(count) if isinstance(page, Page)]
 
 
@@ -392,8 +397,8 @@ class TorchKept:
         self._kept = kept
 
     def write(self, start: int, key: Tensor, value: Tensor) -> None:
-        """key [tokens, kv, dim] and value [tokens, kv, value_dim] in float32, from the token `start` on, rounded as
-        memory rounds them: on the device and in memory. Raises DeviceFull."""
+        """Writes key [tokens, kv, dim] and value [tokens, kv, value_dim] in float32, from the token `start` on, rounded
+        as memory rounds them: on the device and in memory. Raises DeviceFull."""
         given = _rounded(self._kept.layout.bits, key, value)
         arrays = [array_of(part) for part in given]
         for page, within, rows in self._stretches(start, len(key)):
@@ -402,7 +407,8 @@ class TorchKept:
             page.length = within.stop
 
     def read(self) -> tuple[Tensor, Tensor]:
-        """All so far in float32, [kv, tokens, dim] and [kv, tokens, value_dim]. Raises DeviceFull."""
+        """Returns all keys [kv, tokens, dim] and values [kv, tokens, value_dim] so far in float32. Raises
+        DeviceFull."""
         length = self._kept.length
         parts = [
             page.parts(min(length - first, KEYS))
@@ -416,12 +422,13 @@ class TorchKept:
         return whole[0], whole[1]
 
     def leave(self) -> None:
-        """They are in memory alone from now on."""
+        """Frees the copies on the device: keys and values are in memory alone from now on."""
         for page in self._kept.pages:
             page.leave()
 
     def _stretches(self, start: int, tokens: int) -> Iterator[tuple[TorchPage, slice, slice]]:
-        """The pages that tokens from `start` on lie in, at which places, and which of the tokens."""
+        """Yields the pages that tokens from `start` on lie in, their places there, and which of the tokens these
+        are."""
         first = 0
         while first < tokens:
             at, within = divmod(start + first, KEYS)
@@ -431,7 +438,8 @@ class TorchKept:
 
 
 def _put(page: list[Any], within: slice, given: list[Any]) -> None:
-    """Into a page, on the device or in memory: keys and values [tokens, kv, features], and steps [tokens, kv]."""
+    """Writes keys and values [tokens, kv, features], and steps [tokens, kv], into a page, on the device or in
+    memory."""
     keys, values, *steps = given
     page[0][:, :, within] = keys.swapaxes(0, 1).swapaxes(1, 2)
     page[1][:, within] = values.swapaxes(0, 1)
@@ -440,13 +448,13 @@ def _put(page: list[Any], within: slice, given: list[Any]) -> None:
 
 
 def _rounded(bits: int, key: Tensor, value: Tensor) -> list[Tensor]:
-    """Keys and values as pages have them, and their steps."""
+    """Returns keys and values as pages have them, and their steps."""
     (keys, key_steps), (values, value_steps) = _kept_as(bits, key), _kept_as(bits, value)
     return [keys, values, key_steps, value_steps]
 
 
 def _kept_as(bits: int, x: Tensor) -> tuple[Tensor, Tensor]:
-    """See moert.kernels.reference."""
+    """Returns x rounded as pages keep it, and its steps; see moert.kernels.reference."""
     largest = x.abs().amax(dim=-1, keepdim=True)
     fits = (largest == 0) | ((largest >= _LEAST) & (largest <= _MOST_HALF)) | ~largest.isfinite()
     power = torch.where(fits, 0, (torch.frexp(largest).exponent - 15).clamp(min=-126))
@@ -460,24 +468,24 @@ def _kept_as(bits: int, x: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _two_to(power: Tensor) -> Tensor:
-    """Exact for -126 to 127, as no device's own power need be."""
+    """Returns two to the power, exact for -126 to 127, as no device's own power need be."""
     return ((power.to(torch.int32) + 127) << 23).view(torch.float32)
 
 
 T = TypeVar("T")
 W = TypeVar("W")
 _FOR_WORK = 4
-"""Of a device's memory, matrices leave this part to keys and values, what is computed, and experts."""
+"""Matrices leave one part in four of a device's memory to keys and values, computing, and experts."""
 
 
 class PlacedMatrix:
-    """On the device while it has room for it, else as the host's backend holds it."""
+    """A matrix that lies on the device while it has room for it, else as the host's backend holds it."""
 
     def __init__(self, there: TorchMatrix | None, here: Matrix | None, rows: int) -> None:
         self.there, self._here, self.rows = there, here, rows
 
     def here(self, host: Backend) -> Matrix:
-        """In memory from now on, and not on the device."""
+        """Returns the matrix in memory, where it lies from now on, and not on the device."""
         if self._here is None:
             assert self.there is not None
             self._here = host.matrix(*self.there.stored())
@@ -486,7 +494,7 @@ class PlacedMatrix:
 
 
 class PlacedNetwork:
-    """A feed-forward of such matrices."""
+    """A feed-forward network of such matrices."""
 
     def __init__(self, matrices: Mapping[str, PlacedMatrix]) -> None:
         self.matrices = matrices
@@ -500,9 +508,10 @@ class PlacedNetwork:
 
 
 class TorchBackend:
-    """See `moert.kernels.backend.Backend`. Arrays come and go as numpy's. What has no matrix, as norms, the choice of
-    experts, recurrences and their states, is `host`'s, and so are experts in memory, and matrices for which the device
-    has no room. A token may get other bits in company than alone, as much as float32 sums in another order differ."""
+    """See `moert.kernels.backend.Backend`. Arrays come and go as numpy's. Work without a matrix, as norms, the choice
+    of experts, recurrences and their states, is `host`'s, and so are experts in memory, and matrices for which the
+    device has no room. A token may get other bits beside others than alone, as much as float32 sums in another order
+    differ."""
 
     def __init__(self, name: str, host: Backend, memory: TorchMemory) -> None:
         self.name, self.threads, self.widens = f"{host.name} and {name}", host.threads, host.widens
@@ -617,7 +626,7 @@ class TorchBackend:
         self, experts: Sequence[PlacedNetwork | Expert], counts: Sequence[int], tokens: npt.NDArray[np.int32],
         weights: F32, x: F32, out: F32, spec: Ffn,
     ) -> None:  # fmt: skip
-        """Experts are all on the device, as networks that every token passes, or all in memory."""
+        """Runs experts that are all on the device, as networks that every token passes, or all in memory."""
         if not isinstance(experts[0], PlacedNetwork):
             self._host.mixture(cast("Sequence[Expert]", experts), counts, tokens, weights, x, out, spec)
             return
@@ -650,7 +659,8 @@ class TorchBackend:
         self, matrices: Sequence[PlacedMatrix], on_device: Callable[[Sequence[TorchMatrix]], T],
         in_memory: Callable[[], T],
     ) -> T:  # fmt: skip
-        """On the device, where all these matrices are. If it has no room and gets none, in memory from now on."""
+        """Runs an operation on the device if all its matrices are there. If the device has no room and gets none, it
+        runs in memory from now on."""
         while True:
             there = [matrix.there for matrix in matrices if matrix.there is not None]
             if len(there) < len(matrices):
@@ -687,7 +697,7 @@ class TorchBackend:
         return replace(cast("AttentionWeights[Any]", weights), matrices=here)
 
     def _chooser(self, router: RouterWeights[PlacedMatrix]) -> RouterWeights[Matrix]:
-        """The router for the host's choice, which never looks at the numbers of its matrix."""
+        """Returns the router for the host's choice, which never looks at the numbers of its matrix."""
         return self._once(router, "chooser", self._without_matrix)
 
     def _without_matrix(self, router: RouterWeights[PlacedMatrix]) -> RouterWeights[Matrix]:
@@ -695,7 +705,7 @@ class TorchBackend:
         return replace(cast("RouterWeights[Any]", router), matrix=nothing)
 
     def _once(self, weights: W, purpose: str, make: Callable[[W], T]) -> T:
-        """What stands for these weights, which are kept alive: made once for each purpose."""
+        """Returns the result of `make` for these weights, which are kept alive: made once for each purpose."""
         key = id(weights), purpose
         if key not in self._made:
             self._made[key] = weights, make(weights)

@@ -1,6 +1,5 @@
 """A device of torch: a GPU by CUDA, or the processor in its place, which runs all of the same code but for streams.
-Where there are streams nothing was run so far: no GPU was there.
-"""
+Code with streams has not been run so far: no GPU was there."""
 
 from __future__ import annotations
 
@@ -37,7 +36,8 @@ _TRIES = 3
 
 
 def measured(device: Device, place: torch.device) -> DeviceCosts:
-    """Of a device, which is torch's `place`. Each figure is the least of a few tries, after one that does not count."""
+    """Returns the costs of a device, which is torch's `place`. Each figure is the least of a few tries, after one that
+    does not count."""
     widths = {}
     for bits in (*INT_WIDTHS, 16):
         matrix = _matrix(bits, place)
@@ -51,7 +51,7 @@ def measured(device: Device, place: torch.device) -> DeviceCosts:
 
 
 def _matrix(bits: int, device: torch.device) -> TorchMatrix:
-    """Of zeros."""
+    """Returns a matrix of zeros, to measure with."""
     if bits == 16:
         return TorchMatrix("BF16", _COLS, _COLS, torch.zeros((_ROWS, _COLS), dtype=torch.bfloat16, device=device))
     kind: Kind = bits  # type: ignore[assignment]
@@ -83,7 +83,7 @@ def _copy_s(device: Device, nbytes: int) -> float:
 
 
 def _mixture_s(device: Device, experts: int) -> float:
-    """Of experts of one neuron, so that it is what goes with any."""
+    """Returns the time of a mixture of experts with one neuron [s]: the part that a mixture of any size takes."""
     part = ProjectionView((1, 1), 16, 0, "BF16", (0,))
     held = device.copy(ExpertView(np.zeros(64, np.uint8), {"up": part, "down": part}))
     x, parts, spec = np.zeros((1, 1), np.float32), np.zeros((experts, 1), np.float32), Ffn(1, Act("relu"), gated=False)
@@ -122,7 +122,7 @@ class TorchDevice:
     simulated = False
 
     def __init__(self, name: str, capacity_bytes: int | None) -> None:
-        """`name`: "cuda:0" and so on, or "torch:cpu". Without a capacity it is most of what is free there. Raises
+        """`name`: "cuda:0" and so on, or "torch:cpu". Without a capacity it is most of the free memory there. Raises
         DeviceMissing."""
         self._device = _found(name)
         self._memory = TorchMemory(self._device, capacity_bytes)
@@ -141,8 +141,8 @@ class TorchDevice:
         return -(-nbytes // _ROUNDED) * _ROUNDED
 
     def scratch_bytes(self, rows: int, d_model: int, d_ff: int) -> int:
-        """Of the rows what goes in, comes out and lies between; of a tile its codes, their floats, scales, and one of
-        these again while they are made."""
+        """Returns the bytes for input, output and values between of the rows; and for codes of a tile, their floats,
+        scales, and one of these again while they are made."""
         return 4 * rows * (3 * d_model + 4 * d_ff) + 4 * 4 * min(TILE, d_model * d_ff)
 
     def copy(self, view: ExpertView) -> Held:
@@ -151,7 +151,7 @@ class TorchDevice:
         return cast("Held", _Expert(buffer, view.projections, arrived))
 
     def wait_left(self, held: Held) -> None:
-        """Nothing to wait for: it is in a staging buffer once `copy` has returned."""
+        """Does nothing: the expert is in a staging buffer once `copy` has returned."""
 
     def has(self, held: Held) -> bool:
         expert = _expert(held)
@@ -166,7 +166,7 @@ class TorchDevice:
             expert.arrived = None
 
     def free(self, held: Held) -> None:
-        """Torch's allocator keeps the memory until the streams that were told of it are through."""
+        """Frees an expert; torch's allocator keeps the memory until the streams that use it are through."""
         expert = _expert(held)
         expert.matrices.clear()
         del expert.buffer
@@ -189,7 +189,7 @@ class TorchDevice:
         cast("Fetched", running).into(parts)
 
     def costs(self) -> DeviceCosts:
-        """Of this card with this torch, remembered or measured now."""
+        """Returns the costs of this card with this torch, remembered or measured now."""
         return remembered_costs(f"{self.title}, torch {torch.__version__}", partial(measured, self, self._device))
 
     def backend(self, host: Backend) -> Backend | None:
@@ -211,7 +211,7 @@ class TorchDevice:
 
     @contextmanager
     def _computing(self) -> Iterator[None]:
-        """On the stream of what is computed. Raises DeviceFull."""
+        """Runs a with block on the stream of computations. Raises DeviceFull."""
         with self._memory.shortage():
             if self._stream is None:
                 yield
@@ -220,7 +220,7 @@ class TorchDevice:
                 yield
 
     def _there(self, held: Held) -> _Expert:
-        """For what is begun now, which waits for it by itself."""
+        """Returns an expert for a computation that begins now, whose stream waits for it by itself."""
         expert = _expert(held)
         if self._stream is not None:
             if expert.arrived is not None:
@@ -238,7 +238,7 @@ def _expert(held: Held) -> _Expert:
 
 
 def _found(name: str) -> torch.device:
-    """Raises DeviceMissing."""
+    """Returns the device of torch with this name. Raises DeviceMissing."""
     if name == PROCESSOR:
         return torch.device("cpu")
     kind, _, number = name.partition(":")

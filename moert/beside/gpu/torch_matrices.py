@@ -23,7 +23,7 @@ _PIECE_BYTES = 4 << 20
 
 
 class Copies:
-    """Of bytes in memory to a GPU. They pass STAGING_BUFFERS pieces of pinned memory in turn, whatever their size;
+    """Copies from memory to a GPU. They pass STAGING_BUFFERS pieces of pinned memory in turn, whatever their size;
     where the device is the processor they are made at once."""
 
     def __init__(self, device: torch.device) -> None:
@@ -36,8 +36,8 @@ class Copies:
             ]
 
     def send(self, source: U8, target: Tensor) -> Any:
-        """Begins to copy the source, which may be changed once this returns, into a target of as many bytes; gives the
-        event of its arrival, None if it is there already."""
+        """Begins to copy the source, which may be changed once this returns, into a target of as many bytes; returns
+        the event of its arrival, None if it is there already."""
         if not self._pieces:
             np.copyto(target.numpy(), source)
             return None
@@ -57,25 +57,25 @@ class Copies:
         return arrived
 
     def close(self) -> None:
-        """Waits for what was begun."""
+        """Waits for the copies that were begun."""
         if self._pieces:
             self._stream.synchronize()
         self._pieces = []
 
 
 def stream_of(device: torch.device) -> Any:
-    """A new stream on a GPU."""
+    """Returns a new stream on a GPU."""
     return torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
 
 
 def event() -> Any:
-    """What a stream passes, and others may wait for."""
+    """Returns an event that a stream passes, and others may wait for."""
     return torch.cuda.Event()  # type: ignore[no-untyped-call]
 
 
 def sent(array: npt.NDArray[Any], device: torch.device) -> Tensor:
-    """The array on a device, in its order on the present stream; it may be changed once this returns. On the processor
-    it is the array itself."""
+    """Returns the array on a device, copied in its order on the present stream; the array may be changed once this
+    returns. On the processor it is the array itself."""
     if device.type != "cuda":
         return torch.from_numpy(np.ascontiguousarray(array))
     pinned = torch.empty(array.shape, dtype=torch.from_numpy(array[:0]).dtype, pin_memory=True)
@@ -84,7 +84,7 @@ def sent(array: npt.NDArray[Any], device: torch.device) -> Tensor:
 
 
 class Fetched:
-    """What is on its way from a device to memory, behind all that was begun on the present stream."""
+    """A result on its way from a device to memory, behind all work that was begun on the present stream."""
 
     def __init__(self, made: Tensor) -> None:
         self._made = made
@@ -96,25 +96,25 @@ class Fetched:
             self._event.record()
 
     def into(self, out: F32) -> None:
-        """Waits for it."""
+        """Waits for the result, and writes it to `out`."""
         if self._event is not None:
             self._event.synchronize()
         np.copyto(out, self._made.numpy())
 
 
 _CPU_BYTES = 1 << 30
-"""What a device that only stands for one may have where nothing is said."""
-_FREE_PART = 10  # of what is free on a GPU, what is left to its driver and others
+"""Capacity of the processor in place of a device, where none is given."""
+_FREE_PART = 10  # one part in this many of a GPU's free memory is left to its driver and others
 
 
 class TorchMemory:
-    """Of one device. On a GPU torch's allocator counts, and holds the limit for all that is done there; what lies on
-    the processor is counted here, so that the same limit can be tried without a GPU."""
+    """The memory of one device. On a GPU torch's allocator counts, and holds the limit for all work there; bytes on the
+    processor are counted here, so that the same limit can be tried without a GPU."""
 
     def __init__(self, device: torch.device, capacity_bytes: int | None) -> None:
         self.device, self._counted = device, 0
         self.give_back: Callable[[], bool] = lambda: False
-        """Asked where matrices, keys and values find no room: whether there is more now."""
+        """Called where matrices, keys and values find no room: returns whether there is more now."""
         if device.type != "cuda":
             self.capacity_bytes = _CPU_BYTES if capacity_bytes is None else capacity_bytes
             return
@@ -132,7 +132,7 @@ class TorchMemory:
         return self.used_bytes + nbytes <= self.capacity_bytes
 
     def empty(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
-        """Room that is given back with what it lies in. Raises DeviceFull."""
+        """Returns a tensor with undefined contents, whose room is given back with it. Raises DeviceFull."""
         nbytes = dtype.itemsize
         for extent in shape:
             nbytes *= extent
@@ -143,7 +143,7 @@ class TorchMemory:
         return found
 
     def check(self, nbytes: int) -> None:
-        """Raises DeviceFull if so many more bytes are more than it may have."""
+        """Raises DeviceFull if `nbytes` more do not fit into the capacity."""
         if not self.fits(nbytes):
             left = size(max(0, self.capacity_bytes - self.used_bytes))
             raise DeviceFull(
@@ -151,13 +151,13 @@ class TorchMemory:
             )
 
     def count(self, owner: object, nbytes: int) -> None:
-        """So many bytes are held until the owner is gone."""
+        """Counts `nbytes` as held until the owner is gone."""
         self._counted += nbytes
         finalize(owner, self._release, nbytes).atexit = False
 
     @contextmanager
     def shortage(self) -> Iterator[None]:
-        """Where the device has no memory for what is done inside: DeviceFull."""
+        """Raises DeviceFull where the device has no memory for a with block."""
         try:
             yield
         except torch.OutOfMemoryError as error:
@@ -178,10 +178,10 @@ _MX_BIAS = 127
 
 @dataclass(frozen=True, eq=False)
 class TorchMatrix:
-    """A matrix [rows, cols]. `kind`: the bits of its codes, or how its numbers are stored. `data`: these numbers
-    [rows, cols], or the bytes of codes [rows, row_bytes]; `scale` and `minimum` float16 [rows, groups], where of MXFP4
-    `scale` has the exponents, uint8. `bias` float32 [rows] is added to what it gives. Weights are
-    multiplied with two to the `power`."""
+    """A matrix [rows, cols]. `kind`: the bits of its codes, or how its numbers are stored. `data`: these numbers [rows,
+    cols], or the bytes of codes [rows, row_bytes]; `scale` and `minimum` float16 [rows, groups], where of MXFP4 `scale`
+    has the exponents, uint8. `bias` float32 [rows] is added to its products. Weights are multiplied with two to the
+    `power`."""
 
     kind: Kind
     cols: int
@@ -202,11 +202,11 @@ class TorchMatrix:
         return sum(part.numel() * part.element_size() for part in parts if part is not None)
 
     def biased(self, bias: F32) -> TorchMatrix:
-        """The same, not copied, with this bias."""
+        """Returns the same matrix, not copied, with this bias."""
         return replace(self, bias=copied(bias, self.data.device))
 
     def stored(self) -> tuple[Stored, F32 | None]:
-        """Copies in memory of what it was made of."""
+        """Returns copies in memory of the stored matrix and the bias that it was made of."""
         bias = None if self.bias is None else array_of(self.bias)
         if isinstance(self.kind, int):
             codes, scale, minimum = (
@@ -220,7 +220,7 @@ class TorchMatrix:
 
 
 def placed(stored: Stored, bias: F32 | None, device: torch.device) -> TorchMatrix:
-    """A copy on the device of a matrix outside of experts."""
+    """Returns a copy on the device of a matrix outside of experts."""
     on = None if bias is None else copied(bias, device)
     if isinstance(stored, QuantizedMatrix):
         codes, scale, minimum = (copied(part, device) for part in (stored.qweight, stored.scale, stored.minimum))
@@ -235,7 +235,7 @@ def placed(stored: Stored, bias: F32 | None, device: torch.device) -> TorchMatri
 
 
 def lying(buffer: Tensor, part: ProjectionView) -> TorchMatrix:
-    """A matrix of an expert whose file lies in the buffer, uint8 [bytes]: not copied."""
+    """Returns a matrix of an expert whose file lies in the buffer, uint8 [bytes]: not copied."""
     rows, cols = part.shape
     bias = None if part.bias_place is None else _piece(buffer, part.bias_place, torch.float32, rows)
     if part.form is None:
@@ -252,7 +252,7 @@ def lying(buffer: Tensor, part: ProjectionView) -> TorchMatrix:
 
 
 def weights(matrix: TorchMatrix, first: int = 0, stop: int | None = None) -> Tensor:
-    """Rows first to stop - 1 in float32, [rows, cols]: bit for bit what the reference makes of them."""
+    """Returns rows first to stop - 1 in float32, [rows, cols]: the reference's values bit for bit."""
     data = matrix.data[first:stop]
     if matrix.scale is None:
         return _times_two(data.to(torch.float32), matrix.power)
@@ -272,26 +272,26 @@ def _times_two(values: Tensor, power: int) -> Tensor:
 
 
 def chosen_rows(matrix: TorchMatrix, ids: Sequence[int]) -> Tensor:
-    """Some rows of it as they are, [len(ids), cols] in float32."""
+    """Returns some rows of a matrix as they are, [len(ids), cols] in float32."""
     at = torch.tensor(ids, dtype=torch.int64).to(matrix.data.device)
     scale, minimum = (None if part is None else part[at] for part in (matrix.scale, matrix.minimum))
     return weights(replace(matrix, data=matrix.data[at], scale=scale, minimum=minimum, bias=None))
 
 
 def copied(array: npt.NDArray[Any], device: torch.device) -> Tensor:
-    """A copy on the device, which nothing that happens to the array changes."""
+    """Returns a copy on the device, which later changes of the array do not reach."""
     own = np.array(array, order="C")
     return torch.from_numpy(own).to(device)
 
 
 def array_of(tensor: Tensor) -> npt.NDArray[Any]:
-    """In memory; on the processor the tensor's own."""
+    """Returns the tensor as an array in memory; on the processor without a copy."""
     found: npt.NDArray[Any] = tensor.cpu().numpy()
     return found
 
 
 def _kind(bits: int) -> Kind:
-    """Of codes."""
+    """Returns the kind of codes of that many bits."""
     return cast("Kind", bits)
 
 
@@ -301,7 +301,7 @@ def _piece(buffer: Tensor, at: int, dtype: torch.dtype, *shape: int) -> Tensor:
 
 
 def _codes(packed: Tensor, bits: int, cols: int) -> Tensor:
-    """Codes uint8 [rows, cols] of packed rows; see moert.pack.codec."""
+    """Returns codes uint8 [rows, cols] of packed rows; see moert.pack.codec."""
     if bits == 8:
         return packed[:, :cols]
     if bits != 3:
@@ -317,21 +317,21 @@ def _plane(packed: Tensor, width: int, cols: int) -> Tensor:
 
 
 def _grouped(values: Tensor, group: int) -> tuple[Tensor, Tensor]:
-    """The values, and where rows are whole groups the same as [rows, groups, group], not copied."""
+    """Returns the values, and where rows are whole groups the same as [rows, groups, group], not copied."""
     rows, cols = values.shape
     return values, values.view(rows, cols // group, group) if cols % group == 0 else values
 
 
 def _each(by_group: Tensor, group: int, values: Tensor) -> Tensor:
-    """by_group [rows, groups] as it meets `values` of _grouped."""
+    """Returns by_group [rows, groups] in the shape that meets `values` of _grouped."""
     if values.dim() == 3:
         return by_group[:, :, None]
     return by_group.repeat_interleave(group, dim=1)[:, : values.shape[1]]
 
 
 def _mxfp4(packed: Tensor, exponents: Tensor, cols: int) -> Tensor:
-    """See moert.pack.codec.Mxfp4Matrix. The power of two is multiplied in two halves, neither of which leaves the
-    range of float32."""
+    """Returns the numbers of MXFP4 rows; see moert.pack.codec.Mxfp4Matrix. The power of two is multiplied in two
+    halves, neither of which leaves the range of float32."""
     codes = _plane(packed, 4, cols)
     values = _magnitudes(packed.device)[codes.to(torch.int32)]
     power = exponents.to(torch.int32) - _MX_BIAS
@@ -344,5 +344,5 @@ def _mxfp4(packed: Tensor, exponents: Tensor, cols: int) -> Tensor:
 
 @cache
 def _magnitudes(device: torch.device) -> Tensor:
-    """What each code of MXFP4 stands for, [16]."""
+    """Returns the value of each code of MXFP4, [16]."""
     return torch.from_numpy(np.concatenate([E2M1, -E2M1])).to(device)

@@ -15,7 +15,7 @@ from moert.beside.gpu.torch_matrices import TorchMatrix
 
 _ROWS, _COLS, _TOKENS = 8, 256, 4
 _FLOATS, _MXFP4 = 0, 1
-"""What KIND says beside the widths of codes."""
+"""Values of KIND beside the widths of codes."""
 
 
 @triton.jit(do_not_specialize=["tokens"])  # type: ignore[untyped-decorator,unused-ignore]
@@ -68,7 +68,8 @@ def _multiply(  # type: ignore[no-untyped-def]
 
 
 def product(x: Tensor, matrix: TorchMatrix) -> Tensor:
-    """x [tokens, cols] in float32 → [tokens, rows], without the bias. Sums are in float32."""
+    """Returns the product of x [tokens, cols] in float32 and the matrix, [tokens, rows], without the bias. Sums are in
+    float32."""
     (tokens, cols), rows, x = x.shape, matrix.rows, x.contiguous()
     out = torch.empty((tokens, rows), dtype=torch.float32, device=x.device)
     kind: Any = _FLOATS if matrix.scale is None else _MXFP4 if matrix.minimum is None else matrix.kind

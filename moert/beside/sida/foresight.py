@@ -1,7 +1,7 @@
 """A pack's hash function at work: the experts that a pass will demand, before its first layer.
 
 From top to bottom: the thread that works on prompts that wait, the function's answer for the present pass, the pool of
-that answer and a router's, predictors made of them, and the whole with its memory. Source: SiDA (Du et al. 2023).
+this answer and a router's, predictors made of them, and the whole with its memory. Source: SiDA (Du et al. 2023).
 """
 
 from __future__ import annotations
@@ -26,17 +26,18 @@ from moert.pack.paths import F64
 from moert.pack.reader import Pack
 
 _MOST_BYTES = 4 << 20
-"""What is kept of prompts that wait; of others nothing is worked out beforehand."""
+"""Bytes of the work on prompts that wait; once they are reached no more is worked out beforehand."""
 _TOGETHER = 256
-"""Tokens of prompts that are worked out at once: short ones one by one would keep those who run from Python's lock."""
-_NICE = 10  # so that whoever runs comes first, where the system has no order that gives only what is left
+"""Tokens of prompts that are worked out at once: short prompts one by one would keep the model's thread from Python's
+lock."""
+_NICE = 10  # so that the model's thread comes first, where the system can't give idle time alone
 _CLOSE_S = 10.0
 
 Prompt = tuple[int, ...]
 
 
 class Ready(NamedTuple):
-    """Of a prompt: y [tokens, w], and what a decoder recalls of it."""
+    """The work on a prompt: y [tokens, w], and the decoder network's memory of it."""
 
     made: F32
     recalled: Recalled | None
@@ -47,8 +48,8 @@ class Ready(NamedTuple):
 
 
 class Beforehand:
-    """`work` is called by one other thread, which is started when there is something to do and gets what time is
-    left."""
+    """Work on prompts that wait: `work` is called by one other thread, which is started when there is something to do
+    and gets idle time."""
 
     def __init__(self, work: Callable[[Sequence[Prompt]], Sequence[Ready]]) -> None:
         self.used = 0
@@ -56,15 +57,15 @@ class Beforehand:
         self._work = work
         self._waiting: list[Prompt] = []
         self._ready: dict[Prompt, Ready] = {}
-        self._told: list[Sequence[int]] | None = None  # since then nothing began
+        self._told: list[Sequence[int]] | None = None  # the last call's prompts; None once one has begun
         self._lock = threading.Lock()
         self._wake = threading.Condition(self._lock)
         self._thread: threading.Thread | None = None
         self._closed = False
 
     def expect(self, prompts: Iterable[Sequence[int]]) -> None:
-        """These wait, the next one first; what was expected before and is not among them is over. To say the same
-        again costs nothing."""
+        """Sets the prompts that wait, the next one first; earlier ones that are not among them are dropped. Repeating a
+        call costs nothing."""
         told = list(prompts)
         with self._lock:
             if told == self._told:
@@ -77,11 +78,11 @@ class Beforehand:
                 with suppress(RuntimeError):  # the system allows no more
                     thread.start()
                     self._thread = thread
-            if self._waiting:  # each waking takes Python's lock from those who run
+            if self._waiting:  # each waking takes Python's lock from the model's thread
                 self._wake.notify()
 
     def take(self, prompt: Prompt) -> Ready | None:
-        """What was worked out of a prompt that begins now; None where there was no time yet."""
+        """Returns the work on a prompt that begins now; None where there was no time for it yet."""
         with self._lock:
             self._told = None
             found = self._ready.pop(prompt, None)
@@ -90,7 +91,7 @@ class Beforehand:
         return found
 
     def close(self) -> None:
-        """Ends the thread after what it is at."""
+        """Ends the thread after its present work."""
         with self._lock:
             self._closed = True
             self._waiting, thread = [], self._thread
@@ -102,14 +103,15 @@ class Beforehand:
         _step_back()
         while prompts := self._next():
             found: dict[Prompt, Ready] = {}
-            with suppress(MemoryError):  # whoever runs them will say so, if it is still so then
+            with suppress(MemoryError):  # running these prompts will raise it, if memory is still short then
                 found = dict(zip(prompts, self._work(prompts), strict=True))
             with self._lock:
                 self._ready.update((prompt, found[prompt]) for prompt in self._waiting if prompt in found)
                 self._waiting = [prompt for prompt in self._waiting if prompt not in prompts]
 
     def _next(self) -> list[Prompt]:
-        """The first of those that wait, with as many behind it as go together; none when it is closed."""
+        """Waits for prompts, and returns the first with as many behind it as are worked out together; none once
+        closed."""
         with self._lock:
             while not self._closed:
                 if self._waiting and sum(each.nbytes for each in self._ready.values()) < _MOST_BYTES:
@@ -120,7 +122,7 @@ class Beforehand:
 
 
 def _step_back() -> None:
-    """The thread that calls it gets time that nobody else wants; where the system has no such order, little of it."""
+    """Gives the calling thread only time that no other thread wants; where the system can't, a low priority."""
     with suppress(OSError):
         if hasattr(os, "SCHED_IDLE"):
             os.sched_setscheduler(threading.get_native_id(), os.SCHED_IDLE, os.sched_param(0))
@@ -129,16 +131,17 @@ def _step_back() -> None:
 
 
 _CATCH_UP = 256
-"""Tokens that are read again at most, where nothing was asked for longer, unless the answers depend on it."""
+"""Most tokens that are read again after a longer time without forecasts, unless answers depend on the function."""
 _EXPECTED = 16
-"""Prompts that wait and are worked out beforehand, at most."""
+"""Most waiting prompts that are worked out beforehand."""
 _SAMPLE = 256
+"""Tokens of a prompt that the demand of all of them is estimated from."""
 _FAR = -600  # e to this is still a number
-"""Tokens of a prompt that are looked at to say what all of them will demand."""
 
 
 class _Said(NamedTuple):
-    """Of the present pass: `demanded` [layers, experts], and of its only token `shares` [layers, experts]."""
+    """The forecast for the present pass: `demanded` [layers, experts], and `shares` [layers, experts] of its only
+    token."""
 
     stack: StackName
     demanded: F64
@@ -146,10 +149,11 @@ class _Said(NamedTuple):
 
 
 class Foresight:
-    """`routes`: the function takes the place of the routers, so that it is run for each pass, and for all tokens.
+    """Forecasts of the experts that a pass demands. `routes`: the function takes the place of the routers, so that it
+    is run for each pass, and for all tokens.
 
-    `needed` says before a pass whether anybody will ask about it; `told` is called when it can be asked, `came` when a
-    layer has decided.
+    `needed` returns before a pass whether its forecast will be used; `told` is called when the forecast is there,
+    `came` when a layer has decided.
     """
 
     def __init__(self, function: HashFunction, spec: ModelSpec, backend: Backend, top_k: int, routes: bool) -> None:
@@ -159,27 +163,27 @@ class Foresight:
         self.embed: Matrix | None = None
         """The model's embedding [vocab, d_model]."""
         self.before: Beforehand | None = None
-        """What works on prompts that wait."""
+        """The work on prompts that wait, if another thread does it."""
         self._top_k, self._routes, self._backend = top_k, routes, backend
         self._readers = readers(function, backend)
         self._layers = {name: spec.moe_layers(name) for name in function.stacks}
         self._places = {at: place for layers in self._layers.values() for place, at in enumerate(layers)}
-        self._made: F32 | None = None  # [tokens, width], what the network has made of the present pass
+        self._made: F32 | None = None  # [tokens, width], the network's output for the present pass
         self._said: _Said | None = None
         self._is_needed = False
         self._next = 0  # the layer that runs next, of those with experts
         self._ranked: dict[LayerKey, Prediction] = {}
 
-    # What a model tells it: see moert.models.model.Foresees.
+    # Calls of the model: see moert.models.model.Foresees.
 
     def begin(self) -> Heard:
-        """A new sequence."""
+        """Returns the record of a new sequence."""
         reader = self._readers.get("decoder")
         assert reader is not None
         return Heard(reader.begin)
 
     def encodes(self, sequences: Sequence[Sequence[int]], heard: Sequence[Heard]) -> None:
-        """An encoder is about to read these."""
+        """Runs the encoder's network on sequences that the encoder is about to read."""
         self._forget()
         if (reader := self._readers.get("encoder")) is None or not self._asked():
             for each in heard:
@@ -200,7 +204,7 @@ class Foresight:
         self._tell("encoder", made)
 
     def decodes(self, sequences: Sequence[Sequence[int]], heard: Sequence[Heard]) -> None:
-        """A decoder is about to read these behind what it has read."""
+        """Runs the decoder's network on tokens that the decoder is about to read, behind those it has read."""
         self._forget()
         for ids, each in zip(sequences, heard, strict=True):
             each.ids += ids
@@ -221,22 +225,23 @@ class Foresight:
         self._tell("decoder", made)
 
     def passed(self, at: LayerKey, experts: Sequence[int] = ()) -> None:
-        """The router of this layer has decided, for these."""
+        """Records that the router of this layer has chosen `experts`."""
         self._next = self._places.get(at, -1) + 1
         self.came(at, experts)
 
     def numbers(self, at: LayerKey) -> F32:
-        """What stands for the numbers of the layer's router, [tokens of the pass, experts]."""
+        """Returns the function's numbers for a layer, in place of its router's, [tokens of the pass, experts]. Raises
+        NotFinite."""
         assert self._made is not None
         return self._readers[at.stack].of_layer(self._made, self._places[at])
 
     def expects(self, prompts: Iterable[Sequence[int]]) -> None:
-        """These wait for others to end."""
+        """Has prompts worked out beforehand that wait for other requests to end."""
         if self.before is not None and (self._routes or self.needed()):
             self.before.expect(islice(prompts, _EXPECTED))
 
     def beforehand(self, backend: Backend) -> Beforehand:
-        """What works on prompts with this backend, of which nobody else makes use."""
+        """Returns work on waiting prompts with this backend, which nothing else uses."""
         stack: StackName = "encoder" if "encoder" in self._readers else "decoder"
         reader = self._readers[stack].on(backend)
 
@@ -252,20 +257,20 @@ class Foresight:
 
         return Beforehand(work)
 
-    # What is asked of it.
+    # Calls of predictors.
 
     def likely(self, at: LayerKey) -> F64 | None:
-        """The probability that the present pass demands each expert of a layer that it has still to reach,
-        [num_experts]; None for others, and where nothing is known."""
+        """Returns the probability that the present pass demands each expert of a layer that it has still to reach,
+        [num_experts]; None for other layers, and where nothing is known."""
         return None if self._said is None else self._row(self._said, self._said.demanded, at)
 
     def shares(self, at: LayerKey) -> F64 | None:
-        """What the function says of a layer that the only token of the present pass has still to reach: a distribution
-        over its experts, of which the token goes to top_k. None as in `likely`, and for more tokens."""
+        """Returns a distribution over the experts [num_experts] of a layer that the only token of the present pass has
+        still to reach; the token goes to top_k of them. None as in `likely`, and for more tokens."""
         return None if self._said is None else self._row(self._said, self._said.shares, at)
 
     def ranked(self, at: LayerKey) -> Prediction:
-        """The same as a prediction; nothing where nothing is known."""
+        """Returns `likely` as a prediction; an empty list where nothing is known."""
         if at not in self._ranked:
             likely = self.likely(at)
             if likely is None:
@@ -285,7 +290,8 @@ class Foresight:
         return self._routes or self._is_needed
 
     def _unread(self, heard: Heard, new: int) -> list[int]:
-        """At least the `new` tokens at the end. What was not asked for too long begins anew."""
+        """Returns the tokens to read, at least the `new` ones at the end. A sequence that is too far behind begins
+        anew."""
         behind = len(heard.ids) - heard.done
         if behind > max(_CATCH_UP, new) and not self._routes:
             heard.recalled = None
@@ -320,8 +326,8 @@ class Foresight:
 
 
 def any_demands(numbers: F32, top_k: int, n_tokens: int) -> F64:
-    """numbers [sample, layers, experts], as a router's before its softmax, of an even sample of `n_tokens` → the
-    probability that at least one of them goes to each expert, [layers, experts]."""
+    """Returns the probability that at least one of `n_tokens` goes to each expert, [layers, experts], from numbers
+    [sample, layers, experts], as a router's before its softmax, of an even sample of the tokens."""
     each = of_each_token(softmax(numbers).reshape(-1, numbers.shape[-1]), top_k)
     none_does = np.prod(1.0 - each.reshape(numbers.shape), axis=0)
     found: F64 = 1.0 - none_does ** (n_tokens / len(numbers))
@@ -329,14 +335,14 @@ def any_demands(numbers: F32, top_k: int, n_tokens: int) -> F64:
 
 
 def softmax(numbers: F32) -> F64:
-    """Over the last axis; none is 0, however far they are apart."""
+    """Returns the softmax over the last axis; no share is 0, however far numbers are apart."""
     shifted = np.exp(np.maximum(numbers - numbers.max(axis=-1, keepdims=True), _FAR), dtype=np.float64)
     found: F64 = shifted / shifted.sum(axis=-1, keepdims=True)
     return found
 
 
 def of_each_token(weights: F64, top_k: int) -> F64:
-    """`moert.experts.predictors.of_one_token` for each row of weights [tokens, experts], all above zero."""
+    """Returns `moert.experts.predictors.of_one_token` for each row of weights [tokens, experts], all above zero."""
     if top_k == 1:
         return weights
     descending = -np.sort(-weights, axis=1)
@@ -352,19 +358,20 @@ def of_each_token(weights: F64, top_k: int) -> F64:
 
 _FIRST = (0.8, 0.6)  # of the router, of the hash function
 _RATE = 0.02
-_LEAST = 1e-6  # what is held for less likely counts as this
+_LEAST = 1e-6  # smaller probabilities count as this
 
 
 class Pool:
-    """The logarithmic pool, softmax(a · log p + b · log q) (Genest & Zidek 1986). After each answer of a layer, a step
-    up the likelihood of its choices under the pool, so that its claims also come out about right."""
+    """The logarithmic pool of two opinions, softmax(a · log p + b · log q) (Genest & Zidek 1986). After each decision
+    of a layer a and b go a step up the likelihood of its choices under the pool, so that its claims also come out about
+    right."""
 
     def __init__(self) -> None:
         self._weights: dict[LayerKey, F64] = {}
         self._asked: tuple[LayerKey, F64, F64] | None = None
 
     def both(self, at: LayerKey, router: F64, hashed: F64) -> F64:
-        """Two opinions of one layer, [num_experts], in any unit → a distribution over its experts."""
+        """Returns the pooled distribution over a layer's experts of two opinions, [num_experts], in any unit."""
         logs = np.log(np.maximum(np.stack([router, hashed]), _LEAST))
         weights = self._weights.get(at)
         if weights is None:
@@ -377,7 +384,7 @@ class Pool:
         return found
 
     def came(self, at: LayerKey, experts: Sequence[int]) -> None:
-        """The layer has decided for one token."""
+        """Learns from a layer's decision for one token."""
         if self._asked is not None and self._asked[0] == at and len(experts):
             _, logs, pooled = self._asked
             self._asked, weights = None, self._weights[at]
@@ -386,7 +393,7 @@ class Pool:
 
 
 class HashAhead:
-    """Nothing about passes that have not begun."""
+    """The predictor of the hash function alone: it predicts nothing about passes that have not begun."""
 
     def __init__(self, foresight: Foresight) -> None:
         self._foresight = foresight
@@ -396,8 +403,8 @@ class HashAhead:
 
 
 class HashAndGate:
-    """For one token the pool of both; before the first layer, for many tokens, and where one of both can't tell, what
-    the other says."""
+    """The predictor of hash function and router: for one token the pool of both; before the first layer, for many
+    tokens, and where one of both can't tell, the other's prediction."""
 
     def __init__(self, foresight: Foresight) -> None:
         self._foresight, self._pool = foresight, Pool()
@@ -414,7 +421,8 @@ class HashAndGate:
 
 
 class Foreseeing:
-    """`routes_to`: where it `routes`, which is to take the place of the routers, how many experts a token goes to."""
+    """The hash function of a pack with its memory. `routes_to`: the number of experts that a token goes to, where it
+    `routes` (takes the place of the routers)."""
 
     def __init__(self, pack: Pack, function: HashFunction, backend: Backend, routes: bool) -> None:
         spec, self._routed = pack.manifest.model, function.routed
@@ -422,19 +430,19 @@ class Foreseeing:
         self.routes_to = (usual if self._routed is None else self._routed.top_k) if routes else None
         self.foresight = Foresight(function, spec, backend, self.routes_to or usual, routes)
         self.nbytes = network_bytes(pack.manifest.files[HASH].nbytes)
-        """Upper bound of what its weights take."""
+        """Upper bound of the bytes of its weights."""
         self._other: Backend | None = None
         self.request_bytes = partial(recalled_bytes, function)
 
     def work_beforehand(self, backend: Backend) -> None:
-        """Another thread works on prompts that wait, with a backend of its own, which is closed with this."""
+        """Has another thread work on prompts that wait, with a backend of its own, which is closed with this."""
         self._other, self.foresight.before = backend, self.foresight.beforehand(backend)
 
     def close(self) -> None:
         self.foresight.needed, self.foresight.told = (
             (lambda: False),
             (lambda stack, tokens: None),
-        )  # nobody asks any more
+        )  # no forecast is needed any more
         if self.foresight.before is not None:
             self.foresight.before.close()
             self.foresight.before = None
@@ -443,7 +451,7 @@ class Foreseeing:
             self._other = None
 
     def notes(self) -> list[str]:
-        """What a user should know of answers that come of it."""
+        """Returns notes for the user on answers made with this routing."""
         if self.routes_to is None:
             return []
         loss = "what that loses was not measured"

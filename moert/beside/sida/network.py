@@ -1,7 +1,6 @@
-"""The hash function of a pack, run: what every layer's router will say, from the tokens alone (SiDA, Du et al. 2023).
+"""The network of a pack's hash function: predicts all layers' routers from the tokens alone (SiDA, Du et al. 2023).
 
-SPEC.md says what it computes. Tokens of one sequence or of many, at once or one after the other: each gets the same
-bits.
+SPEC.md defines its results. Tokens of one sequence or of many, at once or one after the other: each gets the same bits.
 """
 
 from __future__ import annotations
@@ -22,12 +21,12 @@ from moert.pack.model_spec import StackName
 F16 = npt.NDArray[np.float16]
 
 _ROOM = 64  # tokens that keys and values have room for at first
-_AT_ONCE = 256  # tokens of a prompt that are read at once, so that what is made of them stays small
+_AT_ONCE = 256  # tokens of a prompt that are read at once, so that intermediate values stay small
 _WORKING = 24  # rows of w that are held for each of these while they are read, gates of the LSTM included
 
 
 class Grown:
-    """Rows that are added to: [length, width]."""
+    """An array of rows that grows: [length, width]."""
 
     def __init__(self, width: int) -> None:
         self._room, self.length = np.empty((0, width), np.float32), 0
@@ -52,8 +51,8 @@ class Grown:
 
 @dataclass
 class Recalled:
-    """What the network remembers of a sequence that it reads forward: states [layers, 2, w], keys and values of its
-    tokens, and those of what an encoder has read."""
+    """The network's memory of a sequence that it reads forward: states [layers, 2, w], keys and values of its tokens,
+    and those of the sequence that an encoder has read."""
 
     states: F32
     keys: Grown
@@ -82,17 +81,17 @@ class Reader:
         self._heads = [matrix(weights, bias) for weights, bias in zip(stack.heads, stack.head_bias, strict=True)]
 
     def on(self, backend: Backend) -> Reader:
-        """The same with another backend of its kind; weights are shared."""
+        """Returns the same network with another backend of its kind; weights are shared."""
         twin = copy.copy(self)
         twin._backend = backend
         return twin
 
     def begin(self) -> Recalled:
-        """A sequence of which nothing was read."""
+        """Returns the memory of a sequence before its first token."""
         return Recalled(np.zeros((LSTM_LAYERS, 2, self.width), np.float32), Grown(self.width), Grown(self.width))
 
     def encode(self, rows: F32, counts: Sequence[int]) -> F32:
-        """rows [tokens, d_model], whole sequences of `counts` tokens one after the other → y [tokens, w]."""
+        """Returns y [tokens, w] of rows [tokens, d_model], whole sequences of `counts` tokens one after the other."""
         x = self._compressed(rows)
         for layer in self._lstm:
             parts = [
@@ -110,11 +109,12 @@ class Reader:
         return found
 
     def shown(self, encoded: F32) -> tuple[F32, F32]:
-        """y of the encoder's network for a sequence [tokens, its w] → its keys and values here."""
+        """Returns keys and values in this network of a sequence's y in the encoder's network, [tokens, its w]."""
         return self._linear(encoded, self._encoded["key"]), self._linear(encoded, self._encoded["value"])
 
     def read(self, rows: F32, counts: Sequence[int], recalled: Sequence[Recalled]) -> F32:
-        """rows [tokens, d_model] that follow what is recalled of each sequence, `counts` of each → y [tokens, w]."""
+        """Returns y [tokens, w] of rows [tokens, d_model], `counts` for each sequence, that follow its recalled
+        tokens."""
         if len(rows) <= _AT_ONCE:
             return self._read(rows, counts, recalled)
         parts, start = [], 0
@@ -126,11 +126,12 @@ class Reader:
         return np.concatenate(parts)
 
     def numbers(self, y: F32) -> F32:
-        """y [tokens, w] → what stands for the routers' numbers, [tokens, layers, experts]. Raises NotFinite."""
+        """Returns the predicted numbers of all routers, [tokens, layers, experts], from y [tokens, w]. Raises
+        NotFinite."""
         return _finite(np.stack(self._backend.linears(y, self._heads), axis=1))
 
     def of_layer(self, y: F32, place: int) -> F32:
-        """The same of one layer, [tokens, experts]. Raises NotFinite."""
+        """Returns the same for one layer, [tokens, experts]. Raises NotFinite."""
         return _finite(self._linear(y, self._heads[place]))
 
     def _read(self, rows: F32, counts: Sequence[int], recalled: Sequence[Recalled]) -> F32:
@@ -187,17 +188,18 @@ class _Cells:
 
 
 def readers(function: HashFunction, backend: Backend) -> dict[StackName, Reader]:
-    """The networks of all stacks."""
+    """Returns the networks of all stacks."""
     return {name: Reader(stack, backend) for name, stack in function.stacks.items()}
 
 
 def network_bytes(file_bytes: int) -> int:
-    """Upper bound of what the networks of a file of so many bytes take: as they lie there, and widened to float32."""
+    """Returns an upper bound of the bytes that the networks of a file of `file_bytes` take: as stored, and widened to
+    float32."""
     return 3 * file_bytes
 
 
 def recalled_bytes(function: HashFunction, prompt_tokens: int, new_tokens: int) -> int:
-    """Upper bound of what such a request takes: what is recalled of it, and what is made of its prompt."""
+    """Returns an upper bound of the bytes that a request takes: its memory, and intermediate values of its prompt."""
     found, behind = 0, "encoder" in function.stacks
     if behind:
         found += 4 * function.stacks["encoder"].width * _WORKING * prompt_tokens
@@ -210,8 +212,8 @@ def recalled_bytes(function: HashFunction, prompt_tokens: int, new_tokens: int) 
 
 @dataclass
 class Heard:
-    """The tokens of one sequence, of which the first `done` are in `recalled`: what was not asked about is not read
-    before something is asked again."""
+    """The tokens of one sequence, of which the first `done` are in `recalled`: those behind are read when the next
+    forecast is needed."""
 
     begin: Callable[[], Recalled]
     ids: list[int] = field(default_factory=list)
@@ -226,13 +228,13 @@ class Heard:
         return self.recalled
 
     def copy(self) -> Heard:
-        """Another with the same, that goes on by itself."""
+        """Returns an independent copy."""
         twin = copy.copy(self)
         twin.ids, twin.recalled = list(self.ids), copy.deepcopy(self.recalled)
         return twin
 
     def cut(self, length: int) -> None:
-        """Forgets all but the first `length` tokens, which are read anew if more were."""
+        """Forgets all but the first `length` tokens, which are read anew if the network had read more."""
         del self.ids[length:]
         if self.done > length:
             self.recalled, self.done = None, 0
