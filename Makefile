@@ -53,7 +53,7 @@ test: lint  ## lint, types and all tests that take seconds
 	$(PY) -m pytest -m "not slow" --durations=30 $(AT_ONCE)
 
 test-slow: setup  ## the tests that take minutes, some of them only as root (it is said which)
-	$(PY) -m pytest -m slow
+	$(PY) -m pytest -m slow --durations=30 $(AT_ONCE)
 
 unchanged: setup  ## record in build/unchanged what a change of structure must leave alone: answers, packs, messages
 	$(PY) -m tests.unchanged record build/unchanged/$$(git rev-parse --short HEAD).json packs messages
