@@ -135,7 +135,7 @@ def windows(rng: Rng, counts: np.ndarray, within: float, plans: int) -> tuple[F6
     return np.stack([nats * words, words], axis=2), np.stack([(nats + damage) * words, words], axis=2)
 
 
-def rows(confidences: tuple[float, ...] = (0.9, 0.95)) -> list[Row]:
+def simulated_rows(confidences: tuple[float, ...] = (0.9, 0.95)) -> list[Row]:
     """One for each setting; those without a promise have no aim."""
     found = []
     for seed, setting in enumerate(one for confidence in confidences for one in settings(confidence)):
@@ -368,7 +368,7 @@ def main() -> None:
     commits = {split.commit for splits in done.values() for split in splits}
     settings = {"splits": arguments.splits, "confidence": CONFIDENCE, "cases": [asdict(case) for case in cases],
                 "commits of the splits": sorted(commits)}  # fmt: skip
-    simulated = rows()
+    simulated = simulated_rows()
     path = write("promise", context(settings), [*overview, *simulated, *rows])
     print(table([*overview, *simulated]))
     print(f"written to {path}")

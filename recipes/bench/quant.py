@@ -54,7 +54,7 @@ SLOW_S = 10.0  # what takes longer is run once after the turn that is not counte
 AIM = 50.0  # million weights a second, for `group` at 4 bits
 
 
-def rows() -> list[Row]:
+def speed_rows() -> list[Row]:
     """The methods take turns; the first turn is not counted."""
     torch.set_num_threads(1)
     found = []
@@ -332,7 +332,7 @@ def main() -> None:
     import_peers()
     rows, aims, chosen, failures = gather(names)
     try:
-        aims += rows()
+        aims += speed_rows()
     except Exception as error:  # the figures before it took long
         failures.append(f"speed: {error}")
     settings = {"samples": SIZES, "resampled": DOCUMENTS, "resamples": RESAMPLES, **NOTES, "chosen of ours": chosen,

@@ -55,3 +55,27 @@ def test_no_path_of_a_machine_and_no_registry() -> None:
         (name_of(path), name) for path in checked for name in names if name in path.read_text(encoding="utf-8").lower()
     ]
     assert found == []
+
+
+def test_no_local_name_hides_a_function_that_is_called() -> None:
+    """`rows = rows()` is an error only when it runs, and types of programs are not checked."""
+    found = []
+    for path in ALL:
+        tree = ast.parse(path.read_text(encoding="utf-8"))
+        functions = {node.name for node in tree.body if isinstance(node, ast.FunctionDef)}
+        for function in (node for node in ast.walk(tree) if isinstance(node, ast.FunctionDef)):
+            nodes = [*ast.walk(function)]
+            inner = {
+                id(each) for node in nodes if isinstance(node, ast.comprehension) for each in ast.walk(node.target)
+            }
+            inner |= {
+                id(each)
+                for node in nodes
+                if isinstance(node, (ast.FunctionDef, ast.Lambda)) and node is not function
+                for each in ast.walk(node)
+            }
+            names = [node for node in nodes if isinstance(node, ast.Name) and id(node) not in inner]
+            bound = {node.id for node in names if isinstance(node.ctx, ast.Store)} & functions
+            called = {node.func.id for node in nodes if isinstance(node, ast.Call) and isinstance(node.func, ast.Name)}
+            found += [f"{name_of(path)}: {function.name}: {name}" for name in bound & called]
+    assert found == []
