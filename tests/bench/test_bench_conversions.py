@@ -28,7 +28,6 @@ from recipes.bench.promise import CASES, Split, halves, summary
 from recipes.bench.result import Result, Row, read
 from recipes.bench.shape_numbers import config_of
 from recipes.bench.size import Aim, Ran, conversion, growth_rows, line, rows_of, run
-from recipes.bench.tables import quality as mixed_tables
 from recipes.bench.tables import quality as tables
 from recipes.bench.virtual import VirtualTensors, mark, tensors_of
 from recipes.bench.workers import rows_of as rows_of_workers
@@ -243,7 +242,7 @@ def test_every_cell_has_perplexity_loss_and_size(monkeypatch) -> None:
     assert (round(cell.value, 6), round(cell.low, 6), round(cell.high, 6), cell.n) == (15.2, 14.2, 16.2, 96)
     assert result.by_name["wiki, unquantised: perplexity"].value == 200
     assert len([name for name in result.by_name if name.endswith(": size")]) == 2 * 4 * (len(SETTINGS) + 1)
-    wiki, wikids, origin = rendered(mixed_tables.mixed_parts(result), result).split("\n\n")
+    wiki, wikids, origin = rendered(tables.mixed_parts(result), result).split("\n\n")
     lines = wiki.splitlines()
     assert lines[0].startswith("| wiki | experts 16 (16.20) | experts 4 (4.20) |")
     assert lines[2].startswith("| all 16 | 200.0 (+0.0%), 17.6 MB | 224.0 (+12.0%), 5.6 MB |")

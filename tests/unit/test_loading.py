@@ -14,7 +14,6 @@ from hypothesis import strategies as st
 from memory_store import Made, Model, begin, key, mark, use, wait_until
 
 from moert.experts import cache as cache_module
-from moert.experts import cache as loaders_module
 from moert.experts.cache import ExpertCache
 from moert.experts.policy import EVICTION
 from moert.pack.errors import HashMismatch
@@ -287,7 +286,7 @@ def test_close_waits_for_reads_under_way_and_may_be_called_again(make: Make) -> 
 
 
 def test_close_does_not_wait_for_a_dead_disk_for_ever(monkeypatch: pytest.MonkeyPatch, make: Make) -> None:
-    monkeypatch.setattr(loaders_module, "_CLOSE_S", SHORT_S)
+    monkeypatch.setattr(cache_module, "_CLOSE_S", SHORT_S)
     cache, store, _ = make(100, "lru", 3)
     for expert in range(3):
         store.hold(key(1, expert))
@@ -296,7 +295,7 @@ def test_close_does_not_wait_for_a_dead_disk_for_ever(monkeypatch: pytest.Monkey
     assert store.entered[key(1, 0)].wait(memory_store.PATIENCE_S)
     Model(cache.close).end()
     assert any(thread.is_alive() and thread.daemon for thread in cache.loaders.threads)
-    monkeypatch.setattr(loaders_module, "_CLOSE_S", memory_store.PATIENCE_S)
+    monkeypatch.setattr(cache_module, "_CLOSE_S", memory_store.PATIENCE_S)
     for gate in store.gates.values():
         gate.set()
 
@@ -316,7 +315,7 @@ def test_where_the_system_allows_no_more_threads_the_model_reads(make: Make, mon
 
     cache, store, counters = make(60, "lru", 4)
     with monkeypatch.context() as patch:
-        patch.setattr(loaders_module.threading, "Thread", Refused)
+        patch.setattr(cache_module.threading, "Thread", Refused)
         patch.setattr(cache_module, "HANDED_OVER_BYTES", 0)
         for layer in (0, 1, 2):
             use(cache, layer, [0, 1, 2])
