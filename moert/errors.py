@@ -12,27 +12,30 @@ from typing import Any, TypeVar, get_type_hints
 from moert.pack.errors import Error
 from moert.pack.messages import fits, unknown, wanted
 
-_OPTIONS = {"n_return": "--return"}  # others are called alike
-_command_line = ContextVar("command_line", default=False)
+_options: ContextVar[Mapping[str, str] | None] = ContextVar("options", default=None)
 
 
 @contextmanager
-def command_line() -> Iterator[None]:
-    """Makes messages name settings as options of the command line (`--memory`) while the with block runs."""
-    before = _command_line.set(True)
+def command_line(options: Mapping[str, str]) -> Iterator[None]:
+    """Makes messages name settings as options of the command line while the with block runs. `options`: settings → the
+    words for them there; a setting that it lacks is an option by its own name."""
+    before = _options.set(options)
     try:
         yield
     finally:
-        _command_line.reset(before)
+        _options.reset(before)
 
 
 def said(name: str, value: object = None) -> str:
-    """Returns the name of a setting for messages, or its name and value: `--memory 450000000`, or
+    """Returns the words for a setting, or for one with a value: `--memory 450000000`, `--tune cache=50%`, or in Python
     `memory=450000000`."""
-    if _command_line.get():
-        option = _OPTIONS.get(name, f"--{name.replace('_', '-')}")
-        return option if value is None else f"{option} {value}"
-    return name if value is None else f"{name}={value!r}"
+    options = _options.get()
+    if options is None:
+        return name if value is None else f"{name}={value!r}"
+    option = options.get(name, f"--{name.replace('_', '-')}")
+    if value is None:
+        return option
+    return f"{option}{'=' if ' ' in option else ' '}{value}"
 
 
 class RunError(Error):
@@ -40,7 +43,7 @@ class RunError(Error):
 
 
 class BudgetTooSmall(RunError):
-    """--memory or --cache is less than the run needs at least; `smallest_bytes` would be enough."""
+    """The memory or the cache is less than the run needs at least; `smallest_bytes` would be enough."""
 
     def __init__(self, message: str, smallest_bytes: int) -> None:
         super().__init__(message)
@@ -52,7 +55,7 @@ class BudgetTooSmall(RunError):
 
 
 class InvalidMemory(RunError):
-    """A --memory or --cache that is no size."""
+    """A memory or a cache that is no size."""
 
 
 class PathsMissing(RunError):

@@ -173,8 +173,8 @@ def run_pack(part: Part, pack: Path, prompts: Path, share: int, asked: str) -> d
     eviction policy and without reading ahead."""
     command = [
         sys.executable, "-m", "moert", "run", str(pack), "--input", str(prompts),
-        "--output", str(part.out / f"{part.name}-outputs.jsonl"), "--overwrite", "--cache", f"{share}%",
-        *(() if asked == AS_IT_IS else ("--eviction", asked, "--predict", "none")),
+        "--output", str(part.out / f"{part.name}-outputs.jsonl"), "--overwrite", "--tune", f"cache={share}%",
+        *(() if asked == AS_IT_IS else ("--tune", f"eviction={asked}", "--tune", "predict=none")),
         "--max-new-tokens", str(part.new_tokens), "--json", "--stats",
     ]  # fmt: skip
     done = subprocess.run(command, capture_output=True, text=True, check=False)

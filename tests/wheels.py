@@ -76,7 +76,7 @@ def prepare(wheel: Path, folder: Path) -> tuple[list[object], Path]:
 
 
 def writes(python: Sequence[object], packages: Path, folder: Path, pack: Path) -> str:
-    asked = ("run", pack, "abc", "--max-new-tokens", 24, "--memory", "200MB", "--threads", 2)
+    asked = ("run", pack, "abc", "--max-new-tokens", 24, "--memory", "200MB", "--tune", "threads=2")
     return output_of([*python, "-m", "moert", *asked], packages, folder)
 
 

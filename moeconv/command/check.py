@@ -48,7 +48,7 @@ def check(model: str, host: Host, layout: str = DEFAULT_LAYOUT) -> Checked:
     """Checks a model without its weights. `model`: a directory, a config.json, or a hub id; `layout`: how its experts
     would lie in a pack. Raises CheckpointError for a model that can't be converted, SettingsError for experts that
     can't have this layout."""
-    check_choice("--layout", layout, LAYOUTS)
+    check_choice("layout", layout, LAYOUTS)
     outline, left = opened(located(model))
     spec, computed = outline.spec, outline.description.computed
     group_size = group_size_of(DEFAULT_QUANTIZER, Settings.group_size)

@@ -11,8 +11,10 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from moeconv.command import options, packs
-from moeconv.command.options import Allocation, BitsPerWeight, Calib, Heldout, Json, Loss, Seed, Signal, Size
+from moeconv.command.options import BitsPerWeight, Calib, Heldout, Json, Loss, Seed, Size
 from moeconv.progress import bar, say
+from moeconv.tuned import said
+from moert.command.tuning import NOTHING, Asked, prepare_completion
 from moert.pack.fence import left_behind, owned_stderr
 from moert.pack.files import beside, placed
 from moert.pack.messages import USAGE, asks_json, failure, print_failure, short_of_memory, shown
@@ -50,7 +52,8 @@ app.add_typer(recipe_app, name="recipe")
 EXIT_USER, EXIT_MISSED, EXIT_INTERRUPTED = USAGE, 3, 130
 
 
-@app.command()
+@app.command(cls=options.grouped("quantize"))
+@options.taking("quantize")
 def quantize(
     model: Annotated[str, typer.Argument(metavar="MODEL", help="A local Hugging Face directory or a hub id.")],
     loss: Loss = None,
@@ -60,23 +63,14 @@ def quantize(
         str, typer.Option(help="Probability with which the loss stays under --loss on as much further text of the same "
                                "kind as is held out; nothing is promised for other kinds of text. It takes text of 30 "
                                "documents at 95%, of 15 at 90%. none: only the measured loss on the calibration text "
-                               "must stay under --loss.")
+                               "must stay under --loss.", rich_help_panel=options.TARGET)
     ] = "95%",
-    strict: Annotated[
-        bool, typer.Option("--strict", help="End before the sweep if the text has too few documents for --confidence, "
-                                            "or the model does no better on it than a guess. Otherwise a note says so, "
-                                            "and the bound is printed without a confidence.")
-    ] = False,
-    margin: Annotated[
-        str, typer.Option(help="Share of --loss to keep in reserve: with --loss 5% --margin 20%, plans must stay under "
-                               "4% on the calibration text.")
-    ] = "0%",
     resident: Annotated[
         str | None, typer.Option(help="Share of the experts that memory will hold, such as 25%, or what moert run will "
                                       "get as --memory, such as 2GB, or several, 12%,25%. Routing is fitted to each: "
                                       "it prefers what was used lately, so that less is read, as far as --loss leaves "
                                       "room for that; widths and routing keep it together. Widths are fitted to the "
-                                      "first. moert run takes what fits its memory.")
+                                      "first. moert run takes what fits its memory.", rich_help_panel=options.TARGET)
     ] = None,
     calib: Calib = None,
     heldout: Heldout = None,
@@ -85,86 +79,52 @@ def quantize(
                                       "document=title names what a row is a part of; rows of one document are alike, "
                                       "and are kept and counted together; document=row says that no rows are alike. "
                                       "Default: the field document, or what the text shows (headings, long rows), or "
-                                      "runs of rows.")
+                                      "runs of rows.", rich_help_panel=options.TEXT)
     ] = None,
     metric: Annotated[
         str | None, typer.Option(help="rouge1, rouge2, rougeL, exact_match, perplexity (per word), token_perplexity "
                                       "(per token), accuracy, "
                                       "f1, or the path of an evaluate module, which is a program: it runs as you, so "
-                                      "take only one that you trust. Default: what fits the text.")
+                                      "take only one that you trust. Default: what fits the text.",
+                                      rich_help_panel=options.TEXT)
     ] = None,
     quantizer: Annotated[
         str | None, typer.Option(help="channel: even steps from the smallest to the largest weight of each output "
                                "channel. group: scales fitted by least squares, for each group of inputs. gptq: codes "
                                "chosen so that later weights make up for the rounding errors of earlier ones. Default: "
-                               "gptq; group without --calib.")
+                               "gptq; group without --calib.", rich_help_panel=options.WIDTHS)
     ] = None,
-    group_size: Annotated[
-        int | None, typer.Option(help="Inputs per scale: 32, 64 or 128. Default: 64 for group, all of a channel for "
-                                      "gptq.")
-    ] = None,
-    allocation: Allocation = "knapsack",
-    signal: Signal = "kl",
-    per_projection: Annotated[
-        bool, typer.Option("--per-projection", help="Measure gate, up and down apart, and give each its own width.")
-    ] = False,
     bits: Annotated[str, typer.Option(help="Widths that experts may get. One alone needs no --calib; 16 alone writes "
-                                           "an unquantised pack.")]
+                                           "an unquantised pack.", rich_help_panel=options.WIDTHS)]
     = "2,3,4,8,16",
     dense_bits: Annotated[
         str | None, typer.Option(help="Width of all other matrices, such as 8, or by role: attention=4,head=8, of "
                                       "attention, mixer, router, ffn, head, embed. Default: as in the source. What "
-                                      "they lose counts for --loss.")
+                                      "they lose counts for --loss.", rich_help_panel=options.WIDTHS)
     ] = None,
-    out: Annotated[Path, typer.Option(help="Where the pack goes.")] = Path("model.pack"),
+    out: Annotated[Path, typer.Option(help="Where the pack goes.", rich_help_panel=options.PACK)] = Path("model.pack"),
     work: Annotated[
-        Path | None, typer.Option(help="Where measurements are kept for reruns. Default: beside --out, as OUT.work.")
+        Path | None, typer.Option(help="Where measurements are kept for reruns. Default: beside --out, as OUT.work.",
+                                  rich_help_panel=options.PACK)
     ] = None,
     samples: Annotated[
         int | None, typer.Option(help="Calibration samples (or windows) that plans are judged on. Default: three "
-                                      "quarters of all.")
+                                      "quarters of all.", rich_help_panel=options.TEXT)
     ] = None,
-    sweep_samples: Annotated[
-        int | None, typer.Option(help="Calibration samples that experts are ranked by. Default: the other quarter.")
-    ] = None,
-    heldout_samples: Annotated[int | None, typer.Option(help="Held-out samples to use. Default: all.")] = None,
-    context: Annotated[int, typer.Option(help="Tokens in a window of running text.")] = 256,
-    max_new_tokens: Annotated[
-        int | None, typer.Option(help="Longest generated output. Default: a little above the longest target.")
-    ] = None,
+    context: Annotated[int, typer.Option(help="Tokens in a window of running text.",
+                                         rich_help_panel=options.TEXT)] = 256,
     memory: options.Within = None,
-    racing: Annotated[
-        str | None, typer.Option(help="Stop measuring experts whose place in the ranking is settled, with this error "
-                                      "probability, such as 5%.")
-    ] = None,
-    cluster: Annotated[
-        str | None, typer.Option(help="Sweep, or code layer by layer, on a Ray cluster: auto, host:port or ray://host:port.")
-    ] = None,
     layout: Annotated[
         str | None, typer.Option(help="How experts lie in the pack: expert, a file for each; layer, a file for each "
                                       "layer; for experts with ReLU alone columns, by neurons, so that what does not "
                                       "fire need not be read, or neuron, the same with all of a neuron in one place; "
                                       "auto: columns where experts are large and each token passes all of a layer, "
                                       "as in OPT, else expert. Default: "
-                                      "expert; with --neurons predicted neuron.")
+                                      "expert; with neurons=predicted neuron.", rich_help_panel=options.PACK)
     ] = None,
-    piece_bytes: Annotated[
-        int | None, typer.Option(help="With --layout columns, neuron or auto: most bytes of what is read at once, a "
-                                      "multiple of 512. moert bench --drive says what a drive likes. Default: two "
-                                      "neurons or a little more, at most 4096.")
-    ] = None,
-    route: Annotated[
-        str, typer.Option(help="What sends tokens to experts: router, the model's own, or hash, a function of the "
-                               "tokens alone that is trained first, on half of the calibration text. Widths and "
-                               "function keep --loss together.")
-    ] = "router",
-    neurons: Annotated[
-        str, typer.Option(help="Which neurons of experts with ReLU are computed: exact, all that fire, or predicted, "
-                               "those that a predictor names, which is trained first, on half of the calibration "
-                               "text. Widths and predictor keep --loss together.")
-    ] = "exact",
     seed: Seed = 0,
     overwrite: options.Overwrite = False,
+    asked: Asked = NOTHING,
     as_json: Json = False,
 ) -> None:  # fmt: skip
     """Measure what each expert is worth, give each its width under the target, and write the pack."""
@@ -180,14 +140,15 @@ def quantize(
     from moeconv.conversion.settings import parse_target as target
 
     out = placed(out)
+    own = dict(asked.values)
+    own["margin"] = parse_share(own["margin"], said("margin"))
+    own["racing"] = None if own["racing"] is None else parse_share(own["racing"], said("racing"))
     settings = Settings(
         model, out, work or beside(out, "work"), target(loss, size, bits_per_weight),
-        parse_share(margin, "--margin"), parse_confidence(confidence), calib, heldout, parse_fields(fields), metric,
-        quantizer, group_size, allocation, signal, per_projection, parse_bits(bits), seed, samples, sweep_samples,
-        heldout_samples, context, max_new_tokens, options.bytes_of(memory),
-        None if racing is None else parse_share(racing, "--racing"), cluster,
-        None if dense_bits is None else parse_dense_bits(dense_bits), strict, parse_resident(resident), layout, route,
-        piece_bytes, neurons, overwrite,
+        confidence=parse_confidence(confidence), calib=calib, heldout=heldout, fields=parse_fields(fields),
+        metric=metric, quantizer=quantizer, bits=parse_bits(bits), seed=seed, samples=samples, context=context,
+        memory_bytes=options.bytes_of(memory), dense_bits=None if dense_bits is None else parse_dense_bits(dense_bits),
+        resident=parse_resident(resident), layout=layout, overwrite=overwrite, **own,
     )  # fmt: skip
     if _convert(settings, as_json):
         raise typer.Exit(EXIT_MISSED)
@@ -212,7 +173,8 @@ def check(
     print(shown(json.dumps(plain(found)) if as_json else "\n".join(lines(found))))
 
 
-@app.command()
+@app.command(cls=options.grouped("plan"))
+@options.taking("plan")
 def plan(
     context: typer.Context,
     what: options.ModelOrWork,
@@ -221,10 +183,9 @@ def plan(
     loss: Loss = None,
     size: Size = None,
     bits_per_weight: BitsPerWeight = None,
-    allocation: Allocation = "knapsack",
-    signal: Signal = "kl",
     bits: options.PlanBits = None,
     whole_curve: options.Curve = False,
+    asked: Asked = NOTHING,
     as_json: Json = False,
 ) -> None:
     """Of a model: what packs of it would take, how fast they would be, and what converting takes. Of a work directory:
@@ -234,12 +195,12 @@ def plan(
     from moeconv.conversion.planning import plan as run
     from moeconv.conversion.settings import parse_bits, parse_target
 
-    if forecast.is_model(what, options.said(context)):
+    if forecast.is_model(what, options.typed(context, asked)):
         expected = forecast.asked(what, memory, drive)
         print(shown(json.dumps(forecast.as_json(expected)) if as_json else "\n".join(forecast.lines(expected))))
         return
     target = parse_target(loss, size, bits_per_weight)
-    found = run(Path(what), target, allocation, signal, None if bits is None else parse_bits(bits))
+    found = run(Path(what), target, asked["allocation"], asked["signal"], None if bits is None else parse_bits(bits))
     print(shown(json.dumps(_as_json(found)) if as_json else plan_table(found, target, whole_curve)))
 
 
@@ -323,6 +284,7 @@ def main(arguments: list[str] | None = None) -> None:
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # threads that spin slow each other down on a shared machine
     os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
     os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
+    prepare_completion("moeconv")
     code = _exit_code(arguments)
     if left_behind():  # threads that still run are not waited for
         sys.stdout.flush()

@@ -37,6 +37,7 @@ from moeconv.quantizers.quantizer import dense_of
 from moeconv.report.page import duration, many, size
 from moeconv.source.checkpoint import Checkpoint
 from moeconv.source.outline import CONFIG, Outline, json_object
+from moeconv.tuned import said
 from moert.pack.documents import MAX_BYTES
 from moert.pack.messages import NotASize, parse_size
 from moert.pack.model_spec import ModelSpec
@@ -91,7 +92,7 @@ def is_model(what: str, given: Collection[str]) -> bool:
     found = there or (not path.exists() and what.count("/") == 1 and not OF_WORK & set(given))
     for name in given:
         if name in (OF_WORK if found else OF_MODEL):
-            option = _OPTIONS.get(name, f"--{name.replace('_', '-')}")
+            option = _OPTIONS.get(name, said(name))
             raise SettingsError(_REFUSED[found].format(option=option, what=what))
     return found
 

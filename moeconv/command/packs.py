@@ -145,7 +145,7 @@ def train_neurons(
 ) -> None:  # fmt: skip
     """Train a small network for each layer that says which neurons of its experts will fire.
 
-    moert run --neurons predicted reads and computes only these. Without --calib, on the text that the pack was
+    moert run --tune neurons=predicted reads and computes only these. Without --calib, on the text that the pack was
     converted with.
     """
     from moeconv.command.present import neurons_json, neurons_table

@@ -62,8 +62,8 @@ def next_steps(report: ConversionReport, out: Path, profiled: bool) -> str:
     """Returns the commands that a user may run after `moeconv quantize`; profile and report need the calibration text.
     `profiled` is true where the pack has its paths already."""
     pack = shlex.quote(str(out))
-    routed = "" if report.route is None else f" --routing {report.route.kind}"
-    named = "" if report.neurons is None else " --neurons predicted"
+    routed = "" if report.route is None else f" --tune routing={report.route.kind}"
+    named = "" if report.neurons is None else " --tune neurons=predicted"
     steps = [(f'moert run {pack} "some text"{routed}{named}', "runs it"), (f"moert info {pack}", "says what is in it")]
     if report.calibration is not None and not profiled:
         steps.append((f"moeconv profile-paths {pack}", "adds what the runtime reads ahead by"))
@@ -228,7 +228,7 @@ def missed_target(report: ConversionReport) -> str | None:
         return None
     return (
         f"the held-out loss is {report.heldout.loss:.2%}, above the target of {report.target.value:.2%}: the pack "
-        "meets the target on its calibration text only; give more of that text, a --confidence or a --margin"
+        "meets the target on its calibration text only; give more of that text, a --confidence or a --tune margin"
     )
 
 

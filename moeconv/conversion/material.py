@@ -27,6 +27,7 @@ from moeconv.quantizers.quantizer import dense_of
 from moeconv.report.writer import read_report
 from moeconv.source.checkpoint import Checkpoint
 from moeconv.source.outline import json_object
+from moeconv.tuned import said
 from moert.pack.layout import Neurons
 from moert.pack.manifest import Dense
 from moert.pack.model_spec import ModelSpec
@@ -101,7 +102,7 @@ NOTHING = Volume(0, 0, 0, np.zeros(0, np.int64), 0.0)
 @dataclass(frozen=True)
 class Material:
     """The text that a conversion measures on. `ranking` and `acceptance` are the two parts of the calibration text;
-    --route hash and --neurons predicted add a third, `learning`, which only their training sees. `judged` and `heldout`
+    route=hash and neurons=predicted add a third, `learning`, which only their training sees. `judged` and `heldout`
     are the volumes that plans are judged on and that the result is measured on."""
 
     settings: Settings
@@ -199,12 +200,12 @@ def _absolute(metric: str) -> str:
 _MOST_TOKENS = 0.9  # of a vocabulary: its last rows are often only padding
 
 
-def samples_note(option: str, asked: int | None, there: int, what: str) -> str | None:
+def samples_note(name: str, asked: int | None, there: int, what: str) -> str | None:
     """Returns the note that a text has fewer samples (`there`) than the user asked for; None where it has enough.
     `what` names the samples."""
     if asked is None or there >= asked:
         return None
-    return f"note: {option} {asked:,}: there are only {there:,} {what}, all of them are used"
+    return f"note: {said(name, f'{asked:,}')}: there are only {there:,} {what}, all of them are used"
 
 
 def module_note(metric: str | None) -> str | None:
@@ -276,9 +277,9 @@ def notes(settings: Settings, spec: ModelSpec, ranked: int, judged: int, heldout
     samples that are used."""
     found = (
         context_note(None if settings.context == DEFAULT_CONTEXT else settings.context, spec),
-        samples_note("--samples", settings.samples, judged, "calibration samples to judge plans by"),
-        samples_note("--sweep-samples", settings.sweep_samples, ranked, "calibration samples to rank experts by"),
-        samples_note("--heldout-samples", settings.heldout_samples, heldout, "held-out samples"),
+        samples_note("samples", settings.samples, judged, "calibration samples to judge plans by"),
+        samples_note("sweep_samples", settings.sweep_samples, ranked, "calibration samples to rank experts by"),
+        samples_note("heldout_samples", settings.heldout_samples, heldout, "held-out samples"),
     )
     return (note for note in found if note)
 

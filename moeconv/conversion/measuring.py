@@ -54,6 +54,7 @@ from moeconv.sweep.fisher import (
 )
 from moeconv.sweep.probes import blocks_for
 from moeconv.sweep.sensitivity import BASE_BITS, RaceRules, Sweep, SweepJob, SweepWorker, probes_for
+from moeconv.tuned import said
 from moert.pack.manifest import LossEstimate, in_words
 from moert.pack.model_spec import LayerKey, ModelSpec
 
@@ -240,13 +241,13 @@ class References:
 
 def measured_references(bench: Bench, account: Account) -> References:
     """Returns the references, measured. Raises SettingsError where no loss can be measured against them, TargetMissed
-    for a doubt with --strict."""
+    for a doubt with strict."""
     found, material = References.of(bench), bench.material
 
     def doubt(line: str | None) -> None:
         """Notes why the promise is less than the user asked for. Raises TargetMissed with --strict."""
         if line is not None and bench.settings.strict:
-            raise TargetMissed(f"--strict: {line}")
+            raise TargetMissed(f"{said('strict')}: {line}")
         account.note(line)
 
     evidence = found.judge.evidence
@@ -536,7 +537,7 @@ def _by_gradients(
 ) -> tuple[SensitivityTable, SweepCost]:
     if bench.settings.signal != FISHER:
         why = "the model does not fit the memory" if bench.memory.layered else "there are many of them"
-        account.note(f"experts are ranked by gradients (--signal fisher): {why}")
+        account.note(f"experts are ranked by gradients ({said('signal', FISHER)}): {why}")
     with account.step("sweep", bench.journal):
         return swept_by_gradients(bench, widths, account)
 

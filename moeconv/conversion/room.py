@@ -20,6 +20,7 @@ from moeconv.source.checkpoint import Checkpoint
 from moeconv.source.skeleton import by_layers
 from moeconv.sweep.fisher import DRAWS, WINDOWS, have_gradients
 from moeconv.sweep.probes import blocks_for
+from moeconv.tuned import said
 from moert.machine import most_bytes
 from moert.pack.model_spec import ModelSpec
 
@@ -134,23 +135,23 @@ def check_layered(settings: Settings, memory: Memory, checkpoint: Checkpoint) ->
     memory."""
     if settings.signal == FISHER and not have_gradients(checkpoint.family, checkpoint.spec):
         raise SettingsError(
-            f"--signal {FISHER}: there is no way back through a {checkpoint.spec.family} model, which can't be run "
-            "layer by layer: take --signal kl"
+            f"{said('signal', FISHER)}: there is no way back through a {checkpoint.spec.family} model, which can't be "
+            f"run layer by layer: take {said('signal', 'kl')}"
         )
     if not memory.layered:
         if settings.signal == FISHER and settings.cluster is not None:
             raise SettingsError(
-                "--cluster shares out the exact sweep, or coding layer by layer where a model does not fit --memory: "
-                "leave it out, or take --signal kl"
+                f"{said('cluster')} shares out the exact sweep, or coding layer by layer where a model does not fit "
+                f"--memory: leave it out, or take {said('signal', 'kl')}"
             )
         return
-    for option, said in (
-        ("--resident", bool(settings.resident)), ("--route hash", settings.by_hash),
-        ("--neurons predicted", settings.predicts),
-        ("--racing", settings.racing is not None),
-        (f"--signal {settings.signal}", settings.signal in ("metric", "nll")),
+    for option, asked in (
+        ("--resident", bool(settings.resident)), (said("route", "hash"), settings.by_hash),
+        (said("neurons", "predicted"), settings.predicts),
+        (said("racing"), settings.racing is not None),
+        (said("signal", settings.signal), settings.signal in ("metric", "nll")),
     ):  # fmt: skip
-        if said:
+        if asked:
             raise SettingsError(
                 f"{option} takes a model in memory, and this one does not fit: leave it out, or give more --memory"
             )

@@ -17,6 +17,7 @@ from moeconv.measure.metrics import find_metric, is_module
 from moeconv.plan import ALLOCATORS
 from moeconv.quantizers import GROUP_SIZES, QUANTIZERS
 from moeconv.quantizers.quantizer import dense_bits_text
+from moeconv.tuned import said
 from moert.pack.codec import WIDTHS
 from moert.pack.layout import MOST_PIECE_BYTES, SECTOR, Neurons
 from moert.pack.manifest import Files
@@ -49,10 +50,12 @@ def check_piece_bytes(layout: str, piece_bytes: int | None) -> None:
     if piece_bytes is None:
         return
     if layout not in (*BY_NEURONS, "auto"):
-        raise SettingsError(f"--piece-bytes has no effect on --layout {layout}: leave it out, or take --layout columns")
+        raise SettingsError(
+            f"{said('piece_bytes')} has no effect on --layout {layout}: leave it out, or take --layout columns"
+        )
     if piece_bytes % SECTOR or not SECTOR <= piece_bytes <= MOST_PIECE_BYTES:
         raise SettingsError(
-            f"--piece-bytes {piece_bytes}: expected a multiple of {SECTOR}, {SECTOR} to {MOST_PIECE_BYTES}"
+            f"{said('piece_bytes', piece_bytes)}: expected a multiple of {SECTOR}, {SECTOR} to {MOST_PIECE_BYTES}"
         )
 
 
@@ -161,24 +164,30 @@ class Settings:
 
     def __post_init__(self) -> None:
         if self.quantizer is not None:
-            check_choice("--quantizer", self.quantizer, QUANTIZERS)
+            check_choice("quantizer", self.quantizer, QUANTIZERS)
         if self.layout is not None:
-            check_choice("--layout", self.layout, LAYOUTS)
-        check_choice("--route", self.route, ROUTES)
-        check_choice("--neurons", self.neurons, NEURONS)
+            check_choice("layout", self.layout, LAYOUTS)
+        check_choice("route", self.route, ROUTES)
+        check_choice("neurons", self.neurons, NEURONS)
         self._check_predicts()
         check_piece_bytes(self.laid_out, self.piece_bytes)
         if self.by_hash and self.resident:
-            raise SettingsError("--resident goes with routers: leave it out, or --route hash")
+            raise SettingsError(f"--resident goes with routers: leave it out, or {said('route', 'hash')}")
         if self.by_hash and self.signal == FISHER:
-            raise SettingsError(f"--signal {FISHER} does not go with --route hash: take --signal kl")
+            raise SettingsError(
+                f"{said('signal', FISHER)} does not go with {said('route', 'hash')}: take {said('signal', 'kl')}"
+            )
         check_ranking(self.allocation, self.signal)
         if self.metric is not None and not is_module(self.metric):
             find_metric(self.metric)
         if self.group_size is not None and self.quantizer == "channel":
-            raise SettingsError("--group-size has no effect on the channel quantizer: leave it out, or use group")
+            raise SettingsError(
+                f"{said('group_size')} has no effect on the channel quantizer: leave it out, or use group"
+            )
         if self.group_size is not None and self.group_size not in GROUP_SIZES:
-            raise SettingsError(f"--group-size {self.group_size}: expected one of {', '.join(map(str, GROUP_SIZES))}")
+            raise SettingsError(
+                f"{said('group_size', self.group_size)}: expected one of {', '.join(map(str, GROUP_SIZES))}"
+            )
         if not self.bits or any(width not in WIDTHS for width in self.bits):
             raise SettingsError(f"--bits {self.bits}: expected widths among {', '.join(map(str, WIDTHS))}")
         check_dense_bits(self.dense_bits)
@@ -192,13 +201,17 @@ class Settings:
             return
         if self.laid_out not in BY_NEURONS:
             raise SettingsError(
-                f"--layout {self.layout} does not go with --neurons predicted, which reads parts of experts: take "
-                f"--layout {PREDICTED_LAYOUT}"
+                f"--layout {self.layout} does not go with {said('neurons', 'predicted')}, which reads parts of "
+                f"experts: take --layout {PREDICTED_LAYOUT}"
             )
         if self.by_hash:
-            raise SettingsError("--neurons predicted goes with routers: leave it out, or --route hash")
+            raise SettingsError(
+                f"{said('neurons', 'predicted')} goes with routers: leave it out, or {said('route', 'hash')}"
+            )
         if self.resident:
-            raise SettingsError("--resident is measured with all neurons: leave it out, or --neurons predicted")
+            raise SettingsError(
+                f"--resident is measured with all neurons: leave it out, or {said('neurons', 'predicted')}"
+            )
 
     def _check_text(self) -> None:
         if self.calib is not None:
@@ -219,14 +232,13 @@ class Settings:
                 f"{_TARGET_OPTIONS[self.target.kind]} has no effect on --bits {self.bits[0]}: leave one of them out"
             )
         if self.target.kind == "loss" and self.allocation != DEFAULT_ALLOCATION:
-            raise SettingsError("--allocation has no effect on one width for all experts: leave it out")
+            raise SettingsError(f"{said('allocation')} has no effect on one width for all experts: leave it out")
         if self.bits == (16,) and (self.quantizer, self.group_size) != (None, None):
-            said = "--group-size" if self.quantizer is None else "--quantizer"
-            raise SettingsError(f"{said} has no effect on --bits 16: leave it out")
-        options = {"memory_bytes": "--memory"}
+            option = said("group_size" if self.quantizer is None else "quantizer")
+            raise SettingsError(f"{option} has no effect on --bits 16: leave it out")
         for field in fields(self):
             if field.name in _OF_TEXT and getattr(self, field.name) != field.default:
-                option = options.get(field.name, f"--{field.name.replace('_', '-')}")
+                option = said("memory" if field.name == "memory_bytes" else field.name)
                 raise SettingsError(f"{option} has no effect without --calib: leave it out")
 
     def _check_numbers(self) -> None:
@@ -236,17 +248,21 @@ class Settings:
         if self.memory_bytes is not None and self.memory_bytes < 1:
             raise SettingsError(f"--memory {self.memory_bytes}: expected more than 0 bytes")
         if not 0 <= self.margin < 1:
-            raise SettingsError(f"--margin {self.margin:g}: expected a share from 0 to less than 1")
+            raise SettingsError(f"{said('margin', f'{self.margin:g}')}: expected a share from 0 to less than 1")
         if self.confidence is not None and not 0.5 <= self.confidence < 1:
             raise SettingsError(f"--confidence {self.confidence:g}: expected 50% to less than 100%, or none")
         if self.signal == FISHER and self.racing is not None:
-            raise SettingsError("--racing goes with the exact sweep: leave it out, or take --signal kl")
+            raise SettingsError(
+                f"{said('racing')} goes with the exact sweep: leave it out, or take {said('signal', 'kl')}"
+            )
         if self.racing is not None and not 0 < self.racing < 0.5:
-            raise SettingsError(f"--racing {self.racing:g}: expected an error probability below 50%, such as 5%")
+            raise SettingsError(
+                f"{said('racing', f'{self.racing:g}')}: expected an error probability below 50%, such as 5%"
+            )
         if self.strict and self.calib is not None and self.confidence is None:
-            raise SettingsError("--strict has no effect with --confidence none: leave one of them out")
+            raise SettingsError(f"{said('strict')} has no effect with --confidence none: leave one of them out")
         if self.target.kind != "loss" and self.margin:
-            raise SettingsError("--margin has no effect without --loss: leave it out")
+            raise SettingsError(f"{said('margin')} has no effect without --loss: leave it out")
         if self.target.kind != "loss" and self.resident:
             raise SettingsError("--resident divides a loss between widths and routing: give --loss")
         known = all(0 < one < 1 or one >= LEAST_MEMORY for one in self.resident)
@@ -290,10 +306,10 @@ class Settings:
         return self.target.value * (1 - self.margin)
 
 
-def check_choice(option: str, value: str, known: Iterable[str]) -> None:
-    """Raises SettingsError for a value of an option that is not among the known ones."""
+def check_choice(name: str, value: str, known: Iterable[str]) -> None:
+    """Raises SettingsError for a value of a setting that is not among the known ones."""
     if value not in known:
-        raise SettingsError(f"{option} {value}: expected one of {', '.join(known)}")
+        raise SettingsError(f"{said(name, value)}: expected one of {', '.join(known)}")
 
 
 def check_dense_bits(wanted: int | Mapping[str, int] | None) -> None:
@@ -314,8 +330,8 @@ def check_dense_bits(wanted: int | Mapping[str, int] | None) -> None:
 
 def check_ranking(allocation: str, signal: str) -> None:
     """Raises SettingsError for an allocation or a signal that does not exist."""
-    check_choice("--allocation", allocation, ALLOCATORS)
-    check_choice("--signal", signal, (*SIGNALS, FISHER))
+    check_choice("allocation", allocation, ALLOCATORS)
+    check_choice("signal", signal, (*SIGNALS, FISHER))
 
 
 def check_target(target: Target) -> None:
@@ -333,7 +349,7 @@ def check_counts(context: int | None = None, seed: int | None = None, **counts: 
     """Raises SettingsError for a number that is out of range; None is not checked."""
     for name, value in counts.items():
         if value is not None and value < 1:
-            raise SettingsError(f"--{name.replace('_', '-')} {value}: expected 1 or more")
+            raise SettingsError(f"{said(name, value)}: expected 1 or more")
     if context is not None and context < 2:
         raise SettingsError(f"--context {context}: expected at least 2 tokens")
     if seed is not None and not 0 <= seed < 1 << 32:
@@ -552,8 +568,10 @@ def _number(name: str, value: Any, parse: Parse) -> float | Mapping[str, int] | 
 
 
 def as_entries(message: str) -> str:
-    """Returns the message with options named as in a recipe: --group-size is group_size there."""
-    return re.sub(r"--([a-z][a-z-]*)", lambda option: option[1].replace("-", "_"), message)
+    """Returns a message with options by the names that they have in a recipe: --dense-bits is dense_bits there, and
+    --tune group-size=64 group_size 64."""
+    plain = re.sub(r"--tune ([a-z][a-z-]*)=", r"--\1 ", message).replace("--tune ", "--")
+    return re.sub(r"--([a-z][a-z-]*)", lambda option: option[1].replace("-", "_"), plain)
 
 
 def table(values: Any, kind: Any, where: str) -> Any:

@@ -52,6 +52,7 @@ from moeconv.source.archs.config import transformers_model
 from moeconv.source.archs.description import Description
 from moeconv.source.archs.weights import parameter
 from moeconv.source.experts import Biases, Weights
+from moeconv.tuned import said
 from moert.pack.errors import PackError
 from moert.pack.hash import HASH, HashFunction, RoutedLoss
 from moert.pack.layout import Neurons
@@ -371,7 +372,7 @@ def reported(taught: Taught, bench: Bench, references: References, plan: Plan, a
 def check_route(settings: Settings, spec: ModelSpec) -> None:
     """Raises SettingsError for routers that a hash function can't replace."""
     if settings.by_hash and (why := refusal(spec.moe)) is not None:
-        raise SettingsError(f"--route hash {why}: leave it out")
+        raise SettingsError(f"{said('route', 'hash')} {why}: leave it out")
 
 
 def taught_routing(bench: Bench, work: WorkDir, account: Account) -> Taught:
@@ -402,7 +403,7 @@ def taught_routing(bench: Bench, work: WorkDir, account: Account) -> Taught:
         return RouteReport("hash", top_k, course.width, alone, routers)
 
     does = "routing by the hash function"
-    return Taught("hash function", does, "--route", HashRouting(function), HASH, body, report)
+    return Taught("hash function", does, said("route"), HashRouting(function), HASH, body, report)
 
 
 # Packs of which only the neurons are computed that a predictor names, trained on the neurons that fire in the
@@ -444,7 +445,7 @@ def taught_neurons(bench: Bench, work: WorkDir, account: Account, order: NeuronO
         return NeuronsReport(course.rank, course.missed, *kept, block, alone, exact)
 
     does, instead = "computing only named neurons", PredictedNeurons(predictor, neurons, order)
-    return Taught("predictor of neurons", does, "--neurons", instead, PREDICTOR, body, report)
+    return Taught("predictor of neurons", does, said("neurons"), instead, PREDICTOR, body, report)
 
 
 def placed(predictor: NeuronPredictor, order: NeuronOrder | None) -> NeuronPredictor:

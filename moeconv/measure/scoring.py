@@ -35,6 +35,7 @@ from moeconv.measure.scorers import (
     texts_of,
 )
 from moeconv.source.experts import Substitute
+from moeconv.tuned import said
 from moert.pack.model_spec import ModelSpec, StackName
 
 # Likelihood of running text, in windows, or of a text's possible continuations: for decoder-only models.
@@ -670,7 +671,7 @@ def check_fit(spec: ModelSpec, splits: Splits, metric: Metric, max_new_tokens: i
         wanted = "the fields 'input' and 'target'" if encoder_decoder else "the field 'text'"
         raise SettingsError(f"--calib {splits.name} does not fit this {spec.family} model, which needs {wanted}")
     if max_new_tokens is not None and not encoder_decoder:
-        raise SettingsError("--max-new-tokens has no effect on a model that continues text: leave it out")
+        raise SettingsError(f"{said('max_new_tokens')} has no effect on a model that continues text: leave it out")
     if metric.generates and not encoder_decoder:
         raise SettingsError(f"--metric {metric.name} needs an encoder-decoder model: use perplexity here")
     if (metric.reads == "choice") != splits.choices:

@@ -32,6 +32,7 @@ from moeconv.promise.bound import (
     worst_harm,
 )
 from moeconv.strict_json import NotJson, bounded, parse
+from moeconv.tuned import said
 from moert.pack.manifest import LossEstimate
 
 # The judge of plans, on calibration text that took no part in ranking experts.
@@ -188,7 +189,7 @@ def check_reference(name: str, value: float, what: str) -> None:
     if not 0 < value < LARGEST_REFERENCE:
         raise SettingsError(
             f"the unquantised model has {name} {value:.4g} on the {what}, so no loss can be measured: check the text, "
-            "--metric, --max-new-tokens, and the number of samples"
+            f"--metric, {said('max_new_tokens')}, and the number of samples"
         )
 
 

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any, Protocol, TypeVar
 
 from moeconv.errors import ConversionError
+from moeconv.tuned import said
 from moert.pack.files import placed
 
 # The parts of shared work: a job, its tasks, workers, and runners that bring them together.
@@ -63,13 +64,17 @@ def connected(address: str) -> tuple[Any, bool]:
     try:
         import ray
     except ImportError:
-        raise ClusterError("--cluster needs Ray: install the extra cluster (pip install 'moert[cluster]')") from None
+        raise ClusterError(
+            f"{said('cluster')} needs Ray: install the extra cluster (pip install 'moert[cluster]')"
+        ) from None
     if ray.is_initialized():
         return ray, False
     quiet: dict[str, Any] = {"log_to_driver": False, "logging_level": logging.CRITICAL}
     there = _running() if address == "auto" else address
     if there is not None and not _answers(there):  # Ray itself would try for minutes
-        raise ClusterError(f"--cluster {address}: nothing answers at {there}: is the cluster up, and the port right?")
+        raise ClusterError(
+            f"{said('cluster', address)}: nothing answers at {there}: is the cluster up, and the port right?"
+        )
     try:
         if there is None:
             ray.init(address="local", include_dashboard=False, object_store_memory=_STORE_BYTES, **quiet)
@@ -78,7 +83,7 @@ def connected(address: str) -> tuple[Any, bool]:
     except Exception as error:  # Ray has no common error for failures here
         ray.shutdown()
         raise ClusterError(
-            f"--cluster {address}: can't connect ({last_line(error)}): its Ray and Python must be those of this "
+            f"{said('cluster', address)}: can't connect ({last_line(error)}): its Ray and Python must be those of this "
             f"machine (Ray {ray.__version__}); host:port serves only its own nodes, others need ray://host:port; with "
             "token authentication set RAY_AUTH_MODE=token"
         ) from None
@@ -134,7 +139,7 @@ def ray_runner(
     """
     ray, ours = connected(address)
     actor = ray.remote(num_cpus=1, max_restarts=ATTEMPTS - 1)(_Process)
-    pool = _Pool(ray, actor, make, f"--cluster {address}", [str(placed(path)) for path in reads], patience_s)
+    pool = _Pool(ray, actor, make, said("cluster", address), [str(placed(path)) for path in reads], patience_s)
     try:
         yield pool.run
     finally:

@@ -28,6 +28,7 @@ from moeconv.source.checkpoint import Checkpoint
 from moeconv.sweep.cluster import Runner
 from moeconv.sweep.probes import Prober, Seq2SeqProber, TextProber
 from moeconv.sweep.racing import Race
+from moeconv.tuned import said
 from moert.pack.layout import Neurons
 from moert.pack.manifest import Dense
 from moert.pack.model_spec import ExpertKey, ModelSpec
@@ -216,7 +217,9 @@ class Sweep:
     def run(self, runner: SweepRunner, bar: Bar) -> None:
         """Runs the sweep into the journal. Raises SettingsError for a metric that a race can't rank by."""
         if self.rules is not None and self.rules.signal == "metric" and self.metric.columns > 2:
-            raise SettingsError(f"--racing by {self.metric.name} can't be done, sample by sample: use --signal kl")
+            raise SettingsError(
+                f"{said('racing')} by {self.metric.name} can't be done, sample by sample: use {said('signal', 'kl')}"
+            )
         if self.rules is None:
             self._do(
                 runner, bar, [task for block in range(self.job.blocks) for task in self._tasks(block, self.probes)]

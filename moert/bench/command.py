@@ -97,7 +97,7 @@ def _settings(measured: BenchRun) -> dict[str, Any]:
 
 
 def asked(limit: MemoryLimit | CacheLimit) -> str:
-    """Returns the text behind --memory or --cache that asks for this limit."""
+    """Returns the text behind --memory or --tune cache= that asks for this limit."""
     if limit.share is not None:
         return f"{100 * limit.share:.10g}%"
     if limit.nbytes is None:

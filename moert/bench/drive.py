@@ -132,7 +132,9 @@ def _advice(found: DriveRun) -> list[str]:
         f"{best_piece(times)} if {100 * share:.0f}% fire ({1e3 * times[best_piece(times)]:.2f} ms a layer)"
         for share, times in found.pieces.items()
     )
-    return [f"fastest --piece-bytes (moeconv quantize --layout columns) while none stay in memory: {', '.join(each)}"]
+    return [
+        f"fastest --tune piece-bytes (moeconv quantize --layout columns) while none stay in memory: {', '.join(each)}"
+    ]
 
 
 def bench_drives(packs: Sequence[Path], as_json: bool) -> Iterator[DriveRun]:

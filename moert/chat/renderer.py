@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from moert.engine.text import Text
-from moert.errors import ChatImpossible, InputInvalid, SettingInvalid, TemplateFailed
+from moert.errors import ChatImpossible, InputInvalid, SettingInvalid, TemplateFailed, said
 from moert.pack.errors import ChatInvalid
 from moert.pack.reader import Pack
 from moert.pack.text import GIVEN, MAX_CHAT_BYTES, ChatFormat, load_chat
@@ -276,7 +276,7 @@ def chat_of(pack: Pack, text: Text, template: str | None = None) -> ChatFormat:
     own = load_chat(pack)
     if template is None:
         if own is None:
-            why = "it has no chat template: say which by --template (chatml, say), or give prompts as they are"
+            why = f"it has no chat template: say which by {said('template')} (chatml, say), or give prompts as they are"
             raise ChatImpossible(_impossible(pack, why))
         return own
     tokens = _own_tokens(pack, text) if own is None else dict(own.tokens)

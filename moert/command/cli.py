@@ -6,7 +6,6 @@ import json
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
-from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -16,43 +15,22 @@ from moert import __version__
 from moert.command import console
 from moert.command.options import (
     CHAT_NEW_TOKENS,
-    UNSAID,
-    BeamsOption,
     DriveOption,
-    EarlyStopping,
-    EarlyStoppingOption,
-    FirstTokenOption,
-    FrequencyPenaltyOption,
     InputOption,
-    LengthPenaltyOption,
-    LogitBiasOption,
-    LogprobsOption,
-    MaxNewTokensOption,
-    MinPOption,
     PackArgument,
-    PresencePenaltyOption,
-    RawOption,
-    RepeatPenaltyOption,
-    ReturnOption,
-    SaidOptions,
-    SeedOption,
     StatsOption,
-    StopOption,
     SystemOption,
-    TemperatureOption,
-    TemplateOption,
-    Thinking,
-    ThinkingOption,
-    TopKOption,
-    TopPOption,
-    bias_of,
-    check_logprobs,
-    check_raw,
+    check_shown,
     check_unused,
+    engine_settings,
+    generation_settings,
+    grouped,
     longest_text,
-    with_engine_options,
+    taking,
 )
 from moert.command.prompts import PromptRecord, Source, check_output, read_prompt, read_records
+from moert.command.settings import PROMPTS
+from moert.command.tuning import NOTHING, Asked, prepare_completion
 from moert.errors import InputInvalid, RunError, said
 from moert.pack.errors import PackError
 from moert.pack.messages import in_one_line, json_line
@@ -110,7 +88,7 @@ def _print_figures(engine: Engine, as_json: bool) -> None:
     print(json.dumps(found.to_dict()) if as_json else "\n".join(found.lines()), file=sys.stderr)
 
 
-@with_engine_options
+@taking("score")
 def score(
     pack: PackArgument,
     text: Annotated[
@@ -137,7 +115,7 @@ def score(
             show_default=False,
         ),
     ] = None,
-    engine_options: SaidOptions = UNSAID,
+    asked: Asked = NOTHING,
     as_json: Annotated[
         bool, typer.Option("--json", help="Print a JSON object for each text, and with --input one for all of them.")
     ] = False,
@@ -148,7 +126,7 @@ def score(
         raise RunError(f"{' and '.join(given)} exclude each other: give one text or one file")
     if target is not None and input_path is not None:
         raise RunError("--target goes with one text: with --input each line has a field target")
-    chosen = engine_options.settings()
+    chosen = engine_settings(asked)
     longest = longest_text(chosen)
     alone = read_prompt(text, file, sys.stdin, longest) if input_path is None else ""
     from moert.engine.engine import Engine
@@ -208,9 +186,6 @@ def _lines(found: Likelihood) -> list[str]:
     ]  # fmt: skip
 
 
-BENCH_OPTIONS = ("memory", "cache", "routing", "device", "threads")
-"""Options of the engine that `moert bench` has; python -m recipes.bench.sweeps has all."""
-
 app = typer.Typer(
     add_completion=False, rich_markup_mode=None, pretty_exceptions_enable=False, no_args_is_help=True,
     help="Run a model.pack inside a memory budget.",
@@ -233,53 +208,42 @@ def _options(
     pass
 
 
-@app.command()
-@with_engine_options
+@app.command(cls=grouped("run"))
+@taking("run")
 def run(
     pack: PackArgument,
     prompt: Annotated[
         str | None, typer.Argument(metavar="[PROMPT]", help="Text to continue or transform; stdin if nothing is given.")
     ] = None,
-    file: Annotated[Path | None, typer.Option("--file", help="Read one prompt from a text file.")] = None,
+    file: Annotated[
+        Path | None, typer.Option("--file", help="Read one prompt from a text file.", rich_help_panel=PROMPTS)
+    ] = None,
     input_path: InputOption = None,
     output: Annotated[
-        Path | None, typer.Option("--output", help="With --input: write the answers here, not to stdout.")
+        Path | None,
+        typer.Option("--output", help="With --input: write the answers here, not to stdout.", rich_help_panel=PROMPTS),
     ] = None,
-    overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace what the file of --output holds.")] = False,
+    overwrite: Annotated[
+        bool, typer.Option("--overwrite", help="Replace what the file of --output holds.", rich_help_panel=PROMPTS)
+    ] = False,
     chat: Annotated[
-        bool, typer.Option("--chat", help="Ask the prompt as a question, by the model's chat template.")
+        bool,
+        typer.Option(
+            "--chat", help="Ask the prompt as a question, by the model's chat template.", rich_help_panel=PROMPTS
+        ),
     ] = False,
     system: SystemOption = None,
-    template: TemplateOption = None,
-    thinking: ThinkingOption = Thinking.show,
     batch: Annotated[
         int,
         typer.Option(
             min=1,
             help="With --input: run so many prompts at once, so that each expert is read once for all of them; it pays "
-            "where experts are read again and again. The answers are the same (but for rounding with --kernels "
-            "reference) and come in order, when their batch is done.",
+            "where experts are read again and again. The answers are the same (but for rounding with "
+            "kernels=reference) and come in order, when their batch is done.",
+            rich_help_panel=PROMPTS,
         ),
     ] = 1,
-    engine_options: SaidOptions = UNSAID,
-    max_new_tokens: MaxNewTokensOption = 256,
-    temperature: TemperatureOption = 0.0,
-    top_k: TopKOption = 0,
-    top_p: TopPOption = 1.0,
-    min_p: MinPOption = 0.0,
-    seed: SeedOption = 0,
-    repeat_penalty: RepeatPenaltyOption = 1.0,
-    presence_penalty: PresencePenaltyOption = 0.0,
-    frequency_penalty: FrequencyPenaltyOption = 0.0,
-    logit_bias: LogitBiasOption = None,
-    logprobs: LogprobsOption = None,
-    stop: StopOption = None,
-    first_token: FirstTokenOption = None,
-    beams: BeamsOption = 1,
-    length_penalty: LengthPenaltyOption = 1.0,
-    early_stopping: EarlyStoppingOption = EarlyStopping.false,
-    n_return: ReturnOption = 1,
-    raw: RawOption = False,
+    asked: Asked = NOTHING,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON, with tokens and figures.")] = False,
     stats: StatsOption = False,
 ) -> None:
@@ -297,25 +261,17 @@ def run(
         raise RunError(f"--batch {batch} goes with --input: there is one prompt")
     if chat and input_path is not None:
         raise RunError("--chat takes one prompt: --input runs prompts as they are")
-    of_chats = {"--system": system, "--template": template, "--thinking": thinking is not Thinking.show or None}
-    for name, value in of_chats.items():
-        if not chat and value is not None:
-            raise RunError(f"{name} goes with --chat: else a prompt is run as it is")
-    if chat and beams != 1:
-        raise RunError(f"--beams {beams} searches one text: --chat takes the likeliest token each time")
-    if raw:
-        check_raw(as_json, input_path)
+    of_chats = {"system": system is not None, **{name: name in asked.given for name in ("template", "thinking")}}
+    for name, unused in of_chats.items():
+        if not chat and unused:
+            raise RunError(f"{said(name)} goes with --chat: else a prompt is run as it is")
+    if chat and asked["beams"] != 1:
+        raise RunError(f"{said('beams', asked['beams'])} searches one text: --chat takes the likeliest token each time")
+    check_shown(asked, as_json, input_path)
     if input_path is not None and output is not None:
         check_output(input_path, output, sys.stdin, overwrite)
-    check_logprobs(logprobs, as_json)
-    settings = _settings(
-        max_new_tokens=max_new_tokens, temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p, seed=seed,
-        repeat_penalty=repeat_penalty, presence_penalty=presence_penalty, frequency_penalty=frequency_penalty,
-        logit_bias=bias_of(logit_bias), logprobs=logprobs, stop=tuple(stop or ()), first_token=first_token,
-        beams=beams, length_penalty=length_penalty, n_return=n_return,
-        early_stopping={"true": True, "false": False}.get(early_stopping.value, early_stopping.value),
-    )  # fmt: skip
-    chosen = engine_options.settings().but(template=template)
+    settings = _settings(asked)
+    chosen = engine_settings(asked)
     longest = longest_text(chosen)
     text = read_prompt(prompt, file, sys.stdin, longest) if input_path is None else ""  # before anything is loaded
     from moert.command.prompts import run_prompt, run_records
@@ -327,58 +283,38 @@ def run(
         if chat:
             from moert.command.chat import Printer, turn
 
-            turn(engine.conversation(system), text, settings, Printer(engine, thinking is Thinking.show, as_json, raw))
+            printer = Printer(engine, asked["thinking"] == "show", as_json, asked["raw"])
+            turn(engine.conversation(system), text, settings, printer)
         elif input_path is None:
-            run_prompt(engine, text, settings, as_json, console.writer(raw))
+            run_prompt(engine, text, settings, as_json, console.writer(asked["raw"]))
         else:
             run_records(engine, Source(input_path, longest), output, batch, settings, as_json)
 
 
-@app.command()
-@with_engine_options
+@app.command(cls=grouped("chat"))
+@taking("chat", {"max_new_tokens": CHAT_NEW_TOKENS})
 def chat(
     pack: PackArgument,
     system: SystemOption = None,
-    template: TemplateOption = None,
-    thinking: ThinkingOption = Thinking.show,
-    engine_options: SaidOptions = UNSAID,
-    max_new_tokens: MaxNewTokensOption = CHAT_NEW_TOKENS,
-    temperature: TemperatureOption = 0.0,
-    top_k: TopKOption = 0,
-    top_p: TopPOption = 1.0,
-    min_p: MinPOption = 0.0,
-    seed: SeedOption = 0,
-    repeat_penalty: RepeatPenaltyOption = 1.0,
-    presence_penalty: PresencePenaltyOption = 0.0,
-    frequency_penalty: FrequencyPenaltyOption = 0.0,
-    logit_bias: LogitBiasOption = None,
-    logprobs: LogprobsOption = None,
-    stop: StopOption = None,
-    raw: RawOption = False,
+    asked: Asked = NOTHING,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object for each answer.")] = False,
     stats: StatsOption = False,
 ) -> None:
     """Hold a conversation: each line of the input is a message. /help lists commands."""
-    if raw:
-        check_raw(as_json)
-    check_logprobs(logprobs, as_json)
-    settings = _settings(
-        max_new_tokens=max_new_tokens, temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p, seed=seed,
-        repeat_penalty=repeat_penalty, presence_penalty=presence_penalty, frequency_penalty=frequency_penalty,
-        logit_bias=bias_of(logit_bias), logprobs=logprobs, stop=tuple(stop or ()),
-    )  # fmt: skip
-    chosen = engine_options.settings().but(template=template)
+    check_shown(asked, as_json)
+    settings = _settings(asked)
+    chosen = engine_settings(asked)
     from moert.command.chat import Printer, converse
     from moert.engine.engine import Engine
 
     engine = Engine.open(pack, chosen)
     with engine, figures(engine, as_json) if stats else nullcontext():
-        printer = Printer(engine, thinking is Thinking.show, as_json, raw)
+        printer = Printer(engine, asked["thinking"] == "show", as_json, asked["raw"])
         converse(engine.conversation(system), settings, printer, longest_text(chosen))
 
 
-@app.command()
-@partial(with_engine_options, names=BENCH_OPTIONS)
+@app.command(cls=grouped("bench"))
+@taking("bench")
 def bench(
     context: typer.Context,
     packs: Annotated[list[Path], typer.Argument(metavar="PACK...", help="Directories of packs.", show_default=False)],
@@ -386,7 +322,7 @@ def bench(
         str | None, typer.Option("--prompt", help="Text to start from; by default some built-in ones.")
     ] = None,
     input_path: InputOption = None,
-    engine_options: SaidOptions = UNSAID,
+    asked: Asked = NOTHING,
     max_new_tokens: Annotated[
         int, typer.Option(min=1, help="Tokens to write after each prompt; an end token does not stop it.")
     ] = 32,
@@ -401,7 +337,7 @@ def bench(
         for _ in bench_drives(packs, as_json):
             pass
         return
-    chosen = engine_options.settings()
+    chosen = engine_settings(asked)
     from moert.bench import command
     from moert.bench.measure import BenchSettings
 
@@ -409,14 +345,12 @@ def bench(
     command.bench(packs, BenchSettings(chosen, max_new_tokens), texts, as_json)
 
 
-app.command()(score)
+app.command(cls=grouped("score"))(score)
 app.command()(info)
 
 
-def _settings(**chosen: Any) -> GenerationSettings:
-    from moert.engine.choosing import GenerationSettings
-
-    settings = GenerationSettings(**chosen)
+def _settings(asked: Asked) -> GenerationSettings:
+    settings = generation_settings(asked)
     unused = " and ".join(map(said, settings.without_effect))
     if unused:
         console.note(f"{unused} would count only above --temperature 0: there the likeliest token is taken each time")
@@ -429,6 +363,7 @@ def main(arguments: list[str] | None = None) -> None:
     A reader of stdout that goes away ends it by SIGPIPE (141 in a shell).
     """
     console.prepare()
+    prepare_completion("moert")
     console.leave(lambda: _exit_code(arguments))
 
 

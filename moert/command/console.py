@@ -10,6 +10,7 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from typing import Any, NoReturn, TextIO
 
+from moert.command.settings import OPTIONS
 from moert.errors import RunError, command_line
 from moert.pack.errors import PackError
 from moert.pack.fence import left_behind, owned_stderr
@@ -44,7 +45,7 @@ def exit_code(command: Callable[[], Any], arguments: Sequence[str] | None = None
     --json among the `arguments` (None: those of the process) an object on stdout, 130 after Ctrl-C. Other errors are
     raised."""
     try:
-        with command_line(), owned_stderr():
+        with command_line(OPTIONS), owned_stderr():
             code = command()  # 130 after Ctrl-C
         sys.stdout.flush()
         return code if isinstance(code, int) else 0

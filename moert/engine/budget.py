@@ -72,7 +72,7 @@ AUTO_MEMORY = MemoryLimit()
 
 @dataclass(frozen=True)
 class CacheLimit:
-    """The value of --cache: bytes, or a share of the experts' bytes."""
+    """The value of cache: bytes, or a share of the experts' bytes."""
 
     nbytes: int | None = None
     share: float | None = None

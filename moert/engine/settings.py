@@ -49,7 +49,7 @@ class EngineSettings(Adjustable):
     "50%", "auto"); `cache`: the limit of the experts alone, in the same forms; with neither, experts stay in memory
     once they were read.
 
-    `eviction`, `predict`: names of moert.experts.names. `io`: how experts are read, as `--io` takes it; with None or
+    `eviction`, `predict`: names of moert.experts.names. `io`: how experts are read, as --tune io takes it; with None or
     "auto", experts in the page cache are read from there if all fit into memory, otherwise the fastest way for the
     drive is measured, and remembered. `threads`: the number of threads that compute; by default and at most one for
     each usable core. `kernels`: see moert.kernels.open_backend. `kv`: bits of keys and values, 16 or 8. `routing`: see
@@ -58,8 +58,8 @@ class EngineSettings(Adjustable):
     of moert.beside.flash.keeping, for packs whose experts lie in blocks of neurons. `neurons`: all neurons of each
     expert ("exact"), or those that the pack's predictor names ("predicted"), which is another model; then no expert is
     read whole, and `eviction` and `predict` have nothing to decide. `device`: a second device that holds and computes
-    experts (moert.beside.gpu.opening), of whose memory no more than `gpu_memory` is used, bytes or as `--gpu-memory`
-    takes them. `device_keep`: which experts stay there, a name of moert.beside.gpu.residents; `device_experts`: where
+    experts (moert.beside.gpu.opening), of whose memory no more than `gpu_memory` is used, bytes or
+    "6GB". `device_keep`: which experts stay there, a name of moert.beside.gpu.residents; `device_experts`: where
     experts are computed, a rule of moert.beside.gpu.placement. A GPU rounds in other ways than the processor; answers
     of a simulated device are the same. `template`: for conversations, in place of the pack's own chat template, a name
     of moert.chat.renderer or the path of a file.

@@ -31,7 +31,7 @@ _DIRECT: int = getattr(os, "O_DIRECT", 0)
 
 
 class IoInvalid(RunError):
-    """An --io that says neither auto, direct nor buffered, or no sensible number of threads."""
+    """An io that says neither auto, direct nor buffered, or no sensible number of threads."""
 
 
 class IoSettings(NamedTuple):

@@ -1,8 +1,8 @@
 """`make bench-ahead`: is reading ahead worth it, and is more than LRU over experts of two bits? With equal room.
 
 Experts have OLMoE's size and go where a recording of a trained model says, on each of the imitated drives. In turns:
-what the next layer's router names is read ahead (`--predict gate`); nothing is (`none`); and all experts at two bits
-under LRU, without reading ahead, in as many bytes. Writes build/bench/ahead.json.
+what the next layer's router names is read ahead (`--tune predict=gate`); nothing is (`none`); and all experts at two
+bits under LRU, without reading ahead, in as many bytes. Writes build/bench/ahead.json.
 """
 
 from __future__ import annotations

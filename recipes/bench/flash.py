@@ -78,8 +78,8 @@ RACE_WARM_TOKENS, RACED_TOKENS = sized((48, 64), (4, 4))
 
 @dataclass(frozen=True)
 class Step:
-    """`half`: room for half of the weights, else for what a layer needs; `neurons`, `keeping`: as --neurons and
-    --keep-neurons."""
+    """`half`: room for half of the weights, else for what a layer needs; `neurons`, `keeping`: as --tune neurons and
+    --tune keep-neurons."""
 
     name: str
     layout: str

@@ -40,7 +40,7 @@ def convert(name: str, signal: str, target: Target | None = None) -> ConversionR
     settings = replace(
         settings, signal=signal, target=target or settings.target, out=FOLDER / f"{name}-{signal}.pack",
     )  # fmt: skip
-    print(f"{name}, --signal {signal}", file=sys.stderr, flush=True)
+    print(f"{name}, --tune signal={signal}", file=sys.stderr, flush=True)
     return Conversion(settings, lambda line: print(line, file=sys.stderr), unseen).run()[1]
 
 

@@ -284,9 +284,9 @@ TEXT = Path("build/data/wiki/calibration.jsonl")
 PLAIN = ("--bits", "4", "--quantizer", "group")
 WINDOWS, CONTEXT = sized(64, 4), 256
 FITTED = (
-    "--loss", "5%", "--quantizer", "gptq", "--signal", "fisher", "--memory", "4GB", "--calib", str(TEXT),
-    "--context", str(CONTEXT), "--samples", str(WINDOWS * 3 // 4), "--sweep-samples", str(WINDOWS // 4),
-    "--heldout-samples", str(WINDOWS // 4), "--confidence", "none",
+    "--loss", "5%", "--quantizer", "gptq", "--tune", "signal=fisher", "--memory", "4GB", "--calib", str(TEXT),
+    "--context", str(CONTEXT), "--samples", str(WINDOWS * 3 // 4), "--tune", f"sweep-samples={WINDOWS // 4}",
+    "--tune", f"heldout-samples={WINDOWS // 4}", "--confidence", "none",
 )  # fmt: skip
 PARTS = ("plain", "fitted", "cut", "mixtral", "growth")
 SMALL_PARTS = ("plain", "fitted", "growth")

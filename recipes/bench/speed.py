@@ -140,7 +140,7 @@ def process_rows(folder: Path, names: Iterable[str], rounds: int) -> list[Row]:
 
 
 def _command(pack: Path, prompt: str, new_tokens: int) -> list[str]:
-    options = ["--max-new-tokens", str(new_tokens), "--threads", str(THREADS), "--json"]
+    options = ["--max-new-tokens", str(new_tokens), "--tune", f"threads={THREADS}", "--json"]
     return [sys.executable, "-m", "moert", "run", str(pack), prompt, *options]
 
 

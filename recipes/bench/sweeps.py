@@ -1,4 +1,4 @@
-"""`python -m recipes.bench.sweeps PACK...`: `moert bench` with every setting of the engine, and with pictures.
+"""`python -m recipes.bench.sweeps PACK...`: `moert bench` with pictures.
 
 With `--plot DIR` the same prompts run over cache sizes and with one part of the engine after the other, and the experts
 that tokens go to are counted. Figures of it all are printed as tables and drawn, as EdgeMoE's and SiDA's papers have
@@ -27,14 +27,15 @@ from moert.beside.flash.runner import PREDICTED
 from moert.command import console
 from moert.command.description import system_facts
 from moert.command.options import (
-    UNSAID,
     DriveOption,
     InputOption,
-    SaidOptions,
     check_unused,
+    engine_settings,
+    grouped,
     longest_text,
-    with_engine_options,
+    taking,
 )
+from moert.command.tuning import NOTHING, Asked
 from moert.engine.budget import Budget, CacheLimit
 from moert.errors import RunError, said
 from moert.experts.names import succession_of
@@ -413,8 +414,8 @@ def _on_this_machine(figure: Figure) -> Figure:
 app = typer.Typer(add_completion=False, rich_markup_mode=None, pretty_exceptions_enable=False)
 
 
-@app.command()
-@with_engine_options
+@app.command(cls=grouped("bench"))
+@taking("bench")
 def main(
     context: typer.Context,
     packs: Annotated[list[Path], typer.Argument(metavar="PACK...", help="Directories of packs.", show_default=False)],
@@ -422,7 +423,7 @@ def main(
         str | None, typer.Option("--prompt", help="Text to start from; by default some built-in ones.")
     ] = None,
     input_path: InputOption = None,
-    engine_options: SaidOptions = UNSAID,
+    asked: Asked = NOTHING,
     max_new_tokens: Annotated[
         int, typer.Option(min=1, help="Tokens to write after each prompt; an end token does not stop it.")
     ] = 32,
@@ -446,7 +447,7 @@ def main(
         check_unused(context, {"packs", "drive", "plot", "overwrite", "as_json"}, "--drive: it runs no model")
         drives(packs, folder_of(plot, packs, overwrite), as_json)
         return
-    chosen = engine_options.settings()
+    chosen = engine_settings(asked)
     if plot is not None and chosen.neurons == PREDICTED:
         raise DrawingImpossible(
             f"--plot draws what becomes of whole experts, and {said('neurons', PREDICTED)} reads none: leave one out"

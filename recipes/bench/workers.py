@@ -30,11 +30,16 @@ MEMORY_BYTES = 8 << 30  # of all processes of the cluster together
 
 def arguments(windows: int) -> list[str]:
     """What moeconv quantize is told: as FITTED, with fewer windows and for a size."""
-    found = ["kl" if SMOKE and each == "fisher" else each for each in FITTED]  # what is shared out of a small model
+    found = [
+        "signal=kl" if SMOKE and each == "signal=fisher" else each for each in FITTED
+    ]  # what is shared out of a small model
     at = found.index("--loss")
     found[at : at + 2] = ["--bits-per-weight", str(BITS)]
-    for name, share in (("--samples", 3 / 4), ("--sweep-samples", 1 / 4), ("--heldout-samples", 1 / 4)):
-        found[found.index(name) + 1] = str(max(1, int(windows * share)))
+    found[found.index("--samples") + 1] = str(max(1, windows * 3 // 4))
+    for at, each in enumerate(found):
+        name, sign, _ = each.partition("=")
+        if sign and name in ("sweep-samples", "heldout-samples"):
+            found[at] = f"{name}={max(1, windows // 4)}"
     return found
 
 
@@ -65,7 +70,7 @@ def converted(model: Path, count: int, windows: int) -> Ran:
         *arguments(windows),
     ]
     print(f"{count} worker(s)", file=sys.stderr, flush=True)
-    ran = run([*command, "--cluster", "auto", "--out", str(out)], out, MEMORY_BYTES)
+    ran = run([*command, "--tune", "cluster=auto", "--out", str(out)], out, MEMORY_BYTES)
     if ran.failed is not None:
         raise RuntimeError(f"{count} worker(s): {ran.failed}")
     return ran

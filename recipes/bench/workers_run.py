@@ -1,6 +1,6 @@
 """moeconv's command line beside a Ray cluster of its own with so many workers, all on as many cores.
 
-`python -m recipes.bench.workers_run 2 quantize DIR --cluster auto …`
+`python -m recipes.bench.workers_run 2 quantize DIR --tune cluster=auto …`
 """
 
 from __future__ import annotations

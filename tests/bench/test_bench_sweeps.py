@@ -382,10 +382,11 @@ def test_a_picture_of_each_drive(pack: Path, switch: Path, tmp_path: Path) -> No
 
 
 def test_a_run_takes_every_setting_of_the_engine(pack: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    flags = "--cache 50% --eviction lfu --predict none --io buffered,1 --threads 1 --max-new-tokens 2 --json"
+    settings = ("cache=50%", "eviction=lfu", "predict=none", "io=buffered,1", "threads=1")
+    flags = " ".join(f"--tune {each}" for each in settings) + " --max-new-tokens 2 --json"
     assert sweeps.exit_code([str(pack), *flags.split()]) == 0
-    settings = json.loads(capsys.readouterr().out)["settings"]
-    assert (settings["eviction"], settings["predict"]) == ("lfu", "none")
+    found = json.loads(capsys.readouterr().out)["settings"]
+    assert (found["eviction"], found["predict"]) == ("lfu", "none")
 
 
 @pytest.mark.parametrize(
@@ -393,7 +394,7 @@ def test_a_run_takes_every_setting_of_the_engine(pack: Path, capsys: pytest.Capt
     [
         ("--overwrite", "--overwrite goes with --plot: nothing else is replaced"),
         ("--drive --memory 1GB", "--memory has no effect with --drive: it runs no model: leave it out"),
-        ("--neurons predicted --plot {out}", "--plot draws what becomes of whole experts"),
+        ("--tune neurons=predicted --plot {out}", "--plot draws what becomes of whole experts"),
     ],
 )
 def test_mistakes_are_one_line(

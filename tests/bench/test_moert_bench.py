@@ -324,11 +324,11 @@ def test_pieces_are_advised_where_neurons_may_be_zero(moert: Moert, relu: Path) 
     for one in found["pieces"]:
         assert one["best_bytes"] == best_piece({int(at): s for at, s in one["seconds"].items()})
     assert moert("bench", relu, "--drive") == 0
-    assert moert.out.count("--piece-bytes") == 1
+    assert moert.out.count("--tune piece-bytes") == 1
 
 
 def test_options_of_a_run_have_no_effect(moert: Moert, pack: Path) -> None:
-    for options in (("--memory", "1GB"), ("--threads", "1"), ("--prompt", "hello")):
+    for options in (("--memory", "1GB"), ("--tune", "threads=1"), ("--prompt", "hello")):
         assert moert("bench", pack, "--drive", *options) == 2
         assert moert.err == f"moert: {options[0]} has no effect with --drive: it runs no model: leave it out\n"
 

@@ -91,7 +91,7 @@ def test_widths_are_chosen_and_kept_for_other_targets(
     settings = settings_for(sources, "olmoe", tmp_path, **{**SMALL, "loss": 0.03}, memory_bytes=tight(monkeypatch))
     done = Done(settings)
     assert done.report.heldout is not None
-    assert any("--signal fisher" in line for line in done.said)
+    assert any("--tune signal=fisher" in line for line in done.said)
     assert done.report.sweep_cost is not None
     assert 0 < done.report.sweep_cost.flops < done.report.sweep_cost.naive_flops
     planned = plan(settings.work, Target("loss", 0.2), "knapsack", "fisher", None)
@@ -141,18 +141,20 @@ def test_what_takes_a_model_in_memory_is_refused(
 ) -> None:
     memory = tight(monkeypatch)
     for family, changes, says in (
-        ("olmoe", {"signal": "nll"}, "--signal nll takes a model in memory"),
-        ("olmoe", {"racing": 0.05}, "--racing takes a model in memory"),
+        ("olmoe", {"signal": "nll"}, "--tune signal=nll takes a model in memory"),
+        ("olmoe", {"racing": 0.05}, "--tune racing takes a model in memory"),
         ("switch", {}, "is converted in memory, which takes at least"),
     ):
         with pytest.raises(SettingsError, match=says):
             Done(settings_for(sources, family, tmp_path, **changes, memory_bytes=memory))
     with pytest.raises(SettingsError, match=r"text takes at least \d+MB"):
         Done(settings_for(sources, "olmoe", tmp_path, memory_bytes=10**6))
-    with pytest.raises(SettingsError, match="--cluster shares out the exact sweep, or coding layer by layer"):
+    with pytest.raises(SettingsError, match="--tune cluster shares out the exact sweep, or coding layer by layer"):
         Done(settings_for(sources, "olmoe", tmp_path, signal="fisher", cluster="auto"))
     gptsan = {**sources, "gptsan": TINY["gptsan-japanese"][0](tmp_path / "gptsan")}
-    with pytest.raises(SettingsError, match="--signal fisher: there is no way back through a gptsan-japanese model"):
+    with pytest.raises(
+        SettingsError, match="--tune signal=fisher: there is no way back through a gptsan-japanese model"
+    ):
         Done(settings_for(gptsan, "gptsan", tmp_path, signal="fisher"))
     assert not (tmp_path / "m.pack").exists()
 

@@ -19,7 +19,7 @@ MOMENTS = 12
 def test_a_vocabulary_of_2_24_tokens_and_8_beams_hear_ctrl_c(tmp_path: Path) -> None:
     spec = DECODER_SHAPE.but(vocab_size=1 << 24, d_model=8, tied=True).spec
     pack = write_pack(tmp_path / "m.pack", spec, paths=False)
-    words = [sys.executable, "-m", "moert", "run", str(pack), "hello", "--beams", "8", "--max-new-tokens", "300"]
+    words = [sys.executable, "-m", "moert", "run", str(pack), "hello", "--tune", "beams=8", "--max-new-tokens", "300"]
     took: list[float] = []
     for moment in range(MOMENTS):
         process = subprocess.Popen(

@@ -129,7 +129,7 @@ def test_paths_report_and_info(done: Done, tmp_path: Path) -> None:
     ("changes", "said"),
     [
         ({"resident": (0.5,)}, "--resident would have no choice"),
-        ({"route": "hash"}, "--route hash would have no choice"),
+        ({"route": "hash"}, "--tune route=hash would have no choice"),
     ],
 )
 def test_what_would_choose_experts_is_refused(

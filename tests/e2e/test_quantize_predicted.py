@@ -1,4 +1,4 @@
-"""moeconv quantize --neurons predicted: widths and a predictor of which neurons fire keep a loss together."""
+"""moeconv quantize --tune neurons=predicted: widths and a predictor of which neurons fire keep a loss together."""
 
 from __future__ import annotations
 
@@ -86,7 +86,7 @@ def test_a_pack_has_its_predictor_and_what_it_loses_with_it(converted: dict[str,
     assert any(line.startswith("computing only named neurons, experts unquantised: loss ") for line in done.said)
     assert done.manifest.quality is not None
     assert done.manifest.quality.heldout == report.heldout
-    assert '"some text" --neurons predicted' in next_steps(report, done.settings.out, profiled=False)
+    assert '"some text" --tune neurons=predicted' in next_steps(report, done.settings.out, profiled=False)
 
 
 def test_nothing_that_judges_was_trained_on(converted: dict[str, Done]) -> None:
@@ -172,7 +172,7 @@ def test_what_it_loses_alone_may_be_too_much(converted: dict[str, Done], tmp_pat
     family = max(lost, key=lost.__getitem__)
     assert lost[family] > 0
     settings = replace(converted[family].settings, target=Target("loss", lost[family] / 2), out=tmp_path / "m.pack")
-    with pytest.raises(TargetMissed, match=r"only named neurons: loss [\d.]+%; .* leave --neurons out"):
+    with pytest.raises(TargetMissed, match=r"only named neurons: loss [\d.]+%; .* leave --tune neurons out"):
         Done(settings)
     assert not (tmp_path / "m.pack").exists()
 
@@ -195,15 +195,18 @@ def test_by_name_in_python(firing: dict[str, Path], tmp_path: Path) -> None:
 def test_what_does_not_go_with_it_is_one_line(
     sources: dict[str, Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    words = ["quantize", str(sources["switch"]), "--out", str(tmp_path / "m.pack"), "--neurons"]
+    words = ["quantize", str(sources["switch"]), "--out", str(tmp_path / "m.pack"), "--tune"]
     text = ["--calib", str(sources["pairs"])]
     for more, said in (
-        (["predicted", "--bits", "8"], "--neurons has no effect without --calib"),
-        (["nonsense", *text], "--neurons nonsense: expected one of exact, predicted"),
-        (["predicted", *text, "--layout", "expert"], "--layout expert does not go with --neurons predicted"),
-        (["predicted", *text, "--layout", "layer"], "--layout layer does not go with --neurons predicted"),
-        (["predicted", *text, "--route", "hash"], "--neurons predicted goes with routers"),
-        (["predicted", *text, "--resident", "50%"], "--resident is measured with all neurons"),
+        (["neurons=predicted", "--bits", "8"], "--tune neurons has no effect without --calib"),
+        (["neurons=nonsense", *text], "--tune neurons=nonsense: 'nonsense' is not one of 'exact', 'predicted'"),
+        (
+            ["neurons=predicted", *text, "--layout", "expert"],
+            "--layout expert does not go with --tune neurons=predicted",
+        ),
+        (["neurons=predicted", *text, "--layout", "layer"], "--layout layer does not go with --tune neurons=predicted"),
+        (["neurons=predicted", *text, "--tune", "route=hash"], "--tune neurons=predicted goes with routers"),
+        (["neurons=predicted", *text, "--resident", "50%"], "--resident is measured with all neurons"),
     ):
         assert _exit_code([*words, *more]) == 2
         assert said in capsys.readouterr().err
@@ -219,5 +222,5 @@ def test_a_model_that_does_not_fit_is_refused(
 
     monkeypatch.setattr(room, "LEAST_TOKENS", 32)
     small = room.PROCESS_BYTES + (2 << 20)
-    with pytest.raises(SettingsError, match="--neurons predicted takes a model in memory"):
+    with pytest.raises(SettingsError, match="--tune neurons=predicted takes a model in memory"):
         Done(settings_for(firing, "olmoe", tmp_path, neurons="predicted", memory_bytes=small))

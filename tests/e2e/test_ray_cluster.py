@@ -212,7 +212,7 @@ def test_a_busy_cluster_is_waited_for_and_then_said(cluster: Any, tmp_path: Path
 
 def test_an_address_without_a_cluster_is_one_line(tmp_path: Path) -> None:
     with (
-        pytest.raises(ClusterError, match=r"--cluster 127\.0\.0\.1:1: nothing answers") as caught,
+        pytest.raises(ClusterError, match=r"--tune cluster=127\.0\.0\.1:1: nothing answers") as caught,
         ray_runner("127.0.0.1:1", ToyWorker, tmp_path),
     ):
         pass

@@ -1,4 +1,4 @@
-"""moeconv quantize --route hash: widths and a hash function in the place of routers keep a loss together."""
+"""moeconv quantize --tune route=hash: widths and a hash function in the place of routers keep a loss together."""
 
 from __future__ import annotations
 
@@ -203,12 +203,15 @@ def test_what_does_not_go_with_it_is_one_line(
     words = ["quantize", str(sources["olmoe"]), "--out", str(tmp_path / "m.pack")]
     text = ["--calib", str(sources["text"])]
     for more, said in (
-        (["--route", "hash"], "--route has no effect without --calib"),
-        ([*text, "--route", "nonsense"], "--route nonsense"),
-        ([*text, "--route", "hash", "--resident", "50%"], "--resident goes with routers"),
-        ([*text, "--route", "hash", "--signal", "fisher"], "--signal fisher does not go with --route hash"),
+        (["--tune", "route=hash"], "--tune route has no effect without --calib"),
+        ([*text, "--tune", "route=nonsense"], "--tune route=nonsense"),
+        ([*text, "--tune", "route=hash", "--resident", "50%"], "--resident goes with routers"),
+        (
+            [*text, "--tune", "route=hash", "--tune", "signal=fisher"],
+            "--tune signal=fisher does not go with --tune route=hash",
+        ),
     ):
-        assert _exit_code([*words, *(["--bits", "8"] if more[0] == "--route" else []), *more]) == 2
+        assert _exit_code([*words, *(["--bits", "8"] if more[0] == "--tune" else []), *more]) == 2
         assert said in capsys.readouterr().err
     spec, settings = converted["olmoe"].manifest.model, converted["olmoe"].settings
     check_route(settings, spec)
@@ -225,4 +228,4 @@ def test_what_does_not_go_with_it_is_one_line(
 
 def test_the_next_step_is_to_run_it_so(converted: dict[str, Done]) -> None:
     done = converted["olmoe"]
-    assert '"some text" --routing hash' in next_steps(done.report, done.settings.out, profiled=False)
+    assert '"some text" --tune routing=hash' in next_steps(done.report, done.settings.out, profiled=False)

@@ -27,10 +27,19 @@ def moert(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -
 
 
 def test_a_simulated_card_writes_the_same(moert: Moert, pack: Path) -> None:
-    options = "--max-new-tokens", NEW, "--json", "--threads", "1"
+    options = "--max-new-tokens", NEW, "--json", "--tune", "threads=1"
     assert moert("run", pack, PROMPT, *options) == 0
     plain = json.loads(moert.out)
-    card = "--device", "sim:t4", "--gpu-memory", "200kB", "--device-keep", "lru", "--device-experts", "copied"
+    card = (
+        "--device",
+        "sim:t4",
+        "--tune",
+        "gpu-memory=200kB",
+        "--tune",
+        "device-keep=lru",
+        "--tune",
+        "device-experts=copied",
+    )
     assert moert("run", pack, PROMPT, *options, *card) == 0
     found = json.loads(moert.out)
     assert (found["output"], found["tokens"]) == (plain["output"], plain["tokens"])
@@ -43,10 +52,10 @@ def test_a_simulated_card_writes_the_same(moert: Moert, pack: Path) -> None:
 
 def test_a_device_of_torch_writes_the_same(moert: Moert, pack: Path) -> None:
     """All but the experts lies there too, and on this processor its memory is counted as on a card."""
-    options = "--max-new-tokens", NEW, "--json", "--threads", "1", "--kernels", "reference"
+    options = "--max-new-tokens", NEW, "--json", "--tune", "threads=1", "--tune", "kernels=reference"
     assert moert("run", pack, PROMPT, *options) == 0
     plain = json.loads(moert.out)
-    assert moert("run", pack, PROMPT, *options, "--device", "torch:cpu", "--gpu-memory", "300kB") == 0
+    assert moert("run", pack, PROMPT, *options, "--device", "torch:cpu", "--tune", "gpu-memory=300kB") == 0
     found = json.loads(moert.out)
     assert (found["output"], found["tokens"]) == (plain["output"], plain["tokens"])
     use = found["stats"]["device"]
@@ -80,7 +89,7 @@ def test_figures_say_that_they_are_simulated(moert: Moert, pack: Path) -> None:
 
 def test_a_bench_says_what_a_card_would_give(moert: Moert, pack: Path) -> None:
     def summary() -> dict[str, object]:
-        assert moert("bench", pack, "--device", "sim:a100", "--max-new-tokens", "4", "--threads", "1") == 0
+        assert moert("bench", pack, "--device", "sim:a100", "--max-new-tokens", "4", "--tune", "threads=1") == 0
         assert "device           A100 40GB, simulated" in moert.out
         found: dict[str, object] = json.loads(moert.out.splitlines()[-1])
         return found
@@ -94,9 +103,9 @@ def test_a_bench_says_what_a_card_would_give(moert: Moert, pack: Path) -> None:
     ("options", "said"),
     [
         (["--device", "gpu"], "--device 'gpu' is none of"),
-        (["--gpu-memory", "1GB"], "--gpu-memory has no effect without a --device"),
-        (["--device-keep", "lru"], "--device-keep has no effect without a --device"),
-        (["--device", "sim:t4", "--gpu-memory", "1kB"], "--gpu-memory of 1.00 kB leaves"),
+        (["--tune", "gpu-memory=1GB"], "--tune gpu-memory has no effect without a --device"),
+        (["--tune", "device-keep=lru"], "--tune device-keep has no effect without a --device"),
+        (["--device", "sim:t4", "--tune", "gpu-memory=1kB"], "--tune gpu-memory of 1.00 kB leaves"),
     ],
 )
 def test_refusals(moert: Moert, pack: Path, options: list[str], said: str) -> None:

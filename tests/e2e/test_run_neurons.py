@@ -152,12 +152,12 @@ def test_the_command_says_what_fired(
     pack: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     moert = Moert(capsys, monkeypatch)
-    flags = ["run", pack, PROMPTS[0], "--cache", "60%", "--max-new-tokens", "8", "--stats"]
-    assert moert(*flags, "--keep-neurons", "window") == 0
+    flags = ["run", pack, PROMPTS[0], "--tune", "cache=60%", "--max-new-tokens", "8", "--stats"]
+    assert moert(*flags, "--tune", "keep-neurons=window") == 0
     assert " fired; blocks asked for " in moert.err
     assert moert(*flags, "--json") == 0
     assert json.loads(moert.out)["stats"]["block_requests"] > 0
-    assert "Invalid value for '--keep-neurons'" in moert.refuses(*flags, "--keep-neurons", "none")
+    assert "--tune keep-neurons=none: 'none' is not one of" in moert.refuses(*flags, "--tune", "keep-neurons=none")
 
 
 def test_the_note_on_a_small_cache_speaks_of_rows(pack: Path) -> None:

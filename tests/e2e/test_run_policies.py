@@ -130,7 +130,9 @@ def expected(pack: Path) -> list[tuple[list[int], str]]:
 
 
 def test_all_in_memory_each_expert_is_read_once(pack, source, expected, paths, capsys) -> None:
-    answers, figures = run(capsys, pack, source, "--predict", "none", "--cache", "100%", "--io", "direct,1")
+    answers, figures = run(
+        capsys, pack, source, "--tune", "predict=none", "--tune", "cache=100%", "--tune", "io=direct,1"
+    )
     assert answers == expected
     assert figures["evictions"] == figures["prefetch_issued_bytes"] == 0
     assert figures["reads"] == figures["expert_requests"] - figures["expert_hits"]
@@ -140,14 +142,14 @@ def test_all_in_memory_each_expert_is_read_once(pack, source, expected, paths, c
 
 
 def test_a_limit_for_the_process_leaves_the_answers_alone(pack, source, expected, capsys) -> None:
-    answers, figures = run(capsys, pack, source, "--memory", "auto", "--io", "direct,2")
+    answers, figures = run(capsys, pack, source, "--memory", "auto", "--tune", "io=direct,2")
     assert answers == expected
     assert figures["memory_bytes"] > figures["cache_bytes"] > 0
 
 
 @pytest.mark.parametrize("eviction", EVICTIONS)
 def test_every_eviction_writes_the_same(pack, source, expected, capsys, eviction: str) -> None:
-    flags = ("--eviction", eviction, "--predict", "none", "--cache", "40%", "--io", "direct,1")
+    flags = ("--tune", f"eviction={eviction}", "--tune", "predict=none", "--tune", "cache=40%", "--tune", "io=direct,1")
     answers, figures = run(capsys, pack, source, *flags)
     assert answers == expected
     assert figures["evictions"] > 0
@@ -160,7 +162,7 @@ def test_every_eviction_writes_the_same(pack, source, expected, capsys, eviction
 def test_every_prediction_writes_the_same(pack, source, expected, paths, capsys, predict: str, weighed: bool) -> None:
     if not weighed:
         paths.predict_at_any_price()
-    flags = ("--eviction", "lru", "--predict", predict, "--cache", "40%", "--io", "direct,2")
+    flags = ("--tune", "eviction=lru", "--tune", f"predict={predict}", "--tune", "cache=40%", "--tune", "io=direct,2")
     answers, figures = run(capsys, pack, source, *flags)
     assert answers == expected
     assert figures["evictions"] > 0
@@ -179,7 +181,16 @@ def test_experts_that_come_while_others_are_computed_with(
 ) -> None:
     paths.count_as_large()
     paths.predict_at_any_price()
-    flags = ("--eviction", "paper", "--predict", predict, "--cache", "40%", "--io", f"{mode},{loaders}")
+    flags = (
+        "--tune",
+        "eviction=paper",
+        "--tune",
+        f"predict={predict}",
+        "--tune",
+        "cache=40%",
+        "--tune",
+        f"io={mode},{loaders}",
+    )
     answers, figures = run(capsys, pack, source, *flags)
     assert answers == expected
     assert figures["evictions"] > 0
@@ -201,7 +212,16 @@ def test_room_for_one_layer_of_one_token(pack, source, expected, paths, capsys, 
         paths.count_as_large()
     paths.predict_at_any_price()
     least = Budget.of(Pack.open(pack).manifest).layer_bytes
-    flags = ("--eviction", "lru", "--predict", predict, "--cache", str(least), "--io", "direct,2")
+    flags = (
+        "--tune",
+        "eviction=lru",
+        "--tune",
+        f"predict={predict}",
+        "--tune",
+        f"cache={least}",
+        "--tune",
+        "io=direct,2",
+    )
     answers, figures = run(capsys, pack, source, *flags)
     assert answers == expected
     assert figures["cache_bytes"] == least

@@ -267,15 +267,15 @@ def test_what_can_not_be_predicted_is_said(damaged: Path, tmp_path: Path) -> Non
 
 def test_the_commands(pack: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     moert = Moert(capsys, monkeypatch)
-    flags = ["run", pack, PROMPTS[0], "--cache", HALF, "--max-new-tokens", "4"]
-    assert moert(*flags, "--neurons", "predicted", "--stats") == 0
+    flags = ["run", pack, PROMPTS[0], "--tune", f"cache={HALF}", "--max-new-tokens", "4"]
+    assert moert(*flags, "--tune", "neurons=predicted", "--stats") == 0
     assert "what that loses was not measured" in moert.err
     assert "% named, " in moert.err
-    assert moert(*flags, "--neurons", "predicted", "--json") == 0
+    assert moert(*flags, "--tune", "neurons=predicted", "--json") == 0
     stats = json.loads(moert.out)["stats"]
     assert stats["neurons"] == "predicted"
     assert 0 < stats["neurons_named"] < 1
-    assert "reads no whole experts" in moert.refuses(*flags, "--neurons", "predicted", "--predict", "gate")
+    assert "reads no whole experts" in moert.refuses(*flags, "--tune", "neurons=predicted", "--tune", "predict=gate")
     assert moert("info", pack) == 0
     assert "names 25.0% of held-out neurons, 75.0% of those that fire, and so 50.0% of blocks; loss not" in moert.out
     assert moert("info", pack, "--json") == 0
@@ -288,7 +288,7 @@ def test_what_it_loses_is_said(tmp_path: Path, capsys: pytest.CaptureFixture[str
     predictor = random_predictor(SPECS["late"], loss=PredictedLoss(0.0213, 0.01, 0.032))
     path = predicted_pack(tmp_path / "m.pack", "late", "bundled", predictor)
     moert = Moert(capsys, monkeypatch)
-    assert moert("run", path, PROMPTS[0], "--max-new-tokens", "2", "--neurons", "predicted") == 0
+    assert moert("run", path, PROMPTS[0], "--max-new-tokens", "2", "--tune", "neurons=predicted") == 0
     assert "held-out loss 2.1% [1.0%, 3.2%], that of the widths included" in moert.err
     assert moert("info", path) == 0
     assert "loss 2.13% [1.00%, 3.20%]" in moert.out
@@ -296,7 +296,17 @@ def test_what_it_loses_is_said(tmp_path: Path, capsys: pytest.CaptureFixture[str
 
 def test_bench_measures_it(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     pack = predicted_pack(tmp_path / "m.pack", "gated", "bundled")
-    flags = [str(pack), "--cache", HALF, "--max-new-tokens", "2", "--io", "buffered,1", "--neurons", "predicted"]
+    flags = [
+        str(pack),
+        "--tune",
+        f"cache={HALF}",
+        "--max-new-tokens",
+        "2",
+        "--tune",
+        "io=buffered,1",
+        "--tune",
+        "neurons=predicted",
+    ]
     assert sweeps.exit_code(flags) == 0
     out = capsys.readouterr().out
     assert ", neurons predicted" in out

@@ -91,10 +91,10 @@ def test_what_is_cut_is_said(sources: dict[str, Path], tmp_path: Path) -> None:
         "note: --context 500: the model takes at most 48 tokens (its config.json), windows have as many",
         f"note: --samples 100,000: there are only {material.judged.samples} calibration samples to judge plans by, all "
         "of them are used",
-        f"note: --sweep-samples 20,000: there are only {material.ranked.samples} calibration samples to rank experts "
-        "by, all of them are used",
-        f"note: --heldout-samples 30,000: there are only {material.heldout.samples} held-out samples, all of them are "
-        "used",
+        f"note: --tune sweep-samples=20,000: there are only {material.ranked.samples} calibration samples to rank "
+        "experts by, all of them are used",
+        f"note: --tune heldout-samples=30,000: there are only {material.heldout.samples} held-out samples, all of them "
+        "are used",
     ]
     said: list[str] = []
     profile_paths(

@@ -51,7 +51,7 @@ def test_strict_refuses_them_before_anything_is_measured(sources: dict[str, Path
         sources, "olmoe", tmp_path, calib=in_documents(tmp_path, 12), fields={"document": "title"}, confidence=0.95,
         loss=0.9, bits=(2, 4), strict=True,
     )  # fmt: skip
-    with pytest.raises(TargetMissed, match=r"--strict: .* documents to judge plans by"):
+    with pytest.raises(TargetMissed, match=r"--tune strict: .* documents to judge plans by"):
         Done(settings)
     assert not list(tmp_path.glob("work/looks.jsonl"))
 

@@ -191,17 +191,17 @@ def test_mistakes_are_one_line_and_2(sources: dict[str, Path], tmp_path: Path, c
         (["quantize", model, *text, "--size", "much"], "--size 'much'"),
         (["quantize", model, *text, "--confidence", "20%"], "--confidence 0.2"),
         (["quantize", model, *text, "--confidence", "sure"], "--confidence 'sure'"),
-        (["quantize", model, *text, "--racing", "70%"], "--racing 0.7"),
+        (["quantize", model, *text, "--tune", "racing=70%"], "--tune racing=0.7"),
         (["quantize", model, *text, "--memory", "1KB", "--out", str(tmp_path / "m.pack")], "--memory"),
-        (["quantize", model, *text, "--allocation", "luck"], "--allocation luck"),
-        (["quantize", model, *text, "--signal", "noise"], "--signal noise"),
+        (["quantize", model, *text, "--tune", "allocation=luck"], "--tune allocation=luck"),
+        (["quantize", model, *text, "--tune", "signal=noise"], "--tune signal=noise"),
         (["quantize", model, *text, "--fields", "input"], "--fields 'input'"),
         (["quantize", model, *text, "--frobnicate"], "frobnicate"),
-        (["quantize", model, "--bits", "16", "--racing", "5%"], "--racing has no effect without --calib"),
+        (["quantize", model, "--bits", "16", "--tune", "racing=5%"], "--tune racing has no effect without --calib"),
         (["quantize", model, *text, "--bits-per-weight", "inf"], "--bits-per-weight inf"),
         (["plan", str(tmp_path)], "no finished sweep"),
-        (["plan", str(tmp_path), "--allocation", "luck"], "--allocation luck"),
-        (["plan", str(tmp_path), "--signal", "noise"], "--signal noise"),
+        (["plan", str(tmp_path), "--tune", "allocation=luck"], "--tune allocation=luck"),
+        (["plan", str(tmp_path), "--tune", "signal=noise"], "--tune signal=noise"),
         (["plan", str(tmp_path), "--bits-per-weight", "inf"], "--bits-per-weight inf"),
         (["plan", str(tmp_path), "--bits-per-weight", "nan"], "--bits-per-weight nan"),
         (["report", str(tmp_path)], "manifest"),
@@ -342,8 +342,9 @@ def test_racing_measures_less_and_says_so(
     rows = [{"input": words(rng, 3) + str(at), "target": words(rng, 2)} for at in range(400)]
     (tmp_path / "pairs.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     calib = tmp_path / "pairs.jsonl" if family == "switch" else sources["text"]
-    arguments = ["quantize", str(sources[family]), "--calib", str(calib), "--samples", "20", "--heldout-samples", "20",
-             "--metric", "perplexity", "--context", "8", "--loss", "30%", "--confidence", "none", "--racing", "5%",
+    arguments = ["quantize", str(sources[family]), "--calib", str(calib), "--samples", "20",
+             "--tune", "heldout-samples=20", "--metric", "perplexity", "--context", "8", "--loss", "30%",
+             "--confidence", "none", "--tune", "racing=5%",
              "--quantizer", "channel", "--out", str(tmp_path / "m.pack"), "--work", str(tmp_path / "work")]  # fmt: skip
     assert _exit_code(arguments) == 0
     out = capsys.readouterr().out

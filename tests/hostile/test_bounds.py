@@ -300,7 +300,7 @@ def test_a_run_asks_its_budget(pack: Path, moert: Moert) -> None:
     limit = held_bytes() + (60 << 20)
     said = moert.refuses("run", pack, "abc", "--memory", limit)
     assert f"a memory budget of {limit} bytes is too small to read manifest.json" in said
-    assert moert("run", pack, "abc", "--max-new-tokens", "1", "--cache", "100%") == 0
+    assert moert("run", pack, "abc", "--max-new-tokens", "1", "--tune", "cache=100%") == 0
 
 
 # A control group that has no more.
@@ -360,7 +360,11 @@ def test_in_a_group_of_400_mb_nothing_that_passes_the_bounds_ends_the_process(
     pack: Path, change: Any, command: str
 ) -> None:
     change(pack)
-    more = ("abc", "--memory", "400MB", "--predict", "transitions", "--max-new-tokens", "2") if command == "run" else ()
+    more = (
+        ("abc", "--memory", "400MB", "--tune", "predict=transitions", "--max-new-tokens", "2")
+        if command == "run"
+        else ()
+    )
     code, errors, kills = in_group(command, pack, *more)
     assert kills == 0, errors
     assert code in (0, 2), errors

@@ -205,7 +205,7 @@ def cut_then(self):
         for path in Path(pack, "experts").rglob("*.safetensors"):
             os.truncate(path, 0)
 store.ExpertStore.check = cut_then
-cli.main(["run", pack, "hello world", "--max-new-tokens", "40", "--predict", "none"])
+cli.main(["run", pack, "hello world", "--max-new-tokens", "40", "--tune", "predict=none"])
 """
 
 

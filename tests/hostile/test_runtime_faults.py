@@ -23,8 +23,8 @@ from moert.pack.reader import Pack
 ROOT = Path(cli.__file__).parent.parent
 NEW = 12
 SETTINGS = GenerationSettings(max_new_tokens=NEW)
-IO = ("--io", "direct,2", "--threads", "1")
-STREAMED = ("--cache", "20%", *IO)
+IO = ("--tune", "io=direct,2", "--tune", "threads=1")
+STREAMED = ("--tune", "cache=20%", *IO)
 ENDED = {signal.SIGINT: 130, signal.SIGTERM: 143}
 PATIENCE_S = 600
 SLOW_DISK = """
@@ -155,7 +155,7 @@ def test_experts_that_are_damaged_between_two_prompts(
 ) -> None:
     change, said = DAMAGES[damage]
     experts = Pack.open(pack).manifest.experts
-    process = run(pack, "--input", "-", "--json", "--max-new-tokens", NEW, "--predict", predict, *STREAMED)
+    process = run(pack, "--input", "-", "--json", "--max-new-tokens", NEW, "--tune", f"predict={predict}", *STREAMED)
     process.ask(PROMPTS[0])
     assert process.answer() == expected[PROMPTS[0]]
     for entry in experts:
@@ -175,7 +175,17 @@ def test_damage_to_what_nobody_asks_for_again_changes_nothing(
     pack: Path, expected: dict[str, list[int]], run, kernels: str
 ) -> None:
     """All of it: nothing that is computed with is a view of a mapped file."""
-    arguments = ("--max-new-tokens", NEW, "--predict", "none", "--cache", "100%", "--kernels", kernels, *IO)
+    arguments = (
+        "--max-new-tokens",
+        NEW,
+        "--tune",
+        "predict=none",
+        "--tune",
+        "cache=100%",
+        "--tune",
+        f"kernels={kernels}",
+        *IO,
+    )
     process = run(pack, "--input", "-", "--json", *arguments)
     process.ask(PROMPTS[0])
     assert process.answer() == expected[PROMPTS[0]]
@@ -194,7 +204,7 @@ def test_a_signal_in_the_middle_of_an_answer_ends_it_cleanly(
     pack: Path, run, sent: signal.Signals, predict: str, slow_s: float
 ) -> None:
     before = SLOW_DISK.format(seconds=slow_s) if slow_s else ""
-    process = run(pack, "abc", "--max-new-tokens", 10**6, "--predict", predict, *STREAMED, before=before)
+    process = run(pack, "abc", "--max-new-tokens", 10**6, "--tune", f"predict={predict}", *STREAMED, before=before)
     assert process.process.stdout.read(1)  # it writes
     process.process.send_signal(sent)
     code, _, errors = process.end()
@@ -205,7 +215,7 @@ def test_a_signal_in_the_middle_of_an_answer_ends_it_cleanly(
 
 @pytest.mark.parametrize("sent", [signal.SIGINT, signal.SIGTERM])
 def test_a_signal_leaves_whole_answers(pack: Path, expected: dict[str, list[int]], run, sent) -> None:
-    process = run(pack, "--input", "-", "--json", "--max-new-tokens", NEW, "--predict", "gate", *STREAMED)
+    process = run(pack, "--input", "-", "--json", "--max-new-tokens", NEW, "--tune", "predict=gate", *STREAMED)
     for _ in range(200):
         process.ask(PROMPTS[0])
     assert process.answer() == expected[PROMPTS[0]]
@@ -229,7 +239,9 @@ def test_a_disk_that_is_dead_does_not_keep_the_process_alive(pack: Path, run, se
 
 def test_a_slow_disk_changes_no_token(pack: Path, expected: dict[str, list[int]], run) -> None:
     before = SLOW_DISK.format(seconds=0.002)
-    process = run(pack, PROMPTS[1], "--json", "--max-new-tokens", NEW, "--predict", "gate", *STREAMED, before=before)
+    process = run(
+        pack, PROMPTS[1], "--json", "--max-new-tokens", NEW, "--tune", "predict=gate", *STREAMED, before=before
+    )
     code, out, errors = process.end()
     assert code == 0, errors
     assert json.loads(out)["tokens"] == expected[PROMPTS[1]]
@@ -249,7 +261,7 @@ store.read_into, store.TOGETHER_BYTES = sometimes, 0
 
 
 def test_a_disk_with_bad_moments_changes_no_token(pack: Path, expected: dict[str, list[int]], run) -> None:
-    arguments = (pack, PROMPTS[1], "--json", "--max-new-tokens", NEW, "--predict", "gate", *STREAMED)
+    arguments = (pack, PROMPTS[1], "--json", "--max-new-tokens", NEW, "--tune", "predict=gate", *STREAMED)
     code, out, errors = run(*arguments, before=FAILING.format(fails="turn[0] % 3 == 0")).end()
     assert code == 0, errors
     assert json.loads(out)["tokens"] == expected[PROMPTS[1]]
@@ -262,7 +274,7 @@ def test_a_disk_with_bad_moments_changes_no_token(pack: Path, expected: dict[str
 @pytest.mark.parametrize("asked", [("abc",), ("abc", "--json"), ("--input", "-")], ids=" ".join)
 def test_stdout_that_is_full_is_one_line(pack: Path, run, asked: tuple[str, ...]) -> None:
     with open("/dev/full", "wb") as full:
-        process = run(pack, *asked, "--max-new-tokens", 3, "--cache", "100%", *IO, stdout=full)
+        process = run(pack, *asked, "--max-new-tokens", 3, "--tune", "cache=100%", *IO, stdout=full)
         process.ask("abc")
         code, _, errors = process.end()
     assert (code, errors) == (2, "moert: stdout: No space left on device\n")
@@ -273,7 +285,7 @@ def test_nothing_is_written_beside_the_answer(pack: Path, expected: dict[str, li
     for name in ("TMPDIR", "XDG_CACHE_HOME", "HOME"):
         monkeypatch.setenv(name, "/dev/full/none")
     before = sorted(path.relative_to(pack) for path in pack.rglob("*"))
-    process = run(pack, PROMPTS[0], "--json", "--max-new-tokens", NEW, *STREAMED, "--io", "auto")
+    process = run(pack, PROMPTS[0], "--json", "--max-new-tokens", NEW, *STREAMED, "--tune", "io=auto")
     code, out, errors = process.end()
     assert code == 0, errors
     assert json.loads(out)["tokens"] == expected[PROMPTS[0]]

@@ -147,7 +147,7 @@ RUNS = {
 @pytest.mark.filterwarnings("ignore::RuntimeWarning")
 def test_a_run_says_that_there_are_no_numbers(pack: Path, moert: Moert, run: str, value: str, kernels: str) -> None:
     with_experts(pack, NUMBERS[value])
-    said = moert.refuses("run", pack, "hello", "--max-new-tokens", "9", "--kernels", kernels, *RUNS[run])
+    said = moert.refuses("run", pack, "hello", "--max-new-tokens", "9", "--tune", f"kernels={kernels}", *RUNS[run])
     assert said.startswith("moert: the model gives no finite numbers for token 1 of the answer")
 
 

@@ -19,7 +19,9 @@ import moeconv
 import moert
 from moeconv.command.cli import app as moeconv_app
 from moeconv.conversion.settings import Options
+from moeconv.tuned import TUNED
 from moert.command.cli import app as moert_app
+from moert.command.settings import SETTINGS
 from moert.engine.session import Request, Session
 
 PYTHON = Path(__file__).resolve().parents[2] / "docs" / "python.md"
@@ -93,14 +95,17 @@ def _members(kind: type[Any]) -> Iterator[str]:
 
 
 def _helps(app: typer.Typer, command: str, settings: Collection[str]) -> Mapping[str, str]:
-    """What the help says of each option; those that are settings have their names."""
+    """Returns the help of each option and setting; those that are settings have their names."""
     options = typer.main.get_command(app).commands[command].params  # type: ignore[attr-defined]
     names = {option: each.name for each in options for option in each.opts if each.name in settings}
+    described = [each for each in (*SETTINGS, *TUNED) if command in each.commands]
 
     def named(found: re.Match[str]) -> str:
         return f"`{names.get(found[0], found[0])}`"
 
-    return {each.name: re.sub(r"--[a-z][a-z-]*", named, getattr(each, "help", "") or "") for each in options}
+    return {
+        each.name: re.sub(r"--[a-z][a-z-]*", named, getattr(each, "help", "") or "") for each in (*options, *described)
+    }
 
 
 def _table(types: Mapping[str, str], defaults: Mapping[str, str], helps: Mapping[str, str]) -> str:

@@ -24,6 +24,7 @@ from pages import brought_up_to_date  # noqa: E402
 from moeconv.command.cli import app  # noqa: E402
 from moeconv.command.recipe import KEYS, Expectations  # noqa: E402
 from moeconv.conversion.settings import Options  # noqa: E402
+from moeconv.tuned import TUNED  # noqa: E402
 
 EXAMPLES: Mapping[str, str] = {
     "model": '"models/g2p"', "calib": '"g2p"', "heldout": '"held-out.txt"', "loss": '"5%"', "size": '"120MB"',
@@ -66,6 +67,7 @@ def rows(name: str) -> list[tuple[str, str, str, str]]:
         hints = get_type_hints(Expectations)
         return [(key, kind(hints[key]), *LIMITS[key]) for key in hints]
     options = {option.name: option.help for option in typer.main.get_command(app).commands["quantize"].params}  # type: ignore[attr-defined]
+    options |= {setting.name: setting.help for setting in TUNED}
     options |= {"model": "A folder with a Hugging Face model, or a hub id."} | _SAID
     hints = get_type_hints(Options) | {"model": str, "profile_paths": bool, "expect": Mapping}
     placed = [*(key for key in EXAMPLES if key in KEYS), *sorted(KEYS - {*EXAMPLES})]

@@ -18,12 +18,16 @@ from python_text import text as python_text
 from readme_help import COMMANDS as HELP
 from readme_help import ROOT, commands, rendered
 from recipes_text import EXAMPLES, LIMITS, RECIPES, recipes_text
+from tune_text import TUNE
+from tune_text import text as tune_text
 
 import moeconv
 import moert
 from moeconv.command.recipe import KEYS, Expectations, Recipe
 from moeconv.conversion.settings import ENTRIES
 from moeconv.source.archs import FAMILIES
+from moeconv.tuned import TUNED
+from moert.command.settings import SETTINGS
 from moert.engine.choosing import GenerationSettings
 from moert.engine.engine import Engine
 from moert.engine.settings import EngineSettings
@@ -102,6 +106,24 @@ def test_every_command_that_a_text_shows_has_its_options() -> None:
         assert command not in ("moert", "moeconv"), line
         known = set(re.findall(r"--[a-z-]+", help_of(command)))
         assert set(re.findall(r"(?<!\S)--[a-z-]+", line)) <= known, line
+
+
+def test_every_setting_that_a_text_tunes_is_there() -> None:
+    named = {name for text in TEXTS.values() for name in re.findall(r"--tune ([a-z][a-z-]*)", text)}
+    assert len(named) > 5
+    assert named <= {each.called for each in (*SETTINGS, *TUNED) if not each.usual} | {"help"}
+
+
+def test_no_text_has_an_option_that_is_tuned() -> None:
+    tuned = {each.called for each in (*SETTINGS, *TUNED) if not each.usual}
+    own = {name for command in COMMANDS for name in re.findall(r"--([a-z-]+)", help_of(command))}
+    for path, text in TEXTS.items():
+        if path != HELP:
+            assert set(re.findall(r"(?<![\w-])--([a-z][a-z-]*)", text)) & (tuned - own) == set(), path
+
+
+def test_the_page_of_settings_is_what_there_is() -> None:
+    assert TEXTS[TUNE] == tune_text(), "run make readme"
 
 
 def test_the_python_of_the_readme_is_what_there_is() -> None:

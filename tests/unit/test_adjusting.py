@@ -208,10 +208,19 @@ def test_on_the_command_line(
     engines: dict[str, Engine], tmp_path: Path,
 ) -> None:  # fmt: skip
     moert, pack = Moert(capsys, monkeypatch), packs["decoder"]
-    options = ("--repeat-penalty", 1.6, "--presence-penalty", 0.7, "--frequency-penalty", 0.4)
-    options += ("--logit-bias", "9=4", "--logit-bias", "11=-3.5", "--max-new-tokens", NEW, "--threads", 1)
+    options = ("--tune", "repeat-penalty=1.6", "--tune", "presence-penalty=0.7", "--tune", "frequency-penalty=0.4")
+    options += (
+        "--tune",
+        "logit-bias=9=4",
+        "--tune",
+        "logit-bias=11=-3.5",
+        "--max-new-tokens",
+        NEW,
+        "--tune",
+        "threads=1",
+    )
     expected = engines["decoder"].generate("zigzag", max_new_tokens=NEW, logprobs=2, **ALL)
-    assert moert("run", pack, "zigzag", *options, "--logprobs", 2, "--json") == 0
+    assert moert("run", pack, "zigzag", *options, "--tune", "logprobs=2", "--json") == 0
     found = json.loads(moert.out)
     assert found["tokens"] == expected.result.tokens
     assert expected.logprobs is not None
@@ -219,15 +228,17 @@ def test_on_the_command_line(
         {**each.chosen._asdict(), "likeliest": [one._asdict() for one in each.likeliest]} for each in expected.logprobs
     ]
     (tmp_path / "in.jsonl").write_text('{"prompt": "zigzag"}\n')
-    assert moert("run", pack, "--input", tmp_path / "in.jsonl", *options, "--logprobs", 2, "--json") == 0
+    assert moert("run", pack, "--input", tmp_path / "in.jsonl", *options, "--tune", "logprobs=2", "--json") == 0
     assert json.loads(moert.out)["logprobs"] == found["logprobs"]
     talk = write_chat_pack(tmp_path / "talk")
     for command in (("run", talk, "hello", "--chat"), ("chat", talk)):
-        assert moert(*command, *options, "--logprobs", 1, "--json", stdin="hello\n") == 0
+        assert moert(*command, *options, "--tune", "logprobs=1", "--json", stdin="hello\n") == 0
         answer = json.loads(moert.out)
         assert [each["id"] for each in answer["logprobs"]] == answer["tokens"]
-    assert "--logprobs goes with --json" in moert.refuses("run", pack, "zigzag", "--logprobs", 2)
-    assert "--logprobs goes with --json" in moert.refuses("chat", talk, "--logprobs", 2)
+    assert "--tune logprobs goes with --json" in moert.refuses("run", pack, "zigzag", "--tune", "logprobs=2")
+    assert "--tune logprobs goes with --json" in moert.refuses("chat", talk, "--tune", "logprobs=2")
     for wrong in ("9", "x=1", "9=much"):
-        assert f"--logit-bias {wrong}: give ID=VALUE" in moert.refuses("run", pack, "zigzag", "--logit-bias", wrong)
-    assert "--logit-bias has the id 64" in moert.refuses("run", pack, "zigzag", "--logit-bias", "64=1")
+        assert f"--tune logit-bias={wrong}: give ID=VALUE" in moert.refuses(
+            "run", pack, "zigzag", "--tune", f"logit-bias={wrong}"
+        )
+    assert "--tune logit-bias has the id 64" in moert.refuses("run", pack, "zigzag", "--tune", "logit-bias=64=1")

@@ -240,14 +240,14 @@ def source(tmp_path: Path) -> Path:
 
 
 def test_ctrl_c_leaves_the_finished_answers_of_a_batch(packs, source, interrupted_after_three, capsys) -> None:
-    options = ("--predict", "none", "--max-new-tokens", 12, "--json", "--batch", 6)
+    options = ("--tune", "predict=none", "--max-new-tokens", 12, "--json", "--batch", 6)
     code, lines, _ = run(capsys, "run", packs["decoder"], "--input", source, *options)
     wanted = [(at, one.tokens) for at, one in enumerate(interrupted_after_three) if len(one.tokens) <= 4]
     assert (code, [(line["id"], line["tokens"]) for line in lines]) == (130, wanted)
 
 
 def test_a_file_gives_the_same_lines_in_any_batch(packs, source, capsys) -> None:
-    options = ("--input", source, "--predict", "none", "--max-new-tokens", 12, "--json", "--temperature", 1)
+    options = ("--input", source, "--tune", "predict=none", "--max-new-tokens", 12, "--json", "--temperature", 1)
     code, wanted, _ = run(capsys, "run", packs["switch"], *options)
     assert (code, [line["id"] for line in wanted]) == (0, list(range(len(PROMPTS))))
     for size in (3, 100):

@@ -282,7 +282,18 @@ def moert(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -
     return Moert(capsys, monkeypatch)
 
 
-SAID = ("--max-new-tokens", 8, "--beams", 4, "--length-penalty", 0.6, "--early-stopping", "true", "--return", 3)
+SAID = (
+    "--max-new-tokens",
+    8,
+    "--tune",
+    "beams=4",
+    "--tune",
+    "length-penalty=0.6",
+    "--tune",
+    "early-stopping=true",
+    "--tune",
+    "return=3",
+)
 ASKED: dict[str, Any] = {
     "max_new_tokens": 8, "beams": 4, "length_penalty": 0.6, "early_stopping": True, "n_return": 3,
 }  # fmt: skip
@@ -308,7 +319,9 @@ def test_the_command_line_gives_the_best_answers(moert: Moert, pack: Path, tmp_p
 
 
 def test_the_command_line_refuses_what_does_not_go_together(moert: Moert, pack: Path) -> None:
-    assert "--temperature does not go with" in moert.refuses("run", pack, "a", "--beams", 4, "--temperature", 0.5)
-    assert "--return is of beam search" in moert.refuses("run", pack, "a", "--return", 2)
-    assert "--chat takes the likeliest token" in moert.refuses("run", pack, "a", "--beams", 4, "--chat")
-    assert "--length-penalty is of beam search" in moert.refuses("run", pack, "a", "--length-penalty", 2)
+    assert "--temperature does not go with" in moert.refuses(
+        "run", pack, "a", "--tune", "beams=4", "--temperature", 0.5
+    )
+    assert "--tune return is of beam search" in moert.refuses("run", pack, "a", "--tune", "return=2")
+    assert "--chat takes the likeliest token" in moert.refuses("run", pack, "a", "--tune", "beams=4", "--chat")
+    assert "--tune length-penalty is of beam search" in moert.refuses("run", pack, "a", "--tune", "length-penalty=2")

@@ -166,7 +166,7 @@ def test_thinking_is_shown_or_hidden(moert: Moert, tmp_path: Path) -> None:
                 lambda *more: moert("chat", pack, *new, *more, stdin="hello\n")):  # fmt: skip
         assert ask() == 0
         assert moert.out == f"{reply.thinking}\n\n{reply.text}\n"
-        assert ask("--thinking", "hide") == 0
+        assert ask("--tune", "thinking=hide") == 0
         assert moert.out == f"{reply.text}\n"
         assert ask("--json") == 0
         assert json.loads(moert.out)["thinking"] == reply.thinking
@@ -194,7 +194,7 @@ def test_packs_that_can_not_chat_are_one_line(moert: Moert, tmp_path: Path, comm
         (raising, "the model's chat template refuses this conversation: say please"),
         (damaged, "chat.json has 2 bytes"),
     ):
-        assert words in moert.refuses(*command, path, "--predict", "none", stdin="hello\n")
+        assert words in moert.refuses(*command, path, "--tune", "predict=none", stdin="hello\n")
 
 
 @pytest.mark.parametrize(
@@ -202,8 +202,8 @@ def test_packs_that_can_not_chat_are_one_line(moert: Moert, tmp_path: Path, comm
     [
         (("--chat", "--input", "x.jsonl"), "--chat takes one prompt"),
         (("hello", "--system", "x"), "--system goes with --chat"),
-        (("hello", "--thinking", "hide"), "--thinking goes with --chat"),
-        (("hello", "--chat", "--thinking", "dim"), "'dim'"),
+        (("hello", "--tune", "thinking=hide"), "--tune thinking goes with --chat"),
+        (("hello", "--chat", "--tune", "thinking=dim"), "'dim'"),
     ],
 )
 def test_options_that_do_not_go_together(moert: Moert, pack: Path, options: tuple[str, ...], words: str) -> None:
@@ -294,7 +294,7 @@ class Terminal:
 
 
 def test_ctrl_c_stops_an_answer_and_ends_at_the_prompt(endless: Path) -> None:
-    terminal = Terminal("chat", endless, "--max-new-tokens", "1000000", "--predict", "none", "--threads", "1")
+    terminal = Terminal("chat", endless, "--max-new-tokens", "1000000", "--tune", "predict=none", "--tune", "threads=1")
     assert terminal.asked(1).startswith("moert: /help lists commands, Ctrl-C stops an answer\n")
     for _ in range(2):
         terminal.type("hello\n")
@@ -316,7 +316,7 @@ def test_ctrl_c_stops_an_answer_and_ends_at_the_prompt(endless: Path) -> None:
 
 def test_a_terminal_goes_on_after_what_can_not_be_answered(tmp_path: Path) -> None:
     template = "{% if messages|length > 1 %}{{ raise_exception('once only') }}{% endif %}hello"
-    terminal = Terminal("chat", write_chat_pack(tmp_path / "p", template=template), *NEW, "--predict", "none")
+    terminal = Terminal("chat", write_chat_pack(tmp_path / "p", template=template), *NEW, "--tune", "predict=none")
     for text in ("one\n", "two\n", "/reset\n", "three\n", "\x04"):
         terminal.asked(1)
         terminal.type(text)

@@ -114,7 +114,7 @@ class FrailCluster:
 
 
 def run(cluster: FrailCluster, tasks: Sequence[ToyTask]) -> list[tuple[ToyTask, Any]]:
-    return list(_Pool(cluster, cluster, lambda job: None, "--cluster here:1", [], 60.0).run(None, tasks))  # type: ignore[arg-type,return-value]
+    return list(_Pool(cluster, cluster, lambda job: None, "--tune cluster=here:1", [], 60.0).run(None, tasks))  # type: ignore[arg-type,return-value]
 
 
 @given(
@@ -150,5 +150,5 @@ def test_a_task_that_raises_again_and_again_is_named_by_what_it_belongs_to() -> 
 
 
 def test_processes_that_never_start_are_said() -> None:
-    with pytest.raises(ClusterError, match=r"^--cluster here:1: its processes end as soon as they start"):
+    with pytest.raises(ClusterError, match=r"^--tune cluster=here:1: its processes end as soon as they start"):
         run(FrailCluster(starts=False), [ToyTask("block 0", 0)])

@@ -262,7 +262,9 @@ def test_pieces_as_large_as_they_are_asked_for(source: Checkpoint, tmp_path: Pat
     assert Coding.open(replace(settings, piece_bytes=1536)).neurons == Neurons(1536, bundled=False, together=True)
     assert neurons_of("neuron", source.spec, mxfp4=False, piece_bytes=2048) == Neurons(2048, bundled=True)
     for wrong in (0, 511, 513, 1 << 21):
-        with pytest.raises(SettingsError, match=f"--piece-bytes {wrong}: expected a multiple of 512, 512 to 1048576"):
+        with pytest.raises(
+            SettingsError, match=f"--tune piece-bytes={wrong}: expected a multiple of 512, 512 to 1048576"
+        ):
             replace(settings, piece_bytes=wrong)
-    with pytest.raises(SettingsError, match="--piece-bytes has no effect on --layout layer"):
+    with pytest.raises(SettingsError, match="--tune piece-bytes has no effect on --layout layer"):
         replace(settings, layout="layer", piece_bytes=512)

@@ -9,7 +9,7 @@ import shutil
 import signal
 import subprocess
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -21,10 +21,8 @@ from tiny_packs import DECODER, DECODER_SHAPE, PROMPTS, SWITCH, SWITCH_SHAPE, da
 
 from moert import __version__
 from moert.command import cli
-from moert.command.options import Eviction, Predict
 from moert.engine.choosing import GenerationSettings
 from moert.engine.engine import Engine
-from moert.engine.settings import EngineSettings
 from moert.errors import RunError, SettingInvalid
 from moert.experts.names import EVICTIONS, PREDICTORS
 from moert.kernels import library, open_backend
@@ -94,7 +92,7 @@ def test_json_lines_keep_their_fields_and_order(moert, pack, expected, tmp_path)
 
 def test_figures_as_json_cover_the_whole_file(moert, pack, tmp_path) -> None:
     source = jsonl(tmp_path / "in.jsonl", [{"prompt": prompt} for prompt in PROMPTS])
-    assert moert("run", pack, "--input", source, "--json", "--stats", "--cache", "50%", *NEW) == 0
+    assert moert("run", pack, "--input", source, "--json", "--stats", "--tune", "cache=50%", *NEW) == 0
     answers = [json.loads(line) for line in moert.out.splitlines()]
     summary = json.loads(moert.err.splitlines()[-1])
     assert summary["requests"] == len(PROMPTS)
@@ -123,7 +121,16 @@ def test_stats_go_to_stderr(moert, pack, expected) -> None:
 def test_policies_and_budgets_do_not_change_the_text(moert, pack, expected) -> None:
     for eviction in EVICTIONS:
         for predict in PREDICTORS:
-            flags = ("--eviction", eviction, "--predict", predict, "--cache", "40%", "--threads", "1")
+            flags = (
+                "--tune",
+                f"eviction={eviction}",
+                "--tune",
+                f"predict={predict}",
+                "--tune",
+                "cache=40%",
+                "--tune",
+                "threads=1",
+            )
             assert moert("run", pack, PROMPTS[3], *flags, *NEW) == 0
             assert moert.out == expected[PROMPTS[3]] + "\n"
 
@@ -132,16 +139,16 @@ def test_policies_and_budgets_do_not_change_the_text(moert, pack, expected) -> N
 def test_kernels_by_name(moert, pack, expected) -> None:
     names = [each.name for each in library.load().instruction_sets if each.runs]
     for kernels in ("auto", names[0]):
-        assert moert("run", pack, PROMPTS[0], "--kernels", kernels, *NEW) == 0
+        assert moert("run", pack, PROMPTS[0], "--tune", f"kernels={kernels}", *NEW) == 0
         assert (moert.out, moert.err) == (expected[PROMPTS[0]] + "\n", "")
     for kernels in ("reference", *names):
-        assert moert("run", pack, PROMPTS[0], "--kernels", kernels, "--json", *NEW) == 0
+        assert moert("run", pack, PROMPTS[0], "--tune", f"kernels={kernels}", "--json", *NEW) == 0
         assert json.loads(moert.out)["tokens"]
-    assert moert.refuses("run", pack, "abc", "--kernels", "mmx").endswith(f"or one of {', '.join(names)}\n")
+    assert moert.refuses("run", pack, "abc", "--tune", "kernels=mmx").endswith(f"or one of {', '.join(names)}\n")
 
 
 def test_without_native_kernels_that_is_said_once_and_it_answers(moert, pack, tmp_path, monkeypatch) -> None:
-    assert moert("run", pack, PROMPTS[0], "--kernels", "reference", *NEW) == 0
+    assert moert("run", pack, PROMPTS[0], "--tune", "kernels=reference", *NEW) == 0
     written = moert.out
     assert moert.err == ""
     monkeypatch.setattr(library, "PATH", tmp_path / "_native.so")
@@ -150,21 +157,16 @@ def test_without_native_kernels_that_is_said_once_and_it_answers(moert, pack, tm
     assert [json.loads(line)["output"] for line in moert.out.splitlines()] == [written[:-1]] * 3
     assert moert.err.startswith("moert: no native kernels: _native.so was not built; computing with numpy, slowly")
     assert moert.err.count("\n") == 1
-    assert "there are no native kernels (_native.so" in moert.refuses("run", pack, "abc", "--kernels", "avx2")
+    assert "there are no native kernels (_native.so" in moert.refuses("run", pack, "abc", "--tune", "kernels=avx2")
 
 
 def test_threads_do_not_change_the_tokens(moert, pack, monkeypatch) -> None:
     monkeypatch.setattr("moert.engine.engine.usable_cores", lambda: 2)  # they may share one
     written = []
     for threads in (1, 2):
-        assert moert("run", pack, PROMPTS[3], "--threads", threads, "--json", *NEW) == 0
+        assert moert("run", pack, PROMPTS[3], "--tune", f"threads={threads}", "--json", *NEW) == 0
         written.append(json.loads(moert.out)["tokens"])
     assert written[0] == written[1]
-
-
-def test_the_choices_offered_are_those_that_exist() -> None:
-    assert {choice.value for choice in Eviction} == set(EVICTIONS)
-    assert {choice.value for choice in Predict} == set(PREDICTORS)
 
 
 def test_text_ends_before_a_stop_string(moert, pack, expected) -> None:
@@ -177,7 +179,7 @@ def test_text_ends_before_a_stop_string(moert, pack, expected) -> None:
 def test_a_seed_repeats_a_drawn_text(moert, pack, expected) -> None:
     texts = []
     for seed in (1, 1, 2):
-        flags = ("--temperature", "1.5", "--top-k", "40", "--top-p", "0.99", "--min-p", "0.001", "--seed", seed)
+        flags = ("--temperature", "1.5", "--top-k", "40", "--top-p", "0.99", "--tune", "min-p=0.001", "--seed", seed)
         assert moert("run", pack, PROMPTS[0], *flags, "--max-new-tokens", "20") == 0
         texts.append(moert.out)
     assert texts[0] == texts[1] != texts[2]
@@ -201,12 +203,12 @@ def test_the_named_smallest_limits_work(moert, pack, expected) -> None:
     least = int(re.findall(r"--memory (\d+)", line)[-1])
     done = own_process("run", pack, PROMPTS[0], "--memory", least, *NEW)
     assert (done.returncode, done.stdout) == (0, expected[PROMPTS[0]] + "\n"), done.stderr
-    line = moert.refuses("run", pack, PROMPTS[0], "--cache", "1kB", *NEW)
-    least = int(re.findall(r"--cache (\d+)", line)[-1])
-    assert moert("run", pack, PROMPTS[0], "--cache", least, *NEW) == 0
+    line = moert.refuses("run", pack, PROMPTS[0], "--tune", "cache=1kB", *NEW)
+    least = int(re.findall(r"--tune cache=(\d+)", line)[-1])
+    assert moert("run", pack, PROMPTS[0], "--tune", f"cache={least}", *NEW) == 0
     assert moert.out == expected[PROMPTS[0]] + "\n"
-    assert f"--cache {least}" in moert.refuses("run", pack, PROMPTS[0], "--cache", least - 1, *NEW)
-    assert moert("run", pack, PROMPTS[0], "--cache", least, *NEW) == 0
+    assert f"--tune cache={least}" in moert.refuses("run", pack, PROMPTS[0], "--tune", f"cache={least - 1}", *NEW)
+    assert moert("run", pack, PROMPTS[0], "--tune", f"cache={least}", *NEW) == 0
     assert moert.err.count("\n") == 1  # the warning about one token's demand
     assert "less than one token demands" in moert.err
 
@@ -216,22 +218,22 @@ def test_the_named_smallest_limits_work(moert, pack, expected) -> None:
     [
         (["--memory", "1.5XB"], "1.5XB"),
         (["--memory", ""], "--memory '' is not a size"),
-        (["--cache", ""], "--cache '' is not a size"),
-        (["--io", "direct,999"], "'999' should be a number of threads, 1 to 64"),
+        (["--tune", "cache="], "--tune cache '' is not a size"),
+        (["--tune", "io=direct,999"], "'999' should be a number of threads, 1 to 64"),
         (["--memory", "-5MB"], "-5MB"),
         (["--memory", "120%"], "at most 100%"),
-        (["--cache", "auto"], "--cache 'auto'"),
-        (["--eviction", "random"], "'paper', 'lru', 'layer-lru', 'lfu'"),
-        (["--predict", "luck"], "'transitions'"),
+        (["--tune", "cache=auto"], "--tune cache 'auto'"),
+        (["--tune", "eviction=random"], "'paper', 'lru', 'layer-lru', 'lfu'"),
+        (["--tune", "predict=luck"], "'transitions'"),
         (["--max-new-tokens", "0"], "--max-new-tokens is 0"),
         (["--max-new-tokens", "x"], "'x'"),
         (["--temperature", "-1"], "--temperature is -1"),
         (["--top-p", "nan"], "--top-p is nan"),
         (["--seed", "x"], "--seed"),
         (["--stop", ""], "--stop has an empty stop string"),
-        (["--threads", "0"], "0 is not in the range x>=1 (see moert run --help)"),
+        (["--tune", "threads=0"], "0 should be at least 1 (see moert run --help)"),
         (["--batch", "-1"], "-1 is not in the range x>=1 (see moert run --help)"),
-        (["--kernels", "mmx"], "mmx"),
+        (["--tune", "kernels=mmx"], "mmx"),
         (["--no-such-flag"], "--no-such-flag"),
         (["--file", "words.txt"], "PROMPT and --file exclude each other"),
         (["--output", "out.jsonl"], "--output goes with --input"),
@@ -392,11 +394,11 @@ def test_more_threads_than_cores_are_cut_with_a_note_as_memory_is(moert, pack, e
         return backend
 
     monkeypatch.setattr("moert.engine.engine.open_backend", opened)
-    assert moert("run", pack, PROMPTS[0], "--threads", 5000, *NEW) == 0
+    assert moert("run", pack, PROMPTS[0], "--tune", "threads=5000", *NEW) == 0
     assert asked == [cores]
     assert moert.out == expected[PROMPTS[0]] + "\n"
     assert moert.err == (
-        f"moert: --threads 5000 is more than the {cores} core(s) that this process may use: {cores} are used\n"
+        f"moert: --tune threads=5000 is more than the {cores} core(s) that this process may use: {cores} are used\n"
     )
     with pytest.raises(SettingInvalid, match="at least 1"):
         Engine.open(pack, threads=0)
@@ -412,7 +414,7 @@ def test_info_names_a_tokenizer_that_cannot_be_used(moert, tmp_path) -> None:
     for name, body in (("empty", b""), ("broken", b"{}"), ("bare", b'{"model": {"type": "BPE", "vocab": {}}}')):
         pack = write_pack(tmp_path / name, DECODER, paths=False, tokenizer=False)
         add_to_pack(pack, Pack.open(pack).manifest, "tokenizer.json", body)
-        assert "tokenizer.json" in moert.refuses("run", pack, "abc", "--predict", "none")
+        assert "tokenizer.json" in moert.refuses("run", pack, "abc", "--tune", "predict=none")
         assert moert("info", pack) == 0
         assert "tokenizer        no: tokenizer.json in" in moert.out
         assert moert("info", pack, "--json") == 0
@@ -446,10 +448,10 @@ def test_packs_that_are_none_or_broken_are_one_line(moert, pack, tmp_path) -> No
     damaged = shutil.copytree(pack, tmp_path / "damaged.pack")
     for entry in Pack.open(damaged).manifest.experts:
         damage_expert(damaged, entry.key)
-    assert "checksum" in moert.refuses("run", damaged, "abc", "--predict", "none")
+    assert "checksum" in moert.refuses("run", damaged, "abc", "--tune", "predict=none")
     bare = write_pack(tmp_path / "bare.pack", DECODER, paths=False, tokenizer=False)
     assert "tokenizer.json" in moert.refuses("run", bare, "abc")
-    assert "paths.safetensors" in moert.refuses("run", bare, "abc", "--predict", "transitions")
+    assert "paths.safetensors" in moert.refuses("run", bare, "abc", "--tune", "predict=transitions")
 
 
 def test_info_agrees_with_the_manifest(moert, pack) -> None:
@@ -514,7 +516,19 @@ def test_nothing_that_runs_imports_torch_or_transformers(pack, expected, kernels
         "except SystemExit as end: assert end.code == 0, end\n"
         "print([name for name in ('torch', 'transformers', 'scipy') if name in sys.modules])"
     )
-    asked = ("run", pack, PROMPTS[0], "--predict", "gate", "--cache", "50%", "--kernels", kernels, "--stats", *NEW)
+    asked = (
+        "run",
+        pack,
+        PROMPTS[0],
+        "--tune",
+        "predict=gate",
+        "--tune",
+        "cache=50%",
+        "--tune",
+        f"kernels={kernels}",
+        "--stats",
+        *NEW,
+    )
     command = [sys.executable, "-c", code, *map(str, asked)]
     done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, check=True)
     text, imported = done.stdout.splitlines()
@@ -540,10 +554,10 @@ def interrupted(pack: Path, *asked: object) -> tuple[str, str]:
             "run",
             str(pack),
             *map(str, asked),
-            "--predict",
-            "none",
-            "--threads",
-            "1",
+            "--tune",
+            "predict=none",
+            "--tune",
+            "threads=1",
         ],
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
@@ -592,7 +606,7 @@ def fail_after(steps: int, error: BaseException, monkeypatch: pytest.MonkeyPatch
 
 def test_ctrl_c_with_json_gives_what_there_is(moert, endless, monkeypatch) -> None:
     fail_after(4, KeyboardInterrupt(), monkeypatch)
-    assert moert("run", endless, "abc", "--predict", "none", "--json") == 130
+    assert moert("run", endless, "abc", "--tune", "predict=none", "--json") == 130
     answer = json.loads(moert.out)
     assert answer["stop_reason"] == "interrupted"
     assert len(answer["tokens"]) == answer["stats"]["new_tokens"] == 4
@@ -601,7 +615,7 @@ def test_ctrl_c_with_json_gives_what_there_is(moert, endless, monkeypatch) -> No
 
 def test_an_error_while_writing_has_a_line_for_itself_and_the_figures_so_far(moert, endless, monkeypatch) -> None:
     fail_after(4, RunError("the disk is gone"), monkeypatch)
-    assert moert("run", endless, "abc", "--predict", "none", "--stats") == 2
+    assert moert("run", endless, "abc", "--tune", "predict=none", "--stats") == 2
     assert moert.out.strip()
     assert moert.out.endswith("\n")
     figures, last = moert.err.splitlines()[:-1], moert.err.splitlines()[-1]
@@ -611,11 +625,11 @@ def test_an_error_while_writing_has_a_line_for_itself_and_the_figures_so_far(moe
 
 def test_an_error_before_the_first_token_is_its_line_alone(moert, endless, monkeypatch) -> None:
     fail_after(0, RunError("the disk is gone"), monkeypatch)
-    assert moert.refuses("run", endless, "abc", "--predict", "none", "--stats") == "moert: the disk is gone\n"
+    assert moert.refuses("run", endless, "abc", "--tune", "predict=none", "--stats") == "moert: the disk is gone\n"
 
 
 SHELL = {
-    "closed pipe": ("run {endless} abc --predict none --max-new-tokens 3000 | head -c 5", 141, ".....", ""),
+    "closed pipe": ("run {endless} abc --tune predict=none --max-new-tokens 3000 | head -c 5", 141, ".....", ""),
     "stdin closed": ("run {pack} <&-", 2, "", "moert: the prompt has no tokens: give some text\n"),
     "stdout closed": ("run {pack} abc --max-new-tokens 2 >&-", 2, "", "moert: stdout: Bad file descriptor\n"),
     "stdout full": ("run {pack} abc --max-new-tokens 2 >/dev/full", 2, "", "moert: stdout: No space left on device\n"),
@@ -651,17 +665,8 @@ def test_streams_are_utf8_in_any_locale(pack, tmp_path) -> None:
     assert "é" in done.stdout.decode()
 
 
-@pytest.mark.parametrize("command", [cli.run, cli.chat, sweeps.main])
-def test_commands_and_python_have_the_same_defaults(command: Callable[..., None]) -> None:
-    said = {name: each.default for name, each in inspect.signature(command).parameters.items()}
-    usual = EngineSettings()
-    assert said["eviction"].value == usual.eviction
-    assert said["predict"].value == usual.predict
-    assert said["routing"] == usual.routing
-
-
-def test_bench_has_ten_options_with_the_same_defaults() -> None:
+def test_bench_has_eight_options_which_sweeps_have_too() -> None:
     said = {name: each.default for name, each in inspect.signature(cli.bench).parameters.items()}
-    assert len({*said} - {"context", "packs"}) == 10
+    assert len({*said} - {"context", "packs"}) == 8
     every = {name: each.default for name, each in inspect.signature(sweeps.main).parameters.items()}
     assert said.items() <= every.items()

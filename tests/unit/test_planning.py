@@ -104,8 +104,8 @@ def test_what_the_sweep_does_not_know_is_refused(finished: Path, tmp_path: Path)
 @pytest.mark.parametrize(
     ("target", "allocation", "signal", "says"),
     [
-        (Target("loss", 0.3), "luck", "kl", "--allocation luck: expected one of greedy, knapsack, uniform"),
-        (Target("loss", 0.3), "knapsack", "noise", "--signal noise: expected one of metric, nll, kl"),
+        (Target("loss", 0.3), "luck", "kl", "--tune allocation=luck: expected one of greedy, knapsack, uniform"),
+        (Target("loss", 0.3), "knapsack", "noise", "--tune signal=noise: expected one of metric, nll, kl"),
         (Target("bits", math.inf), "knapsack", "kl", "--bits-per-weight inf"),
         (Target("bits", math.nan), "knapsack", "kl", "--bits-per-weight nan"),
         (Target("bits", 1e308), "knapsack", "kl", "--bits-per-weight 1e.308"),

@@ -139,7 +139,7 @@ def test_a_terminal_gets_no_escape_sequences(hostile: Path) -> None:
     assert "<U+001B>]0;mine<U+0007><U+001B>[2J<U+202E>\n" in text
     assert not any(hidden(letter) for letter in text if letter not in "\n\t")
     assert "\t" in text
-    assert ESCAPE in at_terminal("run", hostile, "x", "--raw", *NEW)
+    assert ESCAPE in at_terminal("run", hostile, "x", "--tune", "raw", *NEW)
     fields = json.loads(text := at_terminal("run", hostile, "x", "--json", *NEW))
     assert ESCAPE in fields["output"]
     assert "\u202e" not in text
@@ -155,6 +155,8 @@ def test_a_file_gets_text_as_it_is(hostile: Path, moert: Moert) -> None:
 
 
 def test_raw_has_no_effect_with_json(hostile: Path, moert: Moert) -> None:
-    assert "--raw has no effect with --json" in moert.refuses("run", hostile, "x", "--raw", "--json")
-    assert "--raw has no effect with --input" in moert.refuses("run", hostile, "--raw", "--input", "-", stdin="")
-    assert "--raw has no effect with --json" in moert.refuses("chat", hostile, "--raw", "--json", stdin="")
+    assert "--tune raw has no effect with --json" in moert.refuses("run", hostile, "x", "--tune", "raw", "--json")
+    assert "--tune raw has no effect with --input" in moert.refuses(
+        "run", hostile, "--tune", "raw", "--input", "-", stdin=""
+    )
+    assert "--tune raw has no effect with --json" in moert.refuses("chat", hostile, "--tune", "raw", "--json", stdin="")

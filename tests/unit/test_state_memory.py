@@ -63,7 +63,7 @@ def in_the_smallest(command: str, pack: Path, *more: object) -> tuple[str, int]:
 @pytest.mark.parametrize("name", MIXED)
 def test_beams_of_every_mixer_run_in_the_smallest_memory_that_is_named(tmp_path: Path, name: str) -> None:
     pack = write(tmp_path / "p", MIXED[name])
-    said, limit = in_the_smallest("run", pack, "one small step", "--max-new-tokens", 24, "--beams", BEAMS)
+    said, limit = in_the_smallest("run", pack, "one small step", "--max-new-tokens", 24, "--tune", f"beams={BEAMS}")
     assert json.loads(said)["stats"]["peak_rss_bytes"] <= limit
 
 

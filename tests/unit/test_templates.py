@@ -68,7 +68,7 @@ def test_a_file_takes_the_place_of_the_packs_own(tmp_path: Path) -> None:
 
 
 def test_without_any_the_way_out_is_said(bare: Path, tmp_path: Path) -> None:
-    with Engine.open(bare) as engine, pytest.raises(ChatImpossible, match="no chat template: say which by --template"):
+    with Engine.open(bare) as engine, pytest.raises(ChatImpossible, match="no chat template: say which by template"):
         engine.chat(TALK)
     for wrong, why in ((tmp_path / "missing", "No such file"), (tmp_path, "directory"), (_empty(tmp_path), "1 to")):
         with Engine.open(bare, template=str(wrong)) as engine, pytest.raises(SettingInvalid, match=why):

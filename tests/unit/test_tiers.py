@@ -250,16 +250,10 @@ def test_who_is_worth_more_than_somebody_comes() -> None:
 
 
 def test_profiles_are_told_on_the_command_line() -> None:
-    from moert.command.options import DeviceOption
+    from moert.command.settings import SETTINGS
 
-    assert all(f"sim:{name}" in DeviceOption.__metadata__[0].help for name in PROFILES)  # type: ignore[attr-defined]
-
-
-def test_options_have_all_names() -> None:
-    from moert.command.options import DeviceExperts, DeviceKeep
-
-    assert [each.value for each in DeviceKeep] == list(KEEPS)
-    assert [each.value for each in DeviceExperts] == list(RULES)
+    device = next(each for each in SETTINGS if each.name == "device")
+    assert all(f"sim:{name}" in device.help for name in PROFILES)
 
 
 def test_a_closed_engine_holds_no_experts_on_the_card(packs: dict[str, Path]) -> None:

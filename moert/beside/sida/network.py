@@ -174,8 +174,8 @@ class Reader:
 def _finite(numbers: F32) -> F32:
     if not np.isfinite(numbers).all():
         raise NotFinite(
-            f"{HASH} gives something else than numbers for this text: run with {said('predict')} none and without its "
-            "routing, or train it again (moeconv train-hash)"
+            f"{HASH} gives something else than numbers for this text: run with {said('predict', 'none')} and without "
+            "its routing, or train it again (moeconv train-hash)"
         )
     return numbers
 
