@@ -245,7 +245,7 @@ def measured_references(bench: Bench, account: Account) -> References:
     found, material = References.of(bench), bench.material
 
     def doubt(line: str | None) -> None:
-        """Notes why the promise is less than the user asked for. Raises TargetMissed with --strict."""
+        """Notes why the promise is less than the user asked for. Raises TargetMissed with strict."""
         if line is not None and bench.settings.strict:
             raise TargetMissed(f"{said('strict')}: {line}")
         account.note(line)

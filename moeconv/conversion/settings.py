@@ -46,7 +46,7 @@ def files_of(layout: str) -> Files:
 
 
 def check_piece_bytes(layout: str, piece_bytes: int | None) -> None:
-    """Raises SettingsError for --piece-bytes without neurons in blocks, or of a size that no block can have."""
+    """Raises SettingsError for piece_bytes without neurons in blocks, or of a size that no block can have."""
     if piece_bytes is None:
         return
     if layout not in (*BY_NEURONS, "auto"):

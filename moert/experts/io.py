@@ -46,7 +46,7 @@ class IoSettings(NamedTuple):
 
 
 def parse_io(text: str) -> IoSettings | None:
-    """Returns the settings that --io names: auto (None), direct or buffered, the last two with ,THREADS if wanted.
+    """Returns the settings that `--tune io` names: auto (None), direct or buffered, the last two with ,THREADS if wanted.
     Raises IoInvalid."""
     mode, comma, count = text.strip().lower().partition(",")
     if mode == "auto" and not comma:
