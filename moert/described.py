@@ -96,7 +96,7 @@ def values_of(given: Sequence[str], settings: Collection[Setting]) -> dict[str, 
             raise Misasked(f"{tuned(text)}: {_missing(name.strip(), list(by_name))}")
         if not sign and setting.kind is not bool:
             raise Misasked(f"{tuned(text)} has no value: give {tuned(name, setting.form)}")
-        made = setting.parsed(value if setting.many else value.strip()) if sign else True
+        made = setting.parsed(value if setting.kind is str else value.strip()) if sign else True
         found[setting.name] = [*found.get(setting.name, ()), made] if setting.many else made
     return found
 

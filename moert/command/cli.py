@@ -94,12 +94,15 @@ def score(
     text: Annotated[
         str | None, typer.Argument(metavar="[TEXT]", help="Text to score; stdin if nothing is given.")
     ] = None,
-    file: Annotated[Path | None, typer.Option("--file", help="Score the text of a file.")] = None,
+    file: Annotated[
+        Path | None, typer.Option("--file", help="Score the text of a file.", rich_help_panel=PROMPTS)
+    ] = None,
     input_path: Annotated[
         Path | None,
         typer.Option(
             "--input",
             help="JSON lines, each with the field prompt, input or text, and with an encoder target; - is stdin.",
+            rich_help_panel=PROMPTS,
         ),
     ] = None,
     target: Annotated[
@@ -319,7 +322,8 @@ def bench(
     context: typer.Context,
     packs: Annotated[list[Path], typer.Argument(metavar="PACK...", help="Directories of packs.", show_default=False)],
     prompt: Annotated[
-        str | None, typer.Option("--prompt", help="Text to start from; by default some built-in ones.")
+        str | None,
+        typer.Option("--prompt", help="Text to start from; by default some built-in ones.", rich_help_panel=PROMPTS),
     ] = None,
     input_path: InputOption = None,
     asked: Asked = NOTHING,

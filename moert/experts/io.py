@@ -46,8 +46,8 @@ class IoSettings(NamedTuple):
 
 
 def parse_io(text: str) -> IoSettings | None:
-    """Returns the settings that `--tune io` names: auto (None), direct or buffered, the last two with ,THREADS if wanted.
-    Raises IoInvalid."""
+    """Returns the settings that `--tune io` names: auto (None), direct or buffered, the last two with ,THREADS if
+    wanted. Raises IoInvalid."""
     mode, comma, count = text.strip().lower().partition(",")
     if mode == "auto" and not comma:
         return None
