@@ -72,7 +72,7 @@ def command_class(settings: Sequence[Setting], command: str) -> type[TyperComman
                 if record is not None:
                     usual = "Arguments" if each.param_type_name == "argument" else "Options"
                     sections.setdefault(getattr(each, "rich_help_panel", None) or usual, []).append(record)
-            for name, records in sections.items():
+            for name, records in sorted(sections.items(), key=lambda each: each[0] == "Options"):
                 with formatter.section(name):
                     formatter.write_dl(records)
 
