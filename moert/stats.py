@@ -99,7 +99,7 @@ class NeuronCounters:
     which `fired` gave anything but zero; `blocks` with a neuron that fired, each once for all tokens of a layer, and
     `block_hits` of them that were in memory. `wait_s`: the time that the model waited for blocks. Where neurons are
     predicted, the predictor named `named` of them, and `computed` are all neurons of the blocks with a named one: only
-    these blocks are read, and only their neurons can fire."""
+    these blocks are read, and only their neurons can fire. `way`: see RunStats.neurons."""
 
     neurons: int = 0
     named: int = 0
@@ -109,6 +109,7 @@ class NeuronCounters:
     block_hits: int = 0
     block_evictions: int = 0
     wait_s: float = 0.0
+    way: str = "exact"
 
 
 @dataclass
@@ -174,12 +175,11 @@ class Room:
 
 @dataclass(frozen=True)
 class Ways:
-    """The ways of a run, by name: the eviction policy, how experts are read, the routing, and which neurons count."""
+    """The ways of a run, by name: the eviction policy, how experts are read, and the routing."""
 
     eviction: str
     io: str
     routing: str
-    neurons: str = "exact"
 
 
 @dataclass(frozen=True)
@@ -335,7 +335,7 @@ def run_stats(
         routing=ways.routing,
         belady_demands=best[0],
         belady_hit_rate=best[1],
-        neurons=ways.neurons,
+        neurons=neurons.way,
         neurons_named=neurons.named / all_neurons,
         neurons_computed=neurons.computed / all_neurons,
         neurons_fired=neurons.fired / all_neurons,

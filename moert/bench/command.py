@@ -12,12 +12,12 @@ from pathlib import Path
 from typing import Any
 
 from moert.bench.measure import BenchRun, BenchSettings, bound_s, measure
-from moert.beside.flash.runner import EXACT, check_neurons
+from moert.beside.flash.runner import EXACT
 from moert.command.description import system_facts
 from moert.command.prompts import Longest, Source, read_records
-from moert.engine.budget import HASH_ROUTING, CacheLimit, MemoryLimit, room_within
+from moert.engine.budget import CacheLimit, MemoryLimit, room_within
+from moert.engine.registry import check_pack
 from moert.errors import InputInvalid
-from moert.experts.names import check_hash, check_predictor
 from moert.pack.messages import in_one_line
 from moert.pack.reader import MANIFEST, Pack
 from moert.stats import DeviceCounters, DeviceUse, size
@@ -197,9 +197,7 @@ def bench(
     for path in packs:
         engine = settings.engine
         pack = Pack.open(path, room_within(engine.limit))
-        check_predictor(pack, engine.predict)
-        check_hash(pack, engine.routing == HASH_ROUTING)
-        check_neurons(pack, engine.neurons)
+        check_pack(pack, engine)
     measured = list[BenchRun]()
     for path in packs:
         measured.append(measure(path, settings, texts))

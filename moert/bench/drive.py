@@ -7,10 +7,10 @@ import json
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 from moert.engine.budget import room_within
-from moert.experts.probe import IN_FLIGHT, Curve, Neurons, best_piece, curve_of, piece_times
+from moert.experts.probe import IN_FLIGHT, Curve, best_piece, curve_of
 from moert.pack.layout import DOWN, columns_bytes
 from moert.pack.manifest import BACKBONE
 from moert.pack.messages import shown
@@ -21,6 +21,25 @@ Points = Sequence[tuple[str, float]]
 Kind = Literal["lines", "counts", "bars", "shares"]
 FIRING = (0.03, 0.1, 0.4)
 """Shares of a layer's neurons that may fire for a token: of OPT-6.7B, of a model trained for it, of any other."""
+
+
+class Neurons(NamedTuple):
+    """`n` neurons that a token may ask for at once, with columns of `nbytes` each."""
+
+    n: int
+    nbytes: int
+
+
+def piece_times(curve: Curve, neurons: Neurons, share: float) -> dict[int, float]:
+    """By the bytes of a piece, the time in which all that have a neuron that fires come, s, if `share` of them fire,
+    each for itself. Without pieces that no neuron fits in, or that hold more than there are."""
+    times = dict[int, float]()
+    for chunk in curve.chunks:
+        each = chunk // neurons.nbytes
+        if 1 <= each <= neurons.n:
+            asked = neurons.n / each * (1 - (1 - share) ** each)
+            times[chunk] = curve.read_s(chunk, asked)
+    return times
 
 
 @dataclass(frozen=True)

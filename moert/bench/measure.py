@@ -241,8 +241,9 @@ def measure(
         after, threads, kernels = engine.stats(), engine.backend.threads, engine.backend.name
         nbytes = dict(engine.cached_bytes)
     resident_s = None
-    if disk_bytes_per_s is None and engine.device is not None and engine.device.simulated:
-        disk_bytes_per_s = PROFILES[engine.device.name.removeprefix("sim:")].drive_bytes_per_s
+    device = settings.engine.device
+    if disk_bytes_per_s is None and device.startswith("sim:"):
+        disk_bytes_per_s = PROFILES[device.removeprefix("sim:")].drive_bytes_per_s
     if disk_bytes_per_s is None:
         disk_bytes_per_s = read_for(itertools.cycle(files), settings.engine.reading or settings_for(files), _DISK_S)
         resident_s = _resident_s(path, settings, prompts)

@@ -6,18 +6,15 @@ import os
 import platform
 from contextlib import suppress
 from dataclasses import asdict
-from functools import partial
 from pathlib import Path
 from typing import Any
 
-from moert.beside.gpu.device import known_costs
-from moert.beside.sida.network import network_bytes, recalled_bytes
 from moert.command.options import CHAT_NEW_TOKENS
 from moert.engine.budget import Budget, budget_of, share_text
+from moert.engine.registry import hash_function, hash_memory, measured_devices
 from moert.engine.regulator import TYPICAL
 from moert.engine.text import Text
 from moert.errors import RunError, TokenizerMissing
-from moert.experts.names import hash_for, reading_ahead_pays
 from moert.experts.probe import remembered
 from moert.kernels import library
 from moert.kernels.speed import MOST_BYTES, kernel_speeds
@@ -139,7 +136,7 @@ def _drive(root: Path) -> dict[str, Any] | None:
 
 def _devices() -> dict[str, Any]:
     """Returns the devices that were measured here when moert first used them, with the costs of their work."""
-    return {name: asdict(costs) for name, costs in known_costs().items()}
+    return {name: asdict(costs) for name, costs in measured_devices().items()}
 
 
 def _device_lines(devices: dict[str, Any]) -> list[str]:
@@ -393,9 +390,7 @@ def _smallest_chat_memory(pack: Pack, function: HashFunction | None, held: int) 
 
 def _smallest_of(pack: Pack, function: HashFunction | None, held: int, load: Load, aside_bytes: int = 0) -> int:
     widened = library.missing() is not None
-    nbytes, foreseeing = 0, None
-    if function is not None and reading_ahead_pays(pack):
-        nbytes, foreseeing = network_bytes(pack.manifest.files[HASH].nbytes), partial(recalled_bytes, function)
+    nbytes, foreseeing = hash_memory(pack, function)
     budget = budget_of(pack, widened, thread_bytes(usable_cores()), nbytes)
     prefers = bool(pack.manifest.preferences)
     footprint = Footprint(pack.manifest.model, widened, prefers=prefers, foreseeing=foreseeing)
@@ -403,11 +398,9 @@ def _smallest_of(pack: Pack, function: HashFunction | None, held: int, load: Loa
 
 
 def _function(pack: Pack) -> HashFunction | None:
-    """Returns the pack's hash function; None without one, or without one for this model."""
-    if HASH not in pack.manifest.files:
-        return None
+    """Returns the pack's predictor; None without one, or without one for this model."""
     try:
-        return hash_for(pack, "hash", routes=False, notify=lambda note: None)
+        return hash_function(pack)
     except (HeaderInvalid, FormatTooNew):
         return None
 

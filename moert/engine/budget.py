@@ -167,18 +167,11 @@ class Budget:
             filled=min((nbytes / _whole(nbytes, page_bytes) for nbytes in everything), default=1.0),
         )
 
-    def with_part_of_experts(self, part: float, all_bytes: int) -> Budget:
-        """Returns the same budget where a token demands this part of its experts' bytes, and all experts take
-        `all_bytes` in memory, if that is more than their files: blocks of a layer lie in slots of one size."""
-        return replace(self, token_bytes=int(part * self.token_bytes), expert_bytes=max(self.expert_bytes, all_bytes))
-
-    def with_rows_of_experts(self, nbytes: int, all_bytes: int) -> Budget:
-        """Returns the same budget where a token needs room for `nbytes` of its experts, and beside them for the columns
-        that fire."""
-        return replace(
-            self, token_bytes=nbytes, token_beside=", and what fires of the columns of down",
-            expert_bytes=max(self.expert_bytes, all_bytes),
-        )  # fmt: skip
+    def held_as(self, token_bytes: int, all_bytes: int, beside: str = "") -> Budget:
+        """Returns the same budget where experts are not held whole: a token needs room for `token_bytes` of its
+        experts, and in words for `beside`; all experts take `all_bytes` in memory, if that is more than their files."""
+        most = max(self.expert_bytes, all_bytes)
+        return replace(self, token_bytes=token_bytes, token_beside=beside, expert_bytes=most)
 
     @property
     def loading_bytes(self) -> int:
@@ -269,29 +262,30 @@ def _widened_bytes(spec: ModelSpec) -> int:
 
 
 AUTO_ROUTING, EXACT_ROUTING = "auto", "exact"
-HASH_ROUTING = "hash"
-"""The pack's hash function takes the place of the routers."""
 
 
-def check_routing(wanted: str) -> None:
-    """Raises SettingInvalid for a name that can be the routing of no pack."""
-    if wanted not in (AUTO_ROUTING, EXACT_ROUTING, HASH_ROUTING):
-        _share(wanted)
+def check_routing(wanted: str, others: Sequence[str]) -> None:
+    """Raises SettingInvalid for a name that can be the routing of no pack. `others`: names of routers in place of the
+    model's own."""
+    if wanted not in (AUTO_ROUTING, EXACT_ROUTING, *others):
+        _share(wanted, others)
 
 
-def preference_for(wanted: str, known: Sequence[Preference], share: float) -> Preference | None:
-    """Returns the preference of cache-aware routing that `wanted` names: AUTO_ROUTING, EXACT_ROUTING, HASH_ROUTING, or
-    the share of the experts that a preference is made for ("25%"). None: the routers prefer nothing.
+def preference_for(
+    wanted: str, known: Sequence[Preference], share: float, others: Sequence[str] = ()
+) -> Preference | None:
+    """Returns the preference of cache-aware routing that `wanted` names: AUTO_ROUTING, EXACT_ROUTING, one of the
+    `others`, or the share of the experts that a preference is made for ("25%"). None: the routers prefer nothing.
 
     AUTO_ROUTING takes the preference for the largest share that is no more than `share`, the part of the experts that
     has room, or the smallest one, and exact routing where all have room. Raises SettingInvalid for a share without a
     preference.
     """
-    if wanted in (EXACT_ROUTING, HASH_ROUTING) or (wanted == AUTO_ROUTING and (not known or share >= 1)):
+    if wanted in (EXACT_ROUTING, *others) or (wanted == AUTO_ROUTING and (not known or share >= 1)):
         return None
     if wanted == AUTO_ROUTING:
         return next((one for one in reversed(known) if one.share <= share), known[0])
-    asked = _share(wanted)
+    asked = _share(wanted, others)
     for one in known:
         if abs(one.share - asked) < 1e-6:
             return one
@@ -313,17 +307,14 @@ def share_text(share: float) -> str:
     return f"{100 * share:g}%"
 
 
-def _share(wanted: str) -> float:
+def _share(wanted: str, others: Sequence[str]) -> float:
     try:
         share = float(wanted.removesuffix("%")) / 100
     except ValueError:
         share = 0.0
     if not wanted.endswith("%") or not 0 < share < 1:
-        raise SettingInvalid(
-            "routing",
-            f"{wanted!r} should be {AUTO_ROUTING}, {EXACT_ROUTING}, {HASH_ROUTING}, or a share of the experts such as "
-            "25%",
-        )
+        names = ", ".join((AUTO_ROUTING, EXACT_ROUTING, *others))
+        raise SettingInvalid("routing", f"{wanted!r} should be {names}, or a share of the experts such as 25%")
     return share
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import time
 from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from functools import cached_property, partial
@@ -11,13 +10,8 @@ from mmap import PAGESIZE
 from typing import TYPE_CHECKING, Any
 from weakref import WeakSet, ref
 
-from moert.beside.flash.runner import PREDICTED, Firing, check_neurons, fidelity, predictor_of
-from moert.beside.gpu.device import Device
-from moert.beside.gpu.opening import AUTO_DEVICE, open_device
-from moert.beside.sida.foresight import Foreseeing
 from moert.engine.budget import (
     EXACT_ROUTING,
-    HASH_ROUTING,
     Budget,
     CacheLimit,
     budget_of,
@@ -28,24 +22,28 @@ from moert.engine.budget import (
 )
 from moert.engine.choosing import GenerationOptions, GenerationSettings
 from moert.engine.generation import room
-from moert.engine.regulator import Admission, Cache, Notify, Regulator
+from moert.engine.registry import ROUTINGS, Beside
+from moert.engine.regulator import Admission, Bounds, Notify, Regulator
 from moert.engine.scoring import Score, Scorer
 from moert.engine.session import Answer, Interrupted, Prefix, Session, Turns
 from moert.engine.settings import EngineOptions, EngineSettings
 from moert.engine.text import LONG_TEXT, Text, several
 from moert.errors import SettingInvalid, memory_shortage, said
-from moert.experts.ahead import Lookahead, Worth
+from moert.experts.ahead import Further, Lookahead, Worth
 from moert.experts.cache import ExpertCache
-from moert.experts.names import TAKE_HASH, Policies, hash_for, predictor_for
+from moert.experts.io import DEFAULT_THREADS, IoSettings
+from moert.experts.names import Policies
 from moert.experts.policy import Demand
+from moert.experts.store import ExpertStore
 from moert.experts.streaming import Streaming
 from moert.kernels import AUTO_KERNELS, open_backend
 from moert.kernels.backend import Backend, Keeps
 from moert.kernels.library import missing_note
-from moert.machine import drop_page_cache, held_bytes, most_bytes, return_freed, thread_bytes, usable_cores
+from moert.machine import drop_page_cache, held_bytes, most_bytes, thread_bytes, usable_cores
 from moert.models.backbone import load_backbone
+from moert.models.ffn import Routers
 from moert.models.footprint import Footprint, Load
-from moert.models.model import Model
+from moert.models.model import Model, Seams
 from moert.pack.manifest import BACKBONE
 from moert.pack.model_spec import ExpertKey
 from moert.pack.reader import Pack
@@ -57,44 +55,18 @@ if TYPE_CHECKING:
     from moert.chat.conversation import Conversation, Message, Reply, Speaker
 
 
-def regulator_for(
-    footprint: Footprint, budget: Budget, cache: Cache, settings: EngineSettings, device: Device | None
-) -> tuple[Regulator, list[str]]:
-    """Returns the regulator of an engine, and a note if its limit is less than the requested one. Memory of a simulated
-    device does not count as this process's."""
-
-    def held() -> int:
-        return held_bytes() - (device.used_bytes if device is not None and device.simulated else 0)
-
+def bounds_of(settings: EngineSettings, budget: Budget) -> tuple[Bounds, list[str]]:
+    """Returns the bounds that the settings mean, and a note if the limit is less than the requested one."""
     asked, notes = settings.limit, list[str]()
-    limit = room_bytes = None
-    name = ""
     if isinstance(asked, CacheLimit):
-        room_bytes = asked.resolve(budget.expert_bytes)
-    elif asked is not None and (limit := asked.resolve(held_bytes(), most_bytes())) is not None:
-        name = asked.named(limit)
-        if asked.nbytes is not None and limit // PAGESIZE < asked.nbytes // PAGESIZE:  # groups count in pages
-            notes.append(f"{said('memory', size(asked.nbytes))} is more than {name}: that is used")
-    return Regulator(footprint, budget, cache, limit, room_bytes, held, name), notes
-
-
-def device_for(pack: Pack, settings: EngineSettings, backend: Backend) -> tuple[Device | None, list[str]]:
-    """Returns the second device, open, if the settings name one; and a note if `auto` finds none. Raises DeviceMissing,
-    or SettingInvalid where the device is of no use for this pack."""
-    device = open_device(settings.device, settings.gpu_bytes, backend)
-    if device is not None and pack.has_neurons:
-        device.close()
-        if settings.device == AUTO_DEVICE:
-            asked = said("device", AUTO_DEVICE)
-            return None, [
-                f"{asked} runs whole experts, and this pack's lie in blocks of neurons: the processor runs all"
-            ]
-        problem = "runs whole experts, and this pack's lie in blocks of neurons: leave it out"
-        raise SettingInvalid("device", f"{settings.device!r} {problem}")
-    if device is None:
-        note = f"{said('device', AUTO_DEVICE)} found no GPU that torch can use: the processor runs all"
-        return None, [note] if settings.device == AUTO_DEVICE else []
-    return device, []
+        return Bounds(None, asked.resolve(budget.expert_bytes)), notes
+    limit = None if asked is None else asked.resolve(held_bytes(), most_bytes())
+    if asked is None or limit is None:
+        return Bounds(), notes
+    name = asked.named(limit)
+    if asked.nbytes is not None and limit // PAGESIZE < asked.nbytes // PAGESIZE:  # groups count in pages
+        notes.append(f"{said('memory', size(asked.nbytes))} is more than {name}: that is used")
+    return Bounds(limit, None, name), notes
 
 
 def threads_of(threads: int | None) -> tuple[int, str | None]:
@@ -128,74 +100,94 @@ class Engine:
 
     def __init__(
         self, pack: Pack, backend: Backend, settings: EngineSettings, policies: Policies | None = None,
-        foreseeing: Foreseeing | None = None, device: Device | None = None,
+        beside: Beside | None = None,
     ) -> None:  # fmt: skip
-        """`foreseeing`: the pack's hash function at work, for the settings that use it. `device`: a second one, open.
-        See `open` for the rest. Raises PathsMissing."""
-        own = policies or Policies()
-        looking = settings.predict in TAKE_HASH and own.predictor is None
-        foresight = foreseeing.foresight if foreseeing is not None and looking else None
-        predictor = own.predictor or predictor_for(pack, settings.predict, foresight)
-        self.pack = pack
-        self.spec = pack.manifest.model
-        self.backend = backend
-        self._foreseeing, self._neurons, self.device = foreseeing, settings.neurons, device
-        beside = 0 if foreseeing is None else foreseeing.nbytes
-        self.budget = budget_of(pack, backend.widens, thread_bytes(backend.threads), beside)
-        named = predictor_of(pack, settings.neurons)
-        warned = [] if named is None else [fidelity(named)]
+        """`beside`: packages that take part (moert.engine.registry). See `open` for the rest. Raises PathsMissing."""
+        own, self._closing = policies or Policies(), ExitStack()
+        self.pack, self.spec, self.backend = pack, pack.manifest.model, backend
         self.counters, self.times = ExpertCounters(), RequestTimes()
-        self._turns = Turns()
-        self._streaming = Streaming(
-            pack, backend, self.counters, own.eviction or settings.eviction, settings.reading, settings.keep_neurons,
-            named, device, settings.on_device,
-        )  # fmt: skip
-        if isinstance(firing := self._streaming.firing, Firing):
-            self.budget = self.budget.with_rows_of_experts(firing.token_bytes, firing.all_bytes)
-        elif firing is not None:
-            self.budget = self.budget.with_part_of_experts(firing.token_part, firing.all_bytes)
-        if named is not None:
-            del named  # the kernels have copies
-            return_freed()
-        foresees = None if foreseeing is None else foreseeing.request_bytes
-        footprint = Footprint(
-            self.spec, backend.widens, settings.kv, bool(pack.manifest.preferences), foresees, device is not None
-        )
-        self._regulator, notes = regulator_for(footprint, self.budget, self._streaming, settings, device)
-        self.preference = preference_for(settings.routing, pack.manifest.preferences, self._regulator.share)
-        prefixes = self._prefixes = WeakSet[Prefix]()
+        self._turns, self._template = Turns(), settings.template
+        self._prefixes = WeakSet[Prefix]()
         self._session: ref[Session] | None = None  # the latest
-        self._template = settings.template
-        self._regulator.kept_bytes = lambda: sum(each.held_bytes for each in prefixes)
+        self._notes = list[str]()  # for the first request
+        with self._closing as closing:
+            closing.callback(backend.close)
+            self._hold(settings, own, beside or Beside(pack, settings, own, self._notes.append))
+            self._bound(settings)
+            self._run_experts(own)
+            self._load(settings)
+            self._closing = closing.pop_all()
+
+    def _hold(self, settings: EngineSettings, own: Policies, beside: Beside) -> None:
+        """Opens experts on the disk, and everything that is loaded to run them; then an empty cache."""
+        pack, backend = self.pack, self.backend
+        whole = ExpertStore(pack, backend, self.counters, settings.reading or IoSettings(True, DEFAULT_THREADS))
+        self.holding = beside.holding(whole, backend, self.counters)
+        self._closing.callback(self.holding.close)
+        others = self.holding.others
+
+        def spare() -> Backend | None:
+            return open_backend(settings.kernels, 1) if others is None and usable_cores() > 1 else None
+
+        self._routing = beside.routing(others or backend, spare)
+        self._closing.callback(self._routing.close)
+        eviction = own.eviction or settings.eviction
+        self._streaming = Streaming(pack, self.holding, self.counters, eviction, settings.reading is None)
+
+    def _bound(self, settings: EngineSettings) -> None:
+        """Divides the memory, while the weights are still to be loaded. Raises BudgetTooSmall."""
+        holding, routing, widens = self.holding, self._routing, self.backend.widens
+        self.budget = budget_of(self.pack, widens, thread_bytes(self.backend.threads), routing.nbytes)
+        needs = holding.needs(self.budget.token_bytes)
+        if needs is not None:
+            self.budget = self.budget.held_as(*needs)
+        preferences = self.pack.manifest.preferences
+        footprint = Footprint(
+            self.spec, widens, settings.kv, bool(preferences), routing.request_bytes, holding.apart
+        )  # fmt: skip
+        bounds, notes = bounds_of(settings, self.budget)
+        prefixes = self._prefixes
+        self._regulator = Regulator(
+            footprint, self.budget, self._streaming, bounds, lambda: held_bytes() - holding.elsewhere_bytes,
+            lambda: sum(each.held_bytes for each in prefixes),
+        )  # fmt: skip
+        self.preference = preference_for(settings.routing, preferences, self._regulator.share, ROUTINGS)
         self._regulator.check_open()
+        self._notes += [*notes, *holding.notes]
+
+    def _run_experts(self, own: Policies) -> None:
+        """Makes the runner of experts, and the Lookahead that reads for it."""
+        routing, streaming = self._routing, self._streaming
+        self.holding.open(self.cache)
+        self._routers: Routers = {}
         self.ahead = None
-        if predictor is not None:
+        if routing.predictor is not None:
+            further = Further(self._routers, routing.further, self.holding.copies, self.holding.reads_ahead)
             price = Worth() if own.weighed else None
             self.ahead = Lookahead(
-                self.spec, self._streaming.nbytes, self.cache, self.counters, predictor, price, foresight
+                self.spec, self.cached_bytes, self.cache, self.counters, routing.predictor, price, further
             )
-        self._admission = Admission(self._regulator, self._streaming, self.ahead)
+        self._admission = Admission(self._regulator, streaming, self.ahead)
         self._aside = partial(aside, self._turns, self._admission)
-        self.text = Text(pack, partial(self._aside, LONG_TEXT))
-        self._admission.notes += [*notes, *warned]
+        self.text = Text(self.pack, partial(self._aside, LONG_TEXT))
+        self._admission.notes += self._notes
         if self.preference is not None:
-            self._streaming.prefers()
+            streaming.prefers()
             self._admission.notes.append(preference_note(self.preference))
-        self.runner = self._streaming.runner(self.ahead, [self._streaming.recorder.add])
-        others = None if device is None else device.backend(backend)
+        self._admission.notes += routing.notes
+        self.runner = streaming.runner(self.ahead, [streaming.recorder.add, *routing.listeners])
+        self._closing.callback(self.cache.close)
+
+    def _load(self, settings: EngineSettings) -> None:
+        """Loads all weights but the experts', and makes the model of them. Raises PackError."""
+        pack, backend, others, routing = self.pack, self.backend, self.holding.others, self._routing
         weights = load_backbone(pack, backend.stay if others is None and isinstance(backend, Keeps) else None)
-        self.model = Model(self.spec, weights, self.runner, others or backend, settings.kv, self.preference)
+        listener = routing.before_passes(self.ahead)
+        seams = Seams(self.preference, routing.reroute, listener, self._routers)
+        self.model = Model(self.spec, weights, self.runner, others or backend, settings.kv, seams)
         del weights
-        if foreseeing is not None:
-            if predictor is None or foresight is None:
-                foreseeing.foresight.needed = lambda: False
-            self.model.foresee(foreseeing.foresight, foreseeing.routes_to)
-            self.runner.listeners.append(lambda demand: foreseeing.foresight.passed(demand.at, demand.experts))
-            self._admission.notes += foreseeing.notes()
         if self._regulator.tight:
             drop_page_cache(pack.file(BACKBONE))
-        if self.ahead is not None:
-            self.ahead.routers = self.model.routers
 
     @classmethod
     def open(
@@ -218,29 +210,12 @@ class Engine:
         """
         if not isinstance(path, (str, os.PathLike)):
             raise SettingInvalid("path", f"is {path!r}: it should be the folder of a pack, as text or a path")
-        chosen = EngineSettings.of(settings, changes)
-        if chosen.neurons == PREDICTED:
-            chosen = chosen.but(predict="none")
+        chosen, own, noted = EngineSettings.of(settings, changes), policies or Policies(), list[str]()
         pack = Pack.open(path, room_within(chosen.limit))
-        check_neurons(pack, chosen.neurons)
-        routes = chosen.routing == HASH_ROUTING
-        noted: list[str] = []
-        function = hash_for(pack, chosen.predict, routes, noted.append)
-        with memory_shortage(), ExitStack() as opened:
+        beside = Beside(pack, chosen, own, noted.append)
+        with memory_shortage():
             count, cut = threads_of(chosen.threads)
-            backend = open_backend(chosen.kernels, count)
-            opened.callback(backend.close)
-            device, notes = device_for(pack, chosen, backend)
-            noted += notes
-            if device is not None:
-                opened.callback(device.close)
-            others = device.backend(backend) if device is not None else None
-            foreseeing = None if function is None else Foreseeing(pack, function, others or backend, routes)
-            if foreseeing is not None and others is None and usable_cores() > 1:
-                foreseeing.work_beforehand(open_backend(chosen.kernels, 1))
-                opened.callback(foreseeing.close)
-            engine = cls(pack, backend, chosen, policies, foreseeing, device)
-            opened.pop_all()  # the engine closes it from now on
+            engine = cls(pack, open_backend(chosen.kernels, count), chosen, own, beside)
         if notify is not None:
             engine._admission.notify = notify
         if trace is not None:
@@ -255,9 +230,8 @@ class Engine:
 
     @property
     def cached_bytes(self) -> Mapping[ExpertKey, int]:
-        """Bytes of each expert that the expert cache keeps: all of it; of an expert in blocks of neurons gate and up,
-        or nothing where neurons are predicted."""
-        return self._streaming.nbytes
+        """Of each expert, the bytes that the cache keeps."""
+        return self.holding.nbytes
 
     @property
     def eviction(self) -> str:
@@ -350,7 +324,7 @@ class Engine:
 
         The answers are the same as from `generate`, on the native kernels bit for bit (see Model). Where the prompts do
         not fit into memory together, some wait for others, with a note. `coming`: the prompts of the next call, so that
-        the pack's hash function can work on them in the meantime. Raises the errors of `generate`; Interrupted has the
+        a listener before passes may work on them in the meantime. Raises the errors of `generate`; Interrupted has the
         `answers` that were begun and not yielded yet.
         """
         with self.session() as session:
@@ -415,18 +389,14 @@ class Engine:
 
     def stats(self) -> RunStats:
         """Returns the figures of all requests since the engine was opened."""
-        cache_bytes, streaming = self._streaming.capacity_bytes, self._streaming
+        cache_bytes, streaming, holding = self._streaming.capacity_bytes, self._streaming, self.holding
         least = min(self._admission.smallest_room_bytes, cache_bytes)
         given = Room(self._regulator.limit_bytes, cache_bytes, self.budget.expert_bytes, least)
         ahead = ReadAhead() if self.ahead is None else self.ahead.figures
-        routing = EXACT_ROUTING if self.preference is None else share_text(self.preference.share)
-        if self._foreseeing is not None and self._foreseeing.routes_to is not None:
-            routing = HASH_ROUTING
+        preferring = EXACT_ROUTING if self.preference is None else share_text(self.preference.share)
+        ways = Ways(streaming.eviction, holding.io, self._routing.name or preferring)
         return run_stats(
-            self.times, self.counters, ahead, given,
-            Ways(streaming.eviction, streaming.io, routing, self._neurons), streaming.headroom(),
-            None if streaming.firing is None else streaming.firing.counters,
-            None if streaming.tier is None else streaming.tier.use(),
+            self.times, self.counters, ahead, given, ways, streaming.headroom(), **holding.figures()
         )  # fmt: skip
 
     def close(self) -> None:
@@ -436,18 +406,11 @@ class Engine:
                 return
             if self._session is not None and (session := self._session()) is not None:
                 session.close()
-            self.cache.close()
-            if self._foreseeing is not None:
-                self._foreseeing.close()
-            if self.device is not None:
-                if self._streaming.tier is not None:
-                    self._streaming.tier.close()
-                self.device.close()
-            self.backend.close()
+            self._closing.close()
 
     def now(self) -> float:
-        """Returns the time [s] on the clock of this engine's figures: a simulated device has a clock of its own."""
-        return time.perf_counter() if self.device is None else self.device.clock.now()
+        """The time that this engine's figures are of."""
+        return self.holding.now()
 
     def __enter__(self) -> Engine:
         return self

@@ -6,7 +6,7 @@ import sys
 from bisect import bisect_left
 from collections.abc import Callable
 from dataclasses import replace
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 from moert import machine
 from moert.engine.budget import FIRST_BYTES, Budget
@@ -33,6 +33,18 @@ class Cache(Protocol):
     def resize(self, capacity_bytes: int) -> None: ...
 
 
+class Bounds(NamedTuple):
+    """`limit_bytes` bounds the process, or `cache_bytes` the experts; with neither all of them stay. `name`: of the
+    limit, in words."""
+
+    limit_bytes: int | None = None
+    cache_bytes: int | None = None
+    name: str = "the memory budget"
+
+
+UNBOUND = Bounds()
+
+
 class Regulator:
     """The regulator of an engine: sizes the expert cache before requests begin, after their prompts, and as their KV
     caches grow.
@@ -46,23 +58,20 @@ class Regulator:
         footprint: Footprint,
         budget: Budget,
         cache: Cache,
-        limit_bytes: int | None = None,
-        cache_bytes: int | None = None,
+        bounds: Bounds = UNBOUND,
         measure: Callable[[], int] = machine.held_bytes,
-        limit_name: str = "the memory budget",
+        kept_bytes: Callable[[], int] = lambda: 0,
     ) -> None:
-        """Takes the limits of a process that has its weights still to load. `limit_bytes` bounds the process, or
-        `cache_bytes` the experts; with neither all experts stay in memory."""
-        self.limit_bytes, self.cache_bytes, self._limit_name = limit_bytes, cache_bytes, limit_name
+        """For a process that has its weights still to load, and holds as much as `measure` says. `kept_bytes`: keys and
+        values that conversations keep while none of their requests runs."""
+        self.limit_bytes, self.cache_bytes, self._limit_name = bounds
         self._footprint, self._budget, self._cache = footprint, budget, cache
-        self._measure = measure
+        self._measure, self.kept_bytes = measure, kept_bytes
         self._held_at_first = self._others_bytes(()) - budget.opened_bytes
         self._idle_at_first: int | None = None
-        self.kept_bytes: Callable[[], int] = lambda: 0
-        """Returns the bytes of keys and values that conversations keep while none of their requests runs."""
         self.share = self._usual_share()
         """Share of all experts that a usual request will leave room for."""
-        self.tight = limit_bytes is not None and self.share < 1
+        self.tight = self.limit_bytes is not None and self.share < 1
         """Whether memory is scarce: the limit has no room for all experts beside a usual request."""
         if self.tight:
             machine.return_early()
@@ -265,7 +274,7 @@ class Admission:
             self.notify(self.notes.pop(0))
         self._streaming.expects()
         self._adapt(room_bytes)
-        self._streaming.begins()
+        self._streaming.holding.begins()
 
     def aside(self, nbytes: int, purpose: str) -> None:
         """Makes room for work beside the model, until requests begin or go on. Raises BudgetTooSmall."""

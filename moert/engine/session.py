@@ -289,8 +289,8 @@ class Session:
         return request
 
     def expect(self, prompts: Sequence[Prompt]) -> None:
-        """Announces the prompts of the session after this one: the pack's hash function may work on them meanwhile;
-        without one nothing happens. Raises InputInvalid, TokenizerMissing, or a PackError for a damaged tokenizer."""
+        """These prompts come when the session is over: a listener before passes may work on them meanwhile; without one
+        nothing happens. Raises InputInvalid, TokenizerMissing, or a PackError for a damaged tokenizer."""
         with self._open():
             if self._model.foresight is None:
                 return

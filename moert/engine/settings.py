@@ -6,17 +6,11 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import TypedDict
 
-from moert.beside.flash.keeping import DEFAULT_KEEPING, KEEPING
-from moert.beside.flash.runner import EXACT, NEURONS, PREDICTED
-from moert.beside.gpu.opening import AUTO_DEVICE, NO_DEVICE, PROCESSOR, device_named, known_devices
-from moert.beside.gpu.placement import CHEAPEST, RULES
-from moert.beside.gpu.residents import DEFAULT_KEEP, KEEPS
-from moert.beside.gpu.tiers import Asked
 from moert.engine.budget import AUTO_ROUTING, CacheLimit, MemoryLimit, check_routing, parse_cache, parse_memory
+from moert.engine.registry import ALL_NEURONS, KEPT_NEURONS, NO_DEVICE, PREDICTS, ROUTINGS, check_parts, check_place
 from moert.errors import Adjustable, SettingInvalid, said
 from moert.experts.io import IoSettings, parse_io
-from moert.experts.names import AUTO_PREDICTOR, DEFAULT_EVICTION, DEFAULT_PREDICTOR, EVICTIONS, PREDICTORS
-from moert.experts.replay import AUTO_EVICTION
+from moert.experts.names import DEFAULT_EVICTION, DEFAULT_PREDICTOR, EVICTIONS
 from moert.kernels import AUTO_KERNELS
 from moert.kernels.pages import KvBits
 from moert.pack.messages import NotASize, parse_size
@@ -76,8 +70,8 @@ class EngineSettings(Adjustable):
     kernels: str = AUTO_KERNELS
     kv: KvBits = 16
     routing: str = AUTO_ROUTING
-    keep_neurons: str = DEFAULT_KEEPING
-    neurons: str = EXACT
+    keep_neurons: str = KEPT_NEURONS
+    neurons: str = ALL_NEURONS
     device: str = NO_DEVICE
     gpu_memory: int | str | None = None
     device_keep: str | None = None
@@ -87,43 +81,18 @@ class EngineSettings(Adjustable):
     def __post_init__(self) -> None:
         self.check_types()
         _ = self.limit, self.reading
-        self._check_device()
-        check_routing(self.routing)
+        check_place(self)
+        check_routing(self.routing, ROUTINGS)
         if self.memory is not None and self.cache is not None:
             raise SettingInvalid(
                 "memory", f"and {said('cache')} exclude each other: give the room of the process or that of the experts"
             )
-        names = {
-            "eviction": EVICTIONS,
-            "predict": tuple(PREDICTORS),
-            "keep_neurons": tuple(KEEPING),
-            "neurons": NEURONS,
-        }
-        for name, known in names.items():
+        for name, known in (("eviction", EVICTIONS), ("predict", PREDICTS)):
             if getattr(self, name) not in known:
-                others = ", ".join(map(str, known))
-                raise SettingInvalid(name, f"{getattr(self, name)!r} is none of {others}")
-        if self.neurons == PREDICTED:
-            self._check_without_experts()
+                raise SettingInvalid(name, f"{getattr(self, name)!r} is none of {', '.join(known)}")
+        check_parts(self)
         if self.threads is not None and self.threads < 1:
             raise SettingInvalid("threads", f"{self.threads} can't compute anything: give at least 1")
-
-    def _check_device(self) -> None:
-        if not isinstance(self.device, str) or not device_named(self.device):
-            raise SettingInvalid("device", f"{self.device!r} is none of {known_devices()}")
-        alone = self.device in (NO_DEVICE, PROCESSOR)
-        for name, known in (("gpu_memory", None), ("device_keep", tuple(KEEPS)), ("device_experts", RULES)):
-            value = getattr(self, name)
-            if value is not None and alone:
-                raise SettingInvalid(name, f"has no effect without a {said('device')}: leave it out, or give one")
-            if value is not None and known is not None and value not in known:
-                raise SettingInvalid(name, f"{value!r} is none of {', '.join(known)}")
-        if not alone and self.device != AUTO_DEVICE and self.neurons == PREDICTED:
-            asked = said("neurons", PREDICTED)
-            raise SettingInvalid("device", f"runs whole experts, and {asked} reads none: leave it out")
-        nbytes = self.gpu_bytes
-        if nbytes is not None and (isinstance(nbytes, bool) or not isinstance(nbytes, int) or nbytes < 1):
-            raise SettingInvalid("gpu_memory", f"is {nbytes!r}: it should be a size, as 6GB")
 
     @cached_property
     def gpu_bytes(self) -> int | None:
@@ -134,17 +103,6 @@ class EngineSettings(Adjustable):
             return parse_size(self.gpu_memory)
         except NotASize as error:
             raise SettingInvalid("gpu_memory", str(error)) from None
-
-    @property
-    def on_device(self) -> Asked:
-        """The rules by which a device is used."""
-        return Asked(self.device_keep or DEFAULT_KEEP, self.device_experts or CHEAPEST)
-
-    def _check_without_experts(self) -> None:
-        for name, harmless in (("predict", (AUTO_PREDICTOR, "none")), ("eviction", (AUTO_EVICTION,))):
-            if getattr(self, name) not in harmless:
-                asked, why = said("neurons", PREDICTED), "reads no whole experts, only blocks of their neurons"
-                raise SettingInvalid(name, f"{getattr(self, name)!r} is about experts, and {asked} {why}: leave it out")
 
     @cached_property
     def limit(self) -> MemoryLimit | CacheLimit | None:

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import time
 from bisect import bisect_left, bisect_right
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Protocol
 
 import numpy as np
 
-from moert.beside.sida.foresight import Foresight
 from moert.experts.cache import ExpertCache
 from moert.experts.policy import Arrivals, Demand
 from moert.experts.predictors import Prediction, Predictor, Selected, Situation
@@ -237,23 +237,96 @@ class Worth:
 
 
 _DEPTH = 8
-"""Most layers that are looked ahead, where a hash function foresees them."""
+"""Most layers that are looked ahead, where their experts are foreseen."""
 _LIKELY = 0.5  # so probable experts of coming layers do not leave for others that are read ahead
 _UNWEIGHED = 2  # without a Worth: at most this many times top_k predicted experts are read for each token
 
 
-class Asked(Protocol):
-    """The part of a router that predictors call (moert.models.router.Router)."""
+class Guesses(Protocol):
+    """The part of a router (moert.models.router.Router) that is called before its layer runs."""
 
     def guess(self, x: F32) -> F32: ...
 
 
 class Copying(Protocol):
-    """A copier of predicted experts to a device (moert.beside.gpu.tiers.CopyAhead)."""
+    """Copies predicted experts from the cache to another place."""
 
     def wants(self) -> bool: ...
 
     def expect(self, at: LayerKey, prediction: Prediction, n_tokens: int) -> None: ...
+
+
+@dataclass(frozen=True)
+class Further:
+    """The helpers of a Lookahead beside the cache. `routers`: the model's, for predictors that call them early.
+    `foreseen` returns the experts of layers further away, and of the first layer of a pass. `copies`: copies predicted
+    experts to another place. `reads`: whether predicted experts are read from the drive."""
+
+    routers: Mapping[LayerKey, Guesses] = field(default_factory=dict)
+    foreseen: Callable[[LayerKey], Prediction] | None = None
+    copies: Copying | None = None
+    reads: bool = True
+
+
+@dataclass
+class _Question:
+    """The latest question to the predictor: the layer that it was `about`, None when that has run; since `began_s`, at
+    which the model had waited for `stall_s`."""
+
+    about: LayerKey | None = None
+    began_s: float = 0.0
+    stall_s: float = 0.0
+
+
+class _Order:
+    """The layers with experts, in the order that they run in."""
+
+    def __init__(self, spec: ModelSpec) -> None:
+        self.layers = spec.moe_layers()
+        self.places = {at: index for index, at in enumerate(self.layers)}
+        self.first = {at.stack: index for at, index in reversed(self.places.items())}
+
+    def after(self, place: int) -> int:
+        """Returns the place of the layer that runs next: at the end the decoder's first, for its next token."""
+        return place + 1 if place + 1 < len(self.layers) else self.first.get("decoder", 0)
+
+
+class _Passes:
+    """Times of passes, for a Worth: of tokens, of the drive, and of foreseeing."""
+
+    def __init__(self, counters: ExpertCounters) -> None:
+        self._counters, self._read = counters, (0, 0.0)  # bytes and seconds of reading so far
+        self._token_s: float | None = None
+        self._foreseen_s = 0.0
+        self.foreseeing_s = 0.0
+        """The time [s] of the forecast of a pass of one token, for each layer."""
+
+    def forget(self) -> None:
+        """Ends the present request: the next pass does not follow from the last one."""
+        self._token_s = None
+
+    def foresees(self) -> None:
+        """Notes the time at which a forecast begins."""
+        self._foreseen_s = time.perf_counter()
+
+    def foresaw(self, layers: int) -> None:
+        """Notes the time at which a forecast for one token, of this number of layers, is ready."""
+        self.foreseeing_s = (time.perf_counter() - self._foreseen_s) / layers
+
+    def begins(self, stack: StackName, n_tokens: int, worth: Worth) -> None:
+        """Reports to `worth`, when a pass begins, the time of the last one if both have a single token, and the reads
+        since."""
+        now, counters = time.perf_counter(), self._counters
+        if stack == "decoder" and n_tokens == 1:
+            if self._token_s is not None:
+                worth.token(now - self._token_s)
+            self._token_s = now
+        else:
+            self._token_s = None
+        nbytes, seconds = self._read
+        if counters.bytes_read > nbytes:
+            worth.drive(counters.bytes_read - nbytes, counters.read_s - seconds)
+        self._read = (counters.bytes_read, counters.read_s)
 
 
 class Lookahead:
@@ -266,31 +339,15 @@ class Lookahead:
 
     def __init__(
         self, spec: ModelSpec, nbytes: Mapping[ExpertKey, int], cache: ExpertCache, counters: ExpertCounters,
-        predictor: Predictor, worth: Worth | None, foresight: Foresight | None = None,
+        predictor: Predictor, worth: Worth | None, further: Further | None = None,
     ) -> None:  # fmt: skip
-        """`foresight` names the experts of layers further away, and of the first layer of a pass."""
-        self.routers: Mapping[LayerKey, Asked] = {}
-        """The model's routers, for predictors that call them early."""
-        self.copies: Copying | None = None
-        """Copies predicted experts to a device, if there is one."""
-        self.reads = True
-        """Whether predicted experts are read from the drive."""
         self._cache, self._counters, self._predictor, self._worth = cache, counters, predictor, worth
-        self._top_k, self._order = spec.moe.router.top_k, spec.moe_layers()
-        self._places = {at: index for index, at in enumerate(self._order)}
-        self._first = {at.stack: index for at, index in reversed(self._places.items())}
-        self._nbytes = {at: [nbytes[at.expert(number)] for number in range(spec.moe.n)] for at in self._order}
+        self._further, self._top_k, self._order = further or Further(), spec.moe.router.top_k, _Order(spec)
+        self._nbytes = {at: [nbytes[at.expert(number)] for number in range(spec.moe.n)] for at in self._order.layers}
         self._n_experts = len(nbytes)
         self._history: list[Selected] = []
-        self._asked_s = self._asked_stall_s = 0.0
-        self._asked_about: LayerKey | None = None
-        self._token_s: float | None = None
-        self._read = (0, 0.0)  # bytes and seconds of reading so far
-        self._foresight, self._depth = foresight, 1 if foresight is None else _DEPTH
-        self._foreseen_s = self._foreseeing_s = 0.0  # when the present forecast began, and its time for each layer
+        self._question, self._passes = _Question(), _Passes(counters)
         self._early: dict[LayerKey, list[int]] = {}  # experts of layers further away whose reading has begun
-        if foresight is not None:
-            foresight.needed, foresight.told = self._needed, self._begins
 
     @property
     def figures(self) -> ReadAhead:
@@ -298,7 +355,8 @@ class Lookahead:
 
     def forget(self) -> None:
         """Forgets the present request, which is over: the next tokens do not follow from it."""
-        self._asked_about = self._token_s = None
+        self._question.about = None
+        self._passes.forget()
         self._history = []
         self._early.clear()
         self._cache.predict(())
@@ -310,27 +368,29 @@ class Lookahead:
         nbytes, begun = self._nbytes[demand.at], self._begun(demand.at, arrivals)
         came_early = sum(nbytes[expert] for expert in begun if expert in demand.experts)
         self._worth.lacked(came_early + arrivals.missing * nbytes[0])
-        if self._asked_about != demand.at:
+        question = self._question
+        if question.about != demand.at:
             return
-        self._asked_about = None
-        window_s = time.perf_counter() - self._asked_s - (self._counters.stall_s - self._asked_stall_s)
+        question.about = None
+        window_s = time.perf_counter() - question.began_s - (self._counters.stall_s - question.stall_s)
         self._worth.observe(demand.experts, begun, arrivals.missing, max(0.0, window_s))
 
     def look(self, present: LayerKey, experts: Selected, x: F32) -> None:
         """Predicts the next layer's demand and begins to read ahead. `experts`: each token's selection in the present
         layer; x [tokens, d_model] as the layer's experts find it. Called once the reads that this layer needs are under
         way."""
-        place = self._places[present]
-        if place == self._first[present.stack]:
+        place = self._order.places[present]
+        if place == self._order.first[present.stack]:
             self._history = []
-            self._time_token(present.stack, len(experts))
-        pays, copies = self._pays(), self.copies
+            if self._worth is not None:
+                self._passes.begins(present.stack, len(experts), self._worth)
+        pays, copies = self._pays(), self._further.copies
         if not pays and (copies is None or not copies.wants()):
             return
         started = time.perf_counter()
         self._history = [*self._history[-1:], experts]
-        following = place + 1 if place + 1 < len(self._order) else self._first.get("decoder", 0)
-        at = self._order[following]
+        following = self._order.after(place)
+        at = self._order.layers[following]
         if following > place and at.stack == present.stack:
             n_tokens = len(experts)
             situation = Situation(at, self._history, n_tokens, self._top_k, lambda: self._scores(at, x))
@@ -343,37 +403,41 @@ class Lookahead:
         if copies is not None:
             copies.expect(at, prediction, n_tokens)
         if self._worth is not None and len(experts) == 1:
-            self._worth.asked(time.perf_counter() - started + self._foreseeing_s)
+            self._worth.asked(time.perf_counter() - started + self._passes.foreseeing_s)
 
-    def _pays(self) -> bool:
-        return self.reads and self._cache.n_resident < self._n_experts and (self._worth is None or self._worth.asks())
-
-    def _needed(self) -> bool:
+    def needed(self) -> bool:
         """Returns whether a forecast of the pass that is about to begin would be used, and notes the time."""
-        self._foreseen_s = time.perf_counter()
+        self._passes.foresees()
         return self._pays()
 
-    def _begins(self, stack: StackName, n_tokens: int) -> None:
+    def begins(self, stack: StackName, n_tokens: int) -> None:
         """Reads ahead for the first layer of a pass of `n_tokens`, which is to run next and whose demand was
         foreseen."""
-        if self._foresight is None or stack not in self._first or not self._pays():
+        foreseen = self._further.foreseen
+        if foreseen is None or stack not in self._order.first or not self._pays():
             return
-        place, layers = self._first[stack], sum(at.stack == stack for at in self._order)
-        self._foreseeing_s = (time.perf_counter() - self._foreseen_s) / layers if n_tokens == 1 else self._foreseeing_s
+        place = self._order.first[stack]
+        if n_tokens == 1:
+            self._passes.foresaw(sum(at.stack == stack for at in self._order.layers))
         self._history = []
-        self._read_ahead(self._foresight.ranked(self._order[place]), place, n_tokens)
+        self._read_ahead(foreseen(self._order.layers[place]), place, n_tokens)
+
+    def _pays(self) -> bool:
+        worth = self._worth
+        return self._further.reads and self._cache.n_resident < self._n_experts and (worth is None or worth.asks())
 
     def _read_ahead(self, prediction: Prediction, place: int, n_tokens: int) -> None:
         """Has predicted experts read: of the layer at this place in the order, then of later layers as far as they are
         foreseen."""
-        keys, keep = list[ExpertKey](), list[ExpertKey]()
-        for ahead, at in enumerate(self._order[place : place + self._depth], 1):
-            if ahead > 1 and self._foresight is not None:
-                prediction = self._foresight.ranked(at)
+        keys, keep, foreseen = list[ExpertKey](), list[ExpertKey](), self._further.foreseen
+        depth = 1 if foreseen is None else _DEPTH
+        for ahead, at in enumerate(self._order.layers[place : place + depth], 1):
+            if ahead > 1 and foreseen is not None:
+                prediction = foreseen(at)
                 if not prediction or (self._worth is not None and self._worth.busy_layers >= ahead):
                     break
             keys += [at.expert(number) for number in self._wanted(at, prediction, ahead, n_tokens)]
-            if self._foresight is not None:
+            if foreseen is not None:
                 keep += self._keep(at, prediction, n_tokens)
         self._cache.predict(keys, keep)
 
@@ -385,7 +449,7 @@ class Lookahead:
         if ahead > 1:
             return self._worth.further(ranked, self._nbytes[at], ahead)
         wanted = self._worth.wanted(ranked, self._nbytes[at])
-        self._asked_about, self._asked_s, self._asked_stall_s = at, time.perf_counter(), self._counters.stall_s
+        self._question = _Question(at, time.perf_counter(), self._counters.stall_s)
         return wanted
 
     def _absent(self, at: LayerKey, prediction: Prediction) -> Prediction:
@@ -405,24 +469,7 @@ class Lookahead:
         return self._early.pop(at, [])
 
     def _scores(self, at: LayerKey, x: F32) -> F64 | None:
-        router = self.routers.get(at)
+        router = self._further.routers.get(at)
         if router is None:
             return None
         return router.guess(x).astype(np.float64)
-
-    def _time_token(self, stack: StackName, n_tokens: int) -> None:
-        """Reports to `worth`, when a pass begins, the time of the last one if both have a single token, and the reads
-        since."""
-        if self._worth is None:
-            return
-        now, counters = time.perf_counter(), self._counters
-        if stack == "decoder" and n_tokens == 1:
-            if self._token_s is not None:
-                self._worth.token(now - self._token_s)
-            self._token_s = now
-        else:
-            self._token_s = None
-        nbytes, seconds = self._read
-        if counters.bytes_read > nbytes:
-            self._worth.drive(counters.bytes_read - nbytes, counters.read_s - seconds)
-        self._read = (counters.bytes_read, counters.read_s)

@@ -1,19 +1,16 @@
-"""The eviction policy, predictor and hash function of a pack, made from the names that a user gives."""
+"""The eviction policy and the predictor of a pack, made from the names that a user gives."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
 from typing import NamedTuple, Protocol, TypeVar
 
-from moert.beside.sida.foresight import Foresight, HashAhead, HashAndGate
-from moert.errors import HashMissing, PathsMissing, SettingInvalid, said
+from moert.errors import PathsMissing, said
 from moert.experts.cache import HANDED_OVER_BYTES
 from moert.experts.policy import EVICTION, EvictionPolicy, Succession
 from moert.experts.predictors import GateAhead, Predictor, Transitions
 from moert.experts.replay import AUTO_EVICTION, DEFAULT
 from moert.pack.errors import FormatTooNew, HeaderInvalid
-from moert.pack.hash import HASH, HashFunction
 from moert.pack.model_spec import ModelSpec
 from moert.pack.paths import PATHS, TRACE, Trace, TransitionTable
 from moert.pack.reader import Pack
@@ -21,39 +18,22 @@ from moert.pack.reader import Pack
 AUTO_PREDICTOR = "auto"
 
 
-@dataclass(frozen=True)
-class Known:
-    """A pack's data for predictors: its path tables, and its hash function at work."""
-
-    tables: TransitionTable | None = None
-    foresight: Foresight | None = None
-
-
-PREDICTORS: Mapping[str, Callable[[Known], Predictor | None]] = {
-    AUTO_PREDICTOR: lambda known: GateAhead() if known.foresight is None else HashAndGate(known.foresight),
-    "gate": lambda known: GateAhead(),
-    "hash": lambda known: HashAhead(_foresight(known)),
-    "transitions": lambda known: Transitions(_tables(known)),
-    "none": lambda known: None,
+PREDICTORS: Mapping[str, Callable[[TransitionTable | None], Predictor | None]] = {
+    AUTO_PREDICTOR: lambda tables: GateAhead(),
+    "gate": lambda tables: GateAhead(),
+    "transitions": lambda tables: Transitions(_needed(tables)),
+    "none": lambda tables: None,
 }
-"""Name → predictor; None where nothing is to be predicted."""
+"""Name → predictor, made of a pack's tables; None where nothing is to be predicted. Packages beside the core have more
+(moert.engine.registry)."""
 
 NEED_TABLES = frozenset({"transitions"})
-NEED_HASH = frozenset({"hash"})
-TAKE_HASH = frozenset({AUTO_PREDICTOR, *NEED_HASH})
-"""Predictors that look several layers ahead where there is a hash function."""
 
 
-def _tables(known: Known) -> TransitionTable:
-    if known.tables is None:
+def _needed(tables: TransitionTable | None) -> TransitionTable:
+    if tables is None:
         raise ValueError(f"{' and '.join(sorted(NEED_TABLES))} needs path tables")
-    return known.tables
-
-
-def _foresight(known: Known) -> Foresight:
-    if known.foresight is None:
-        raise ValueError(f"{' and '.join(sorted(NEED_HASH))} needs a hash function")
-    return known.foresight
+    return tables
 
 
 _F = TypeVar("_F", bound="_OfAModel")
@@ -111,10 +91,10 @@ def succession_of(pack: Pack, notify: Callable[[str], None]) -> Succession | Non
 
 def trace_of(pack: Pack, notify: Callable[[str], None]) -> Trace | None:
     """Returns the pack's trace; None and errors as in succession_of."""
-    return _of_this_model(pack, TRACE, Trace.from_bytes, notify) if TRACE in pack.manifest.files else None
+    return of_this_model(pack, TRACE, Trace.from_bytes, notify) if TRACE in pack.manifest.files else None
 
 
-def _of_this_model(
+def of_this_model(
     pack: Pack, name: str, read: Callable[[bytes], _F], notify: Callable[[str], None] | None = None
 ) -> _F | None:
     """Returns the content of a file of the pack. If it is not for this model, calls `notify` and returns None; without
@@ -131,15 +111,14 @@ def _of_this_model(
     return found
 
 
-def predictor_for(pack: Pack, name: str, foresight: Foresight | None) -> Predictor | None:
-    """Returns the predictor of that name. None: nothing is to be predicted, as with AUTO_PREDICTOR where experts are
-    small: handing their reads to other threads takes longer than reading them. `foresight`: the pack's, see hash_for.
-    Raises PackError, PathsMissing, and KeyError for an unknown name."""
-    check_predictor(pack, name)
+def predictor_for(pack: Pack, name: str) -> Predictor | None:
+    """None if nothing is to be predicted, as of AUTO_PREDICTOR where experts are small: handing their reads to other
+    threads takes longer than reading them. Raises PackError, PathsMissing, and KeyError for an unknown name."""
+    check_tables(pack, name)
     if name == AUTO_PREDICTOR and not reading_ahead_pays(pack):
         return None
-    tables = _of_this_model(pack, PATHS, TransitionTable.from_bytes) if name in NEED_TABLES else None
-    return PREDICTORS[name](Known(tables, foresight))
+    tables = of_this_model(pack, PATHS, TransitionTable.from_bytes) if name in NEED_TABLES else None
+    return PREDICTORS[name](tables)
 
 
 def reading_ahead_pays(pack: Pack) -> bool:
@@ -147,44 +126,10 @@ def reading_ahead_pays(pack: Pack) -> bool:
     return pack.manifest.mean_expert_bytes >= HANDED_OVER_BYTES
 
 
-def check_predictor(pack: Pack, name: str) -> None:
-    """Raises PathsMissing or HashMissing where the pack lacks what a predictor needs."""
+def check_tables(pack: Pack, name: str) -> None:
+    """Raises PathsMissing where the pack lacks what a predictor needs."""
     if name in NEED_TABLES and PATHS not in pack.manifest.files:
         raise PathsMissing(
             f"{said('predict', name)} needs path tables, and the pack at {pack.root} has no {PATHS} (moeconv "
             f"profile-paths adds it); or use {said('predict', DEFAULT_PREDICTOR)}"
-        )
-    if name in NEED_HASH:
-        _check_hash(pack, said("predict", name), said("predict", DEFAULT_PREDICTOR))
-
-
-def hash_for(pack: Pack, predictor: str, routes: bool, notify: Callable[[str], None]) -> HashFunction | None:
-    """Returns the pack's hash function if this predictor uses it, or if it `routes` (takes the place of the routers);
-    else None.
-
-    A function that is not for this model is left aside where no setting names it; `notify` is called then. Raises
-    PackError, HashMissing, or SettingInvalid where the function's numbers can't take the routers' place.
-    """
-    check_hash(pack, routes)
-    named = predictor in NEED_HASH or routes
-    taken = predictor == AUTO_PREDICTOR and reading_ahead_pays(pack)
-    if HASH not in pack.manifest.files or not (named or taken):
-        return None
-    return _of_this_model(pack, HASH, HashFunction.from_bytes, None if named else notify)
-
-
-def check_hash(pack: Pack, routes: bool) -> None:
-    """Raises HashMissing, or SettingInvalid where the function's numbers can't take the routers' place."""
-    if routes:
-        _check_hash(pack, said("routing", "hash"), said("routing", "exact"))
-        score = pack.manifest.model.moe.router.score
-        if score != "softmax":
-            raise SettingInvalid("routing", f"'hash' needs routers that weigh by a softmax, not by {score}")
-
-
-def _check_hash(pack: Pack, asked: str, instead: str) -> None:
-    if HASH not in pack.manifest.files:
-        raise HashMissing(
-            f"{asked} needs a hash function, and the pack at {pack.root} has no {HASH} (moeconv train-hash adds it); "
-            f"or use {instead}"
         )

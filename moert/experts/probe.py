@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -373,26 +373,6 @@ def _file_bytes(path: Path) -> int:
     with suppress(OSError):
         return path.stat().st_size
     return 0
-
-
-class Neurons(NamedTuple):
-    """The neurons that a token may need at once: `n` of them, with columns of `nbytes` bytes each."""
-
-    n: int
-    nbytes: int
-
-
-def piece_times(curve: Curve, neurons: Neurons, share: float) -> dict[int, float]:
-    """Returns for each size of a piece [bytes] the time [s] of reading all pieces in which a neuron fires, if `share`
-    of the neurons fire, independently of each other. Without sizes that no neuron fits in, or that hold more neurons
-    than there are."""
-    times = dict[int, float]()
-    for chunk in curve.chunks:
-        each = chunk // neurons.nbytes
-        if 1 <= each <= neurons.n:
-            asked = neurons.n / each * (1 - (1 - share) ** each)
-            times[chunk] = curve.read_s(chunk, asked)
-    return times
 
 
 def best_piece(times: Mapping[int, float]) -> int:

@@ -204,7 +204,7 @@ class Footprint:
         return activation_bytes(self.spec, sequences, self.widened, sequences) + self._parts(sequences)
 
     def _parts(self, tokens: int) -> int:
-        """Returns the bytes of the experts' output, once more on its way from a device, and of their input."""
+        """The results of experts, once more on their way from another memory, and the input of one."""
         moe = self.spec.moe
         return 3 * 4 * tokens * moe.router.top_k * moe.width(self.spec.d_model) if self.apart else 0
 

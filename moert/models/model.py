@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import replace
-from functools import partial
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
 import numpy as np
@@ -35,7 +34,7 @@ from moert.models.ffn import (
 )
 from moert.models.kv import Heard, Kept, Remembered, State, remembered
 from moert.models.mixers import MIXES, AddedPositions, DistanceBias, FixedMixer, Rotary, query_scales
-from moert.models.router import ForeseeingRouter, LearnedRouter, PreferringRouter, Recent
+from moert.models.router import LearnedRouter, PreferringRouter, Recent, Router
 from moert.pack.codec import F32
 from moert.pack.manifest import Preference
 from moert.pack.model_spec import Layer, LayerKey, ModelSpec, Stack, StackName
@@ -43,10 +42,11 @@ from moert.pack.parts import Attention, Beside, Experts, Ffn, FixedState, Latent
 
 
 class Foresees(Protocol):
-    """A network that predicts all layers' demand from the tokens: see moert.beside.sida.foresight.Foresight. `embed`:
-    the model's embedding [vocab, d_model]."""
+    """Listens before each pass of a model, and keeps a memory of its own of each sequence."""
 
-    embed: Matrix | None
+    def opened(self, embed: Matrix) -> None:
+        """The model is there; `embed`: its embedding [vocab, d_model]."""
+        ...
 
     def begin(self) -> Any:
         """Returns the memory for a new sequence, a Heard."""
@@ -64,9 +64,21 @@ class Foresees(Protocol):
         """Is called with prompts that wait for other sequences to end, the next one first."""
         ...
 
-    def numbers(self, at: LayerKey) -> F32:
-        """Returns the numbers that stand for the output of a layer's router in the present pass: [tokens, experts]."""
-        ...
+
+Reroute = Callable[[LayerKey, LearnedRouter, Backend], Router]
+"""Returns the router that a layer calls in place of the model's own."""
+
+
+@dataclass
+class Seams:
+    """Where others take part in a model, beside the ExpertRunner: `preference`, see Model.prefer; `reroute` puts other
+    routers in place of the model's own; `foresight` listens before passes; `routers`: where the model puts its routers,
+    for those that call them before a layer runs."""
+
+    preference: Preference | None = None
+    reroute: Reroute | None = None
+    foresight: Foresees | None = None
+    routers: Routers = field(default_factory=dict)
 
 
 class Weights(Protocol):
@@ -310,12 +322,13 @@ class Model:
 
     def __init__(
         self, spec: ModelSpec, weights: Weights, runner: ExpertRunner, backend: Backend, kv_bits: KvBits = 16,
-        preference: Preference | None = None,
+        seams: Seams | None = None,
     ) -> None:  # fmt: skip
         """Builds the model; `weights` is emptied on the way."""
+        seams = seams or Seams()
         builder = Builder(weights, spec.ropes, backend)
         self.spec, self.backend, self.kv_bits = spec, backend, kv_bits
-        self.routers: Routers = {}
+        self.routers = seams.routers
         """The routers of all layers with experts; put another in one's place, and the layer calls that."""
         self.embed = builder.matrix("embed")
         self._head = self.embed if spec.head.tied else builder.matrix("head")
@@ -329,19 +342,15 @@ class Model:
         }
         self._encoder, self._decoder = towers.get("encoder"), towers["decoder"]
         self.preference: Preference | None = None
-        if preference is not None:
-            self.prefer(preference)
-        self.foresight: Foresees | None = None
-
-    def foresee(self, foresight: Foresees, top_k: int | None = None) -> None:
-        """Calls `foresight` from now on before the layers run. With `top_k` it takes the place of the routers, whose
-        tokens go to `top_k` experts then."""
-        self.foresight = foresight
-        foresight.embed = self.embed
-        if top_k is not None:
+        if seams.preference is not None:
+            self.prefer(seams.preference)
+        if seams.reroute is not None:
             for at, exact in list(self.routers.items()):
                 assert isinstance(exact, LearnedRouter)
-                self.routers[at] = ForeseeingRouter(exact, self.backend, partial(foresight.numbers, at), top_k)
+                self.routers[at] = seams.reroute(at, exact, backend)
+        self.foresight = seams.foresight
+        if self.foresight is not None:
+            self.foresight.opened(self.embed)
 
     def prefer(self, preference: Preference) -> None:
         """Routes all sequences by this preference that begin from now on; to be called once."""

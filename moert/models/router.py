@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import replace
+from collections.abc import Sequence
 from typing import NamedTuple, Protocol
 
 import numpy as np
 import numpy.typing as npt
 
 from moert.kernels.backend import I32, I64, Backend, Matrix, RouterWeights
-from moert.kernels.reference import softmax
 from moert.pack.codec import F32
 from moert.pack.model_spec import ModelSpec
 
@@ -183,22 +181,6 @@ class PreferringRouter:
         for kept in self._latest:
             scores[kept.experts[kept.experts >= 0]] += np.float32(self._bonus / len(self._latest))
         return scores
-
-
-class ForeseeingRouter:
-    """A router whose numbers were predicted from the tokens, in place of a product (SiDA, Du et al. 2023): a softmax of
-    the numbers chooses `top_k` experts for each token, and gives the chosen experts' weights."""
-
-    def __init__(self, exact: LearnedRouter, backend: Backend, numbers: Callable[[], F32], top_k: int) -> None:
-        self._exact, self._backend, self._numbers = exact, backend, numbers
-        self._chooser = LearnedRouter(replace(exact.weights, part=replace(exact.weights.part, top_k=top_k)), backend)
-
-    def route(self, x: F32, lengths: Sequence[int], recent: Sequence[Recent] = ()) -> Routed:
-        chosen = self._chooser.choose(softmax(self._numbers()), lengths)
-        return Routed(self._backend.norm(x, self._exact.weights.norm), *chosen)
-
-    def guess(self, x: F32) -> F32:
-        return self._exact.guess(x)
 
 
 def without_overflow(experts: I64, n_experts: int, capacity: int) -> I64:

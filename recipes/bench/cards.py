@@ -26,7 +26,7 @@ from moert.beside.gpu.placement import IN_MEMORY, ON_DEVICE, ONLY_HELD, RULES, K
 from moert.beside.gpu.residents import KEEPS, Residents
 from moert.beside.gpu.simulated import PROFILES, SimulatedDevice
 from moert.beside.gpu.tiers import CopyAhead, Lent, Others, Telling, TieredExperts, Tiers
-from moert.experts.ahead import Lookahead
+from moert.experts.ahead import Further, Lookahead
 from moert.experts.cache import ExpertCache
 from moert.experts.policy import EVICTION, Demand
 from moert.experts.predictors import GateAhead
@@ -268,10 +268,11 @@ class Rig:
             copies = CopyAhead(self.cache, residents, placement, kind_of, counters, device.clock.now)
         telling = self._telling(device, residents)
         tiers = Tiers(device, residents, placement, kind_of, nbytes, counters, copy_ahead=copies, telling=telling)
-        ahead = Lookahead(MIXTRAL, nbytes, self.cache, ExpertCounters(), GateAhead(), None) if setup.guesses else None
-        if ahead is not None:
-            ahead.reads = False
-            ahead.routers = {at: cast("Any", _Asked(self, place)) for place, at in enumerate(ORDER)}
+        ahead = None
+        if setup.guesses:
+            asked = {at: cast("Any", _Asked(self, place)) for place, at in enumerate(ORDER)}
+            further = Further(asked, copies=copies, reads=False)
+            ahead = Lookahead(MIXTRAL, nbytes, self.cache, ExpertCounters(), GateAhead(), None, further)
         self.runner = TieredExperts(tiers, self.cache, cast("Any", _Nothing()), MIXTRAL.moe.ffn, ahead)
         self.tiers, self._ahead = tiers, ahead
         self._fill_memory(keys)

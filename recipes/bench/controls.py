@@ -12,7 +12,7 @@ from typing import Any, Protocol
 import numpy as np
 import numpy.typing as npt
 
-from moert.beside.sida.foresight import Foresight
+from moert.beside.sida.foresight import BeforePasses, Foresight
 from moert.engine.engine import Engine
 from moert.experts.names import Policies, succession_of
 from moert.experts.policy import F64, Candidates, EvictionPolicy, ExpectedWait, LayerOrder, Succession, place_of
@@ -152,8 +152,8 @@ def opened(pack: str, eviction: str, predict: str, **settings: Any) -> Engine:
     engine = Engine.open(
         pack, predict="hash" if silent else predict, policies=Policies(silent, eviction=keeping), **settings
     )
-    if isinstance(foresight := engine.model.foresight, Foresight):
-        looks, cache, experts = foresight.needed, engine.cache, len(engine.cached_bytes)
-        foresight.needed = lambda: looks() or cache.n_resident < experts
-        keeping.foresees = Foretold(foresight, order)
+    if isinstance(listener := engine.model.foresight, BeforePasses):
+        looks, cache, experts = listener.needed, engine.cache, len(engine.cached_bytes)
+        listener.needed = lambda: looks() or cache.n_resident < experts  # type: ignore[method-assign]
+        keeping.foresees = Foretold(listener.foresight, order)
     return engine

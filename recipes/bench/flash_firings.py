@@ -141,7 +141,7 @@ class Replay:
             run(at, hidden, self.experts(at, self._rows), weights, out, x)
 
         runner.run = replayed
-        if engine._streaming.firing is not None:
+        if engine.pack.has_neurons:
             _change(runner, self._begin, self._put)
 
     def _begin(self, key: ExpertKey, tokens: I64) -> None:

@@ -13,7 +13,7 @@ from itertools import product
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from moert.beside.flash.runner import PREDICTED
+from moert.beside.flash.runner import PREDICTED, Firing
 from moert.engine.engine import Engine
 from moert.pack.files import write_atomically
 from moert.pack.manifest import BACKBONE
@@ -216,7 +216,7 @@ def write_texts(
     """Writes behind each text. `follow`: the tokens that are read in place of those that are written. What prompts take
     does not count."""
     model, found, eos = engine.model, Written(), engine.spec.tokens.eos
-    firing = engine._streaming.firing
+    firing = engine.holding if isinstance(engine.holding, Firing) else None
     for number, ids in enumerate(texts):
         engine.reserve(len(ids), new_tokens)
         state, logits = model.prefill(ids)

@@ -16,7 +16,7 @@ from typing import Any
 
 import numpy as np
 
-from moert.beside.sida.foresight import Foresight, HashAhead, HashAndGate
+from moert.beside.sida.foresight import BeforePasses, Foresight, HashAhead, HashAndGate
 from moert.engine.engine import Engine
 from moert.experts.names import Policies, succession_of
 from moert.experts.policy import EVICTION, F64, Demand
@@ -246,7 +246,7 @@ def opened(pack: Path, **changes: Any) -> Engine:
             pack, eviction=eviction, predict="hash", policies=silent, notify=lambda line: None, **asked
         )
     if engine.model.foresight is not None:
-        foresight_of(engine).needed = lambda: True
+        listener_of(engine).needed = lambda: True  # type: ignore[method-assign]
     return engine
 
 
@@ -259,10 +259,14 @@ def watch(engine: Engine, hear: Hear) -> None:
     engine.runner.listeners.append(lambda demand: hear(demand.at, *watched[demand.at].asked))
 
 
-def foresight_of(engine: Engine) -> Foresight:
+def listener_of(engine: Engine) -> BeforePasses:
     found = engine.model.foresight
-    assert isinstance(found, Foresight)
+    assert isinstance(found, BeforePasses)
     return found
+
+
+def foresight_of(engine: Engine) -> Foresight:
+    return listener_of(engine).foresight
 
 
 def read(engine: Engine, ids: Sequence[int], new_tokens: int) -> None:
@@ -311,7 +315,9 @@ class Recalls:
 
     def __init__(self, engine: Engine) -> None:
         self._routers, self._foresight = engine.model.routers, foresight_of(engine)
-        self._predictors = predictors(engine.pack, self._foresight)
+        both = HashAndGate(self._foresight)
+        engine.runner.listeners.append(lambda demand: both.pool.came(demand.at, demand.experts))
+        self._predictors = predictors(engine.pack, self._foresight, both)
         self._layers: Mapping[StackName, Sequence[LayerKey]] = {
             name: engine.spec.moe_layers(name) for name in engine.spec.stacks
         }
@@ -319,7 +325,7 @@ class Recalls:
         self._said: dict[LayerKey, dict[tuple[str, str], list[int]]] = defaultdict(dict)
         self.found: Counter[tuple[StackName, str, str, int]] = Counter()
         self.all: Counter[tuple[StackName, str, str]] = Counter()
-        self._foresight.told = self._begins
+        listener_of(engine).begins = self._begins  # type: ignore[method-assign]
         watch(engine, self._hear)
 
     def recall(self, stack: StackName, when: str, who: str, times: int) -> float | None:
@@ -360,11 +366,11 @@ class Recalls:
         self._said[at][when, who] = named
 
 
-def predictors(pack: Pack, foresight: Foresight) -> dict[str, Predictor]:
+def predictors(pack: Pack, foresight: Foresight, both: HashAndGate) -> dict[str, Predictor]:
     """By the names that rows call them. Tables know the two layers before the one that is asked for; further ahead,
     only how often each expert is chosen."""
     found: dict[str, Predictor] = {
-        "gate": GateAhead(), "hash": HashAhead(foresight), BOTH: HashAndGate(foresight),
+        "gate": GateAhead(), "hash": HashAhead(foresight), BOTH: both,
     }  # fmt: skip
     if PATHS in pack.manifest.files:
         found["tables"] = Transitions(TransitionTable.from_bytes(pack.read_file(PATHS)))

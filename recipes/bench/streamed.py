@@ -57,8 +57,7 @@ class Meter:
         decisions: list[tuple[Any, str]] = [(module, "announce"), (cache, "take"), (cache, "give_back")]
         if ahead is not None:
             decisions.append((ahead, "look"))
-        if (firing := engine._streaming.firing) is not None:
-            blocks: Any = firing.blocks
+        if (blocks := getattr(engine.holding, "blocks", None)) is not None:
             reader, timed = blocks._reader, _Timed(blocks._reader, self._read)
             reader.read, reader.read_all = timed.read, timed.read_all
             wanted = (module, "fired_blocks") if hasattr(module, "fired_blocks") else (runner, "_named")

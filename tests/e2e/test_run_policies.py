@@ -23,11 +23,12 @@ from moert.engine import engine as engine_module
 from moert.engine.budget import Budget
 from moert.engine.choosing import GenerationSettings
 from moert.engine.engine import Engine
+from moert.engine.registry import PREDICTS
 from moert.experts import cache as cache_module
 from moert.experts import runner as executor_module
 from moert.experts import store as store_module
 from moert.experts.io import IoSettings, is_direct, open_expert, read_into
-from moert.experts.names import EVICTIONS, PREDICTORS
+from moert.experts.names import EVICTIONS
 from moert.experts.runner import CachedExperts
 from moert.pack.paths import PATHS, build
 from moert.pack.reader import Pack
@@ -158,7 +159,7 @@ def test_every_eviction_writes_the_same(pack, source, expected, capsys, eviction
 
 
 @pytest.mark.parametrize("weighed", [False, True], ids=["at any price", "weighed"])
-@pytest.mark.parametrize("predict", PREDICTORS)
+@pytest.mark.parametrize("predict", PREDICTS)
 def test_every_prediction_writes_the_same(pack, source, expected, paths, capsys, predict: str, weighed: bool) -> None:
     if not weighed:
         paths.predict_at_any_price()

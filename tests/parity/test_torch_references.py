@@ -12,6 +12,7 @@ import torch
 from packs import pack_of
 from tiny_packs import run_greedy
 
+from moert.beside.gpu.tiers import DeviceTier
 from moert.engine.engine import Engine
 from moert.pack.reader import Pack
 
@@ -51,9 +52,9 @@ def test_tokens_are_the_same(pack: tuple[str, Pack], device: str) -> None:
     nbytes = sum(entry.file_bytes for entry in where.manifest.experts)
     for settings in ({}, {"gpu_memory": nbytes // 2, "device_experts": "copied"}):
         with opened(where, device=device, **settings) as engine:
-            assert engine.device is not None
+            assert isinstance(engine.holding, DeviceTier)
             same(answers(engine, name), expected)
-            assert engine.device.used_bytes <= engine.device.capacity_bytes
+            assert engine.holding.device.used_bytes <= engine.holding.device.capacity_bytes
 
 
 # What only a GPU can show
@@ -79,8 +80,8 @@ def test_where_others_take_the_memory_experts_leave_and_tokens_stay(pack: tuple[
         expected = answers(engine, name)
     with opened(where, device="cuda:0", gpu_memory=256 << 20) as engine:
         answers(engine, name)
-        assert engine.device is not None
-        left = engine.device.capacity_bytes - torch.cuda.memory_reserved()
+        assert isinstance(engine.holding, DeviceTier)
+        left = engine.holding.device.capacity_bytes - torch.cuda.memory_reserved()
         hog = torch.empty(max(1, left), dtype=torch.uint8, device="cuda:0")
         same(answers(engine, name), expected)
         del hog

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import ast
+import os
+import re
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -19,16 +21,15 @@ MOERT = [
     ("moert.errors",),
     ("moert.stats",),
     ("moert.kernels",),
-    ("moert.beside.gpu.device", "moert.beside.gpu.opening", "moert.beside.gpu.simulated",
-     "moert.beside.gpu.torch_backend", "moert.beside.gpu.torch_device", "moert.beside.gpu.torch_matrices",
-     "moert.beside.gpu.triton_kernel"),
-    ("moert.beside.gpu.placement",),
-    ("moert.experts", "moert.beside"),
+    ("moert.experts",),
     ("moert.models",),
+    ("moert.engine.seams",),
+    ("moert.beside",),
     ("moert.engine.choosing", "moert.engine.generation", "moert.engine.session", "moert.engine.text",
      "moert.engine.scoring"),
     ("moert.chat",),
     ("moert.engine.budget", "moert.engine.regulator"),
+    ("moert.engine.registry",),
     ("moert.engine.settings",),
     ("moert.engine",),
     ("moert.command", "moert.bench"),
@@ -144,6 +145,19 @@ PURE = [
     "moeconv/sweep/racing.py",
 ]
 
+# The one module of the core that names packages beside it, and imports them, inside of its functions.
+REGISTRY = "moert.engine.registry"
+BESIDE_CORE = ("moert.beside", "moert.bench", "moert.pack", "moert.kernels", REGISTRY)
+"""Where neurons, hash functions and devices may be named: the format and the arithmetic have them too."""
+NAMING = re.compile("neuron|hash|device", re.IGNORECASE)
+# Lines of the core that name them all the same: settings, options and their texts, figures, errors by name, and what
+# has nothing to do with them (checksums, drives). A number may only fall.
+NAMED = {
+    "moert.command.cli": 2, "moert.command.description": 43, "moert.command.options": 34, "moert.engine.engine": 1,
+    "moert.engine.settings": 17, "moert.errors": 4, "moert.experts.probe": 4, "moert.experts.store": 3,
+    "moert.models.backbone": 4, "moert.stats": 44,
+}  # fmt: skip
+
 
 def sources(*where: str) -> list[Path]:
     paths = [ROOT / place for place in where]
@@ -228,6 +242,41 @@ def test_moert_imports_one_way() -> None:
         assert not {other for other in found if other.split(".")[0] in barred}, name
         if name != "moert":
             assert [other for other in ours(found) if floor(other, MOERT) > floor(name, MOERT)] == [], name
+
+
+def test_the_core_imports_nothing_beside_it_but_in_the_registry() -> None:
+    for path in sources("moert"):
+        name = module_name(path)
+        if within(name, REGISTRY):
+            assert not {other for other in imported_at_once(path) if within(other, "moert.beside")}, name
+        elif not any(within(name, place) for place in ("moert.beside", "moert.bench")):
+            assert not {other for other in imports_of(path) if within(other, "moert.beside")}, name
+
+
+def test_the_core_names_ever_less_of_the_packages_beside_it() -> None:
+    found = {
+        module_name(path): sum(NAMING.search(line) is not None for line in path.read_text("utf-8").splitlines())
+        for path in sources("moert")
+        if not any(within(module_name(path), place) for place in BESIDE_CORE)
+    }
+    assert {name: count for name, count in found.items() if count > NAMED.get(name, 0)} == {}, "see REGISTRY"
+    assert {name: count for name, count in NAMED.items() if found.get(name, 0) < count} == {}, "lower the numbers"
+
+
+def test_a_plain_pack_runs_without_packages_beside_the_core(tmp_path: Path) -> None:
+    script = (
+        "import sys\nfrom pathlib import Path\nfrom tiny_packs import SPECS, write_pack\n"
+        "from moert.command.cli import main\n"
+        f"path = write_pack(Path({str(tmp_path)!r}) / 'plain.pack', SPECS['decoder'])\n"
+        "try:\n    main(['run', str(path), 'abc', '--max-new-tokens', '3', '--cache', '60%'])\n"
+        "except SystemExit as ended:\n    assert not ended.code, ended.code\n"
+        "print('\\nbeside:', sorted(name for name in sys.modules if name.startswith('moert.beside')))"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", script], cwd=ROOT / "tests", capture_output=True, text=True, check=False,
+        env={**os.environ, "PYTHONPATH": f"{ROOT}{os.pathsep}{ROOT / 'tests'}"},
+    )  # fmt: skip
+    assert done.stdout.splitlines()[-1:] == ["beside: []"], done.stderr[-2000:]
 
 
 def test_moeconv_imports_one_way() -> None:

@@ -13,7 +13,7 @@ from moert.command import cli
 from moert.command.prompts import PromptRecord, followed, grouped
 from moert.engine.choosing import GenerationSettings
 from moert.engine.engine import Engine
-from moert.engine.regulator import Regulator
+from moert.engine.regulator import Bounds, Regulator
 from moert.engine.session import Answer, Interrupted
 from moert.errors import InputInvalid
 from moert.kernels.backend import Floats, NormWeights, RouterWeights, opaque
@@ -143,7 +143,7 @@ def test_as_many_as_fit_run_together_and_at_least_one(packs) -> None:
         budget, waiting = engine.budget, [Load(tokens, 12) for tokens in (20_000, 25_000, 30_000, 90_000)]
 
         def regulator(limit_bytes: int | None) -> Regulator:
-            return Regulator(Footprint(engine.spec, False), budget, Nothing(), limit_bytes, measure=lambda: 10**8)
+            return Regulator(Footprint(engine.spec, False), budget, Nothing(), Bounds(limit_bytes), lambda: 10**8)
 
         assert regulator(None).together([], waiting) == 4
         for count in (1, 2, 3, 4):

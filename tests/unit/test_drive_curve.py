@@ -9,6 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from moert.bench.drive import Neurons, piece_times
 from moert.experts import probe as module
 from moert.experts.io import Table
 from moert.experts.probe import (
@@ -16,10 +17,8 @@ from moert.experts.probe import (
     IN_FLIGHT,
     Curve,
     DriveUnmeasurable,
-    Neurons,
     best_piece,
     curve_of,
-    piece_times,
 )
 
 REQUEST_S, BYTES_PER_S = 1e-5, 1e9

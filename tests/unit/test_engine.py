@@ -17,12 +17,13 @@ from tiny_packs import DECODER, PROMPTS, SPECS, damage_expert, record_routes, ru
 from moert.engine.budget import Budget, CacheLimit
 from moert.engine.choosing import GenerationSettings
 from moert.engine.engine import Engine
+from moert.engine.registry import PREDICTS
 from moert.engine.settings import EngineSettings
 from moert.errors import BudgetTooSmall, InputInvalid, PathsMissing, SettingInvalid, TokenizerMissing
 from moert.experts import io as io_module
 from moert.experts import store
 from moert.experts.io import IoSettings, open_expert
-from moert.experts.names import PREDICTORS, Policies
+from moert.experts.names import Policies
 from moert.experts.policy import EVICTION, Demand
 from moert.experts.replay import replay
 from moert.kernels import open_backend
@@ -63,7 +64,7 @@ def smallest_cache(path: Path) -> int:
     return Budget.of(Pack.open(path).manifest).layer_bytes
 
 
-@thinned("name, predictor, eviction, kernels", SPECS, PREDICTORS, EVICTION, KERNELS)
+@thinned("name, predictor, eviction, kernels", SPECS, PREDICTS, EVICTION, KERNELS)
 def test_answers_are_bit_identical_whatever_the_policy_budget_and_prediction(
     packs, answers, name, predictor, eviction, kernels
 ) -> None:
@@ -316,7 +317,7 @@ def test_a_damaged_expert_is_an_error_on_demand_and_by_prefetch(packs, tmp_path)
     path = shutil.copytree(packs["decoder"], tmp_path / "damaged.pack")
     for expert in range(DECODER.moe.n):
         damage_expert(path, ExpertKey("decoder", 1, expert))
-    for predictor in PREDICTORS:
+    for predictor in PREDICTS:
         with Engine.open(path, predict=predictor) as engine, pytest.raises(HashMismatch, match="D01/E"):
             engine.generate("abc", GenerationSettings(max_new_tokens=3))
 

@@ -16,7 +16,7 @@ from memory_store import PATIENCE_S, wait_until
 from random_hash import add_hash, random_hash
 from tiny_packs import PROMPTS, SPECS, SWITCH, VOCAB, write_pack
 
-from moert.beside.sida.foresight import Beforehand, Foresight, Ready, any_demands, of_each_token
+from moert.beside.sida.foresight import Beforehand, BeforePasses, Foresight, Ready, any_demands, of_each_token
 from moert.beside.sida.network import Heard, Reader, readers, recalled_bytes
 from moert.engine.engine import Engine
 from moert.engine.session import Continued, Prefix
@@ -147,13 +147,11 @@ class Watched:
 def test_what_was_not_asked_about_is_read_when_something_is() -> None:
     one, other = Watched("decoder"), Watched("decoder")
     heard, twin = one.foresight.begin(), other.foresight.begin()
-    one.foresight.needed = lambda: False
     for token in (5, 6, 7):
-        one.foresight.decodes([[token]], [heard])
+        one.foresight.decodes([[token]], [heard], needed=False)
         other.foresight.decodes([[token]], [twin])
     assert one.likely() is None
     assert one.read == []
-    one.foresight.needed = lambda: True
     one.foresight.decodes([[8]], [heard])
     other.foresight.decodes([[8]], [twin])
     assert one.read == [4]
@@ -164,9 +162,7 @@ def test_what_was_not_asked_about_is_read_when_something_is() -> None:
 def test_what_was_left_for_long_begins_anew_unless_answers_depend_on_it(routes: bool) -> None:
     watched = Watched("decoder", routes)
     heard = watched.foresight.begin()
-    watched.foresight.needed = lambda: False
-    watched.foresight.decodes([[3] * 300], [heard])
-    watched.foresight.needed = lambda: True
+    watched.foresight.decodes([[3] * 300], [heard], needed=False)
     watched.foresight.decodes([[4]], [heard])
     assert sum(watched.read) == (301 if routes else 256)
 
@@ -221,8 +217,7 @@ def test_questions_of_other_threads_compute_nothing() -> None:
 
 def test_where_nobody_asks_only_routers_are_answered() -> None:
     watched = Watched("decoder", routes=True)
-    watched.foresight.needed = lambda: False
-    watched.foresight.decodes([[5, 6]], [watched.foresight.begin()])
+    watched.foresight.decodes([[5, 6]], [watched.foresight.begin()], needed=False)
     assert list(Foretold(watched.foresight, watched.spec.moe_layers()).coming()[0]) == []
     assert watched.foresight.numbers(watched.spec.moe_layers("decoder")[1]).shape == (2, watched.spec.moe.n)
 
@@ -329,9 +324,6 @@ def test_the_router_is_left_out_and_the_function_decides(packs: dict[str, Path])
     with Engine.open(packs["decoder"], routing="hash", notify=lambda note: None) as engine:
         at = engine.spec.moe_layers()[0]
         numbers = np.random.default_rng(2).standard_normal((4, engine.spec.moe.n)).astype(np.float32)
-        assert engine.model.foresight is not None
-        engine.model.foresight.numbers = lambda at: numbers  # type: ignore[method-assign]
-        engine.model.foresee(engine.model.foresight)
         router: Any = engine.model.routers[at]
         router._numbers = lambda: numbers
         x = np.random.default_rng(4).standard_normal((4, engine.spec.d_model)).astype(np.float32)
@@ -355,8 +347,8 @@ def test_prompts_that_wait_are_worked_out_beforehand(packs: dict[str, Path], nam
         Engine.open(packs[name], routing=routing, predict="hash", cache="50%", notify=lambda note: None) as engine,
         engine.session() as session,
     ):
-        foresight: Any = engine.model.foresight
-        foresight.needed = lambda: True
+        listener: Any = engine.model.foresight
+        listener.needed, foresight = lambda: True, listener.foresight
         if foresight.before is None:  # on one core
             foresight.before = foresight.beforehand(open_backend("auto", 1))
         engine._admission.together = lambda running, waiting: 0 if running else 1  # type: ignore[method-assign]
@@ -373,7 +365,8 @@ def test_prompts_of_the_next_call_are_worked_out_during_this_one(packs: dict[str
     path, asked = packs["switch"], {"routing": "hash", "predict": "hash", "cache": "50%"}
     expected = tokens(path, **asked)
     with Engine.open(path, **asked, notify=lambda note: None) as engine:
-        foresight: Any = engine.model.foresight
+        listener: Any = engine.model.foresight
+        foresight = listener.foresight
         if foresight.before is None:  # on one core
             foresight.before = foresight.beforehand(open_backend("auto", 1))
         found = [answer.result.tokens for answer in engine.generate_many(PROMPTS[:1], coming=PROMPTS[1:], **ASKED)]
@@ -449,8 +442,8 @@ def test_by_default_nothing_is_foreseen_for_nobody(packs: dict[str, Path]) -> No
     with Engine.open(packs["decoder"], routing="hash", notify=lambda note: None) as engine:
         engine.generate(PROMPTS[0], **ASKED)
         assert engine.ahead is None
-        assert isinstance(engine.model.foresight, Foresight)
-        assert not any(engine.model.foresight.ranked(at) for at in engine.spec.moe_layers())
+        assert isinstance(engine.model.foresight, BeforePasses)
+        assert not any(engine.model.foresight.foresight.ranked(at) for at in engine.spec.moe_layers())
         assert not engine.model.foresight.needed()
 
 
@@ -512,8 +505,8 @@ def test_numbers_of_a_softmax_take_no_other_routers_place(tmp_path: Path) -> Non
 @pytest.mark.parametrize("prompt_tokens", [1, 64, 65, 300])
 def test_what_it_takes_is_counted(packs: dict[str, Path], name: str, prompt_tokens: int) -> None:
     with Engine.open(packs[name], cache="50%", predict="hash") as engine:
-        assert isinstance(engine.model.foresight, Foresight)
-        engine.model.foresight.needed = lambda: True
+        assert isinstance(engine.model.foresight, BeforePasses)
+        engine.model.foresight.needed = lambda: True  # type: ignore[method-assign]
         engine.reserve(prompt_tokens, 10)
         (state, read), *_ = engine.model.begin([[9] * prompt_tokens])
         engine.model.read([state], [read])

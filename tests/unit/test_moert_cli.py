@@ -23,8 +23,9 @@ from moert import __version__
 from moert.command import cli
 from moert.engine.choosing import GenerationSettings
 from moert.engine.engine import Engine
+from moert.engine.registry import PREDICTS
 from moert.errors import RunError, SettingInvalid
-from moert.experts.names import EVICTIONS, PREDICTORS
+from moert.experts.names import EVICTIONS
 from moert.kernels import library, open_backend
 from moert.kernels.backend import Backend
 from moert.machine import usable_cores
@@ -120,7 +121,7 @@ def test_stats_go_to_stderr(moert, pack, expected) -> None:
 
 def test_policies_and_budgets_do_not_change_the_text(moert, pack, expected) -> None:
     for eviction in EVICTIONS:
-        for predict in PREDICTORS:
+        for predict in PREDICTS:
             flags = (
                 "--tune",
                 f"eviction={eviction}",

@@ -95,9 +95,9 @@ def test_all_room_is_for_blocks() -> None:
 
 def test_a_token_asks_for_a_part_of_its_experts() -> None:
     budget = Budget(1000, 0, 50, 200, 800)
-    found = budget.with_part_of_experts(0.25, 900)
+    found = budget.held_as(budget.token_bytes // 4, 900)
     assert (found.token_bytes, found.layer_bytes, found.expert_bytes) == (50, 50, 900)
-    assert budget.with_part_of_experts(0.25, 700).expert_bytes == 800
+    assert budget.held_as(budget.token_bytes // 4, 700).expert_bytes == 800
 
 
 def test_what_is_kept_is_the_mean_over_layers() -> None:

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from moert.experts.names import NEED_HASH, NEED_TABLES, PREDICTORS, Known
+from moert.experts.names import NEED_TABLES, PREDICTORS
 from moert.experts.predictors import GateAhead, Situation, Transitions, of_any_token, of_one_token, ranked
 from moert.pack.model_spec import LayerKey
 from moert.pack.paths import build
@@ -26,7 +26,7 @@ def rounded(prediction: list[tuple[int, float]]) -> list[tuple[int, float]]:
 
 
 def test_each_predictor_answers_from_its_own_evidence() -> None:
-    made = {name: make(Known(TABLE)) for name, make in PREDICTORS.items() if name not in NEED_HASH}
+    made = {name: make(TABLE) for name, make in PREDICTORS.items()}
     assert [name for name, predictor in made.items() if predictor is None] == ["none"]
     answers = {name: rounded(predictor.predict(AFTER_1)) for name, predictor in made.items() if predictor is not None}
     expected = {
@@ -44,16 +44,13 @@ def test_at_the_first_layer_transitions_know_how_popular_experts_are_and_the_gat
     assert GateAhead().predict(start) == []
 
 
-def test_who_needs_tables_or_a_hash_function_says_so() -> None:
+def test_who_needs_tables_says_so() -> None:
     for name, make in PREDICTORS.items():
         if name in NEED_TABLES:
             with pytest.raises(ValueError, match="path tables"):
-                make(Known())
-        elif name in NEED_HASH:
-            with pytest.raises(ValueError, match="hash function"):
-                make(Known())
+                make(None)
         else:
-            make(Known())
+            make(None)
 
 
 def test_transitions_join_the_tokens_of_a_group() -> None:

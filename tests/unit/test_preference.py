@@ -14,6 +14,7 @@ from tiny_packs import PROMPTS, SPECS, VOCAB, write_pack
 
 from moert.engine.budget import preference_for
 from moert.engine.engine import Engine
+from moert.engine.registry import ROUTINGS
 from moert.engine.session import Continued, Prefix
 from moert.errors import SettingInvalid
 from moert.kernels import library
@@ -222,7 +223,7 @@ def test_the_room_decides_where_nobody_does() -> None:
         preference_for("25%", known, 0.1)
     for wanted in ("half", "25", "0%", "100%", "-5%", "nan%", ""):
         with pytest.raises(SettingInvalid, match="should be auto, exact, hash, or a share"):
-            preference_for(wanted, known, 0.1)
+            preference_for(wanted, known, 0.1, ROUTINGS)
 
 
 def test_it_is_said_and_counted(packs: dict[str, Path]) -> None:

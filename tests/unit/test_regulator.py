@@ -9,7 +9,7 @@ import pytest
 from tiny_packs import SWITCH
 
 from moert.engine.budget import BARE_BYTES, FIRST_BYTES, Budget
-from moert.engine.regulator import Regulator
+from moert.engine.regulator import Bounds, Regulator
 from moert.errors import BudgetTooSmall
 from moert.models.footprint import Footprint, Load, activation_bytes
 from moert.models.kv import BLOCK_TOKENS
@@ -41,7 +41,7 @@ def regulator(process: Process, limit_bytes: int | None = None, cache_bytes: int
 
 
 def opening(process: Process, limit_bytes: int | None = None, cache_bytes: int | None = None) -> Regulator:
-    return Regulator(Footprint(OLMOE, False), BUDGET, process, limit_bytes, cache_bytes, process.measure)
+    return Regulator(Footprint(OLMOE, False), BUDGET, process, Bounds(limit_bytes, cache_bytes), process.measure)
 
 
 def loads(*prompts: int, most: int = 900, written: int = 0) -> list[Load]:

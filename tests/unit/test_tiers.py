@@ -13,6 +13,7 @@ from moert.beside.gpu.device import DeviceFull
 from moert.beside.gpu.placement import RULES
 from moert.beside.gpu.residents import KEEPS, Ranked, Residents, popularity
 from moert.beside.gpu.simulated import PROFILES
+from moert.beside.gpu.tiers import DeviceTier
 from moert.engine.engine import Engine
 from moert.engine.settings import EngineSettings
 from moert.errors import SettingInvalid
@@ -101,8 +102,8 @@ def test_several_requests_at_once(packs: dict[str, Path]) -> None:
 
 def test_a_card_with_less_memory_than_it_said_gives_experts_back(packs: dict[str, Path], plain: dict[str, Any]) -> None:
     with on_card(packs["decoder"], device_experts="copied") as engine:
-        assert engine.device is not None
-        copy, left = engine.device.copy, [8]
+        assert isinstance(engine.holding, DeviceTier)
+        copy, left = engine.holding.device.copy, [8]
 
         def full(view: ExpertView) -> Any:
             left[0] -= 1
@@ -110,7 +111,7 @@ def test_a_card_with_less_memory_than_it_said_gives_experts_back(packs: dict[str
                 raise DeviceFull("no more")
             return copy(view)
 
-        engine.device.copy = full  # type: ignore[method-assign]
+        engine.holding.device.copy = full  # type: ignore[method-assign]
         tokens, _ = run_greedy(engine, IDS, NEW)
         use = engine.stats().device
     assert tokens == plain["decoder"][0]
@@ -122,12 +123,12 @@ def test_a_card_that_can_compute_nothing_leaves_it_to_the_processor(
     packs: dict[str, Path], plain: dict[str, Any]
 ) -> None:
     with on_card(packs["decoder"], device_experts="copied") as engine:
-        assert engine.device is not None
+        assert isinstance(engine.holding, DeviceTier)
 
         def full(*_: Any) -> Any:
             raise DeviceFull("no more")
 
-        engine.device.begin = full  # type: ignore[method-assign]
+        engine.holding.device.begin = full  # type: ignore[method-assign]
         tokens, _ = run_greedy(engine, IDS, NEW)
         use = engine.stats().device
     assert tokens == plain["decoder"][0]
@@ -259,10 +260,10 @@ def test_profiles_are_told_on_the_command_line() -> None:
 def test_a_closed_engine_holds_no_experts_on_the_card(packs: dict[str, Path]) -> None:
     with on_card(packs["decoder"]) as engine:
         run_greedy(engine, IDS, NEW)
-        tier = engine._streaming.tier
-        assert tier is not None
-        assert tier.runner is not None
-        residents, before = tier.runner.tiers.residents, tier.device.used_bytes
+        tier = engine.holding
+        assert isinstance(tier, DeviceTier)
+        assert tier.tiers is not None
+        residents, before = tier.tiers.residents, tier.device.used_bytes
         assert residents.used_bytes > 0
         held = residents.used_bytes
     assert residents.used_bytes == 0

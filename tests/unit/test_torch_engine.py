@@ -12,6 +12,7 @@ import torch
 from random_hash import add_hash
 from tiny_packs import PROMPTS, SPECS, run_greedy, write_pack
 
+from moert.beside.gpu.tiers import DeviceTier
 from moert.beside.gpu.torch_device import TorchDevice
 from moert.engine.engine import Engine
 from moert.pack.reader import Pack
@@ -43,9 +44,10 @@ def test_tokens_are_the_same_and_logits_nearly(packs: dict[str, Path], name: str
     with opened(packs[name], "none") as engine:
         expected = [run_greedy(engine, engine.encode(prompt), N_TOKENS) for prompt in PROMPTS]
     with opened(packs[name], device, device_experts=rule) as engine:
-        assert isinstance(engine.device, TorchDevice)
+        assert isinstance(engine.holding, DeviceTier)
+        assert isinstance(engine.holding.device, TorchDevice)
         found = [run_greedy(engine, engine.encode(prompt), N_TOKENS) for prompt in PROMPTS]
-        assert engine.device.used_bytes > 0
+        assert engine.holding.device.used_bytes > 0
     for (tokens, logits), (others, exact) in zip(found, expected, strict=True):
         assert np.abs(logits - exact).max() < 2e-3 * np.abs(exact).max()
         assert tokens == others
@@ -60,14 +62,14 @@ def test_a_small_device_is_never_filled_beyond_what_it_may_have(packs: dict[str,
     largest, everything = bytes_of(packs[name])
     for capacity in (largest + 60_000, everything // 2 + 60_000):
         with opened(packs[name], device, gpu_memory=capacity) as engine:
-            assert engine.device is not None
+            assert isinstance(engine.holding, DeviceTier)
             seen = []
             for prompt, (tokens, exact) in zip(PROMPTS, expected, strict=True):
                 found, logits = run_greedy(engine, engine.encode(prompt), N_TOKENS)
-                seen.append(engine.device.used_bytes)
+                seen.append(engine.holding.device.used_bytes)
                 assert np.abs(logits - exact).max() < 2e-3 * np.abs(exact).max()
                 assert found == tokens
-            assert max(seen) <= engine.device.capacity_bytes == capacity
+            assert max(seen) <= engine.holding.device.capacity_bytes == capacity
 
 
 @pytest.mark.parametrize("runs", [3, pytest.param(6, marks=pytest.mark.slow)])
@@ -77,12 +79,12 @@ def test_memory_of_a_device_is_the_same_after_any_number_of_tokens(
 ) -> None:
     """A thousand or two; each prompt's keys and values are given back with it."""
     with opened(packs["decoder"], device) as engine:
-        assert engine.device is not None
+        assert isinstance(engine.holding, DeviceTier)
         used = []
         for _ in range(runs):
             run_greedy(engine, engine.encode(PROMPTS[0]), 334)
             gc.collect()
-            used.append(engine.device.used_bytes)
+            used.append(engine.holding.device.used_bytes)
     assert used[0] > 0
     assert set(used[1:]) == {used[1]}
 
@@ -111,7 +113,9 @@ def test_prompts_together_are_answered_as_alone(packs: dict[str, Path], device: 
 def test_the_device_is_given_back_with_the_engine(packs: dict[str, Path]) -> None:
     with opened(packs["decoder"], "torch:cpu") as engine:
         run_greedy(engine, engine.encode(PROMPTS[0]), 3)
-        memory = engine.device._memory  # type: ignore[union-attr]
+        assert isinstance(engine.holding, DeviceTier)
+        assert isinstance(engine.holding.device, TorchDevice)
+        memory = engine.holding.device._memory
         assert memory.used_bytes > 0
     del engine
     gc.collect()

@@ -3,20 +3,26 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from typing import cast
+from typing import Any, cast
 
 import numpy as np
 import numpy.typing as npt
 
 from moert.beside.flash.keeping import KEEPING, Shares, all_to_blocks, room_for, shares
-from moert.beside.flash.store import BlockCache, BlockReader, ColumnReader, Lent, Pieces, Rows, RowStore
+from moert.beside.flash.store import BlockCache, BlockReader, ColumnReader, Lent, PieceReader, Pieces, Rows, RowStore
+from moert.beside.wishes import Wishes
 from moert.errors import NotFinite, PredictorMissing, SettingInvalid, said
 from moert.experts.ahead import Lookahead
 from moert.experts.cache import ExpertCache
 from moert.experts.io import IoSettings
+from moert.experts.names import AUTO_PREDICTOR
 from moert.experts.policy import Demand, Listener
+from moert.experts.replay import AUTO_EVICTION
 from moert.experts.runner import announce, by_expert
+from moert.experts.store import ExpertStore
+from moert.experts.streaming import Holding, Needs
 from moert.kernels.backend import I32, I64, ROWS, Backend, Floats
+from moert.machine import return_freed
 from moert.pack.codec import F32
 from moert.pack.layout import NeuronLayout
 from moert.pack.model_spec import ExpertKey, LayerKey
@@ -24,6 +30,10 @@ from moert.pack.neurons import PREDICTOR, NeuronPredictor, load_predictor
 from moert.pack.parts import Ffn
 from moert.pack.reader import Pack
 from moert.stats import ExpertCounters, NeuronCounters
+
+EXACT, PREDICTED = "exact", "predicted"
+NEURONS = (EXACT, PREDICTED)
+"""Which neurons of an expert count: all, or those that the pack's predictor names."""
 
 
 class FiringExperts:
@@ -74,19 +84,67 @@ def fired_blocks(layout: NeuronLayout, fired: F32) -> I64:
     return found.nonzero()[0]
 
 
-class Firing:
-    """The caches for neurons that fire: rows of experts as whole experts are, in an expert cache that the caller makes
-    of `store`; columns in blocks."""
+class _Pieces(Holding):
+    """Experts in blocks of neurons: some are kept beside the cache, in a cache of blocks."""
 
-    def __init__(self, pack: Pack, counters: ExpertCounters, io: IoSettings, keeping: str) -> None:
-        """`keeping`: a name of moert.beside.flash.keeping. Raises PackError."""
-        self.counters = NeuronCounters()
-        self.pieces = Pieces(pack, counters, io)
+    def __init__(
+        self, pack: Pack, whole: ExpertStore, backend: Backend, counters: ExpertCounters, keeping: str, way: str
+    ) -> None:
+        """`keeping`: a name of moert.beside.flash.keeping; `way`: which neurons count. Raises PackError."""
+        super().__init__(pack, whole, backend)
+        self.counters = NeuronCounters(way=way)
+        self.pieces = Pieces(pack, counters, whole.io)
         self.store = RowStore(self.pieces)
+        self.blocks = BlockCache(self.pieces.layers, self._reader(), self.counters, KEEPING[keeping])
+
+    def _reader(self) -> PieceReader:
+        """Reads of blocks the part that `blocks` keeps."""
+        raise NotImplementedError
+
+    def shares(self, room_bytes: int) -> Shares:
+        """Divides a room for experts."""
+        raise NotImplementedError
+
+    @property
+    def all_bytes(self) -> int:
+        """Bytes of all experts."""
+        return self.blocks.all_bytes
+
+    def cache_bytes(self, room_bytes: int) -> int:
+        return self.shares(room_bytes).rows_bytes
+
+    def resize(self, room_bytes: int) -> None:
+        self.blocks.resize(self.shares(room_bytes).blocks_bytes)
+
+    @property
+    def held_bytes(self) -> int:
+        return self.blocks.held_bytes
+
+    def expects(self) -> None:
+        self.pieces.expect()
+
+    def reads(self, io: IoSettings) -> None:
+        super().reads(io)
+        self.pieces.io = io
+
+    @property
+    def io(self) -> str:
+        return str(self.pieces.io)
+
+    def figures(self) -> dict[str, Any]:
+        return {"neurons": self.counters}
+
+
+class Firing(_Pieces):
+    """Rows of experts are cached as whole experts are, columns in blocks."""
+
+    def __init__(
+        self, pack: Pack, whole: ExpertStore, backend: Backend, counters: ExpertCounters, keeping: str
+    ) -> None:
+        """See _Pieces. Raises PackError."""
+        super().__init__(pack, whole, backend, counters, keeping, EXACT)
         spec, layers = pack.manifest.model, self.pieces.layers
-        self.blocks = BlockCache(layers, ColumnReader(self.pieces), self.counters, KEEPING[keeping])
         self.nbytes = {key: self.store.nbytes(key) for keys in layers.values() for key in keys}
-        """Bytes of the rows of each expert."""
         top_k = spec.moe.router.top_k
         demand = {at: sum(sorted(self.nbytes[key] for key in keys)[-top_k:]) for at, keys in layers.items()}
         self._least = max(demand.values())
@@ -94,26 +152,27 @@ class Firing:
         self._all, self._ffn = sum(self.nbytes.values()), spec.moe.ffn
         self._asked = top_k / spec.moe.n
 
-    @property
-    def token_bytes(self) -> int:
-        """Room in which the rows that a token can demand in all layers of the decoder stay, whichever neurons fire."""
-        return min(room_for(self._token, self.blocks.one_bytes, self._asked), self.all_bytes)
+    def _reader(self) -> PieceReader:
+        return ColumnReader(self.pieces)
 
     @property
     def all_bytes(self) -> int:
         """Bytes of all rows and all blocks."""
         return self._all + self.blocks.all_bytes
 
+    def needs(self, token_bytes: int) -> Needs:
+        """Of a token: room in which the rows that it can ask for in all layers of the decoder stay, whatever fires."""
+        stays = room_for(self._token, self.blocks.one_bytes, self._asked)
+        return Needs(min(stays, self.all_bytes), self.all_bytes, ", and what fires of the columns of down")
+
     def shares(self, room_bytes: int) -> Shares:
         columns = self.blocks
         return shares(room_bytes, self._all, self._least, columns.all_bytes, columns.one_bytes, self._asked)
 
-    def runner(
-        self, rows: ExpertCache, backend: Backend, ahead: Lookahead | None, listeners: Iterable[Listener]
-    ) -> FiringExperts:
+    def runner(self, cache: ExpertCache, ahead: Lookahead | None, listeners: Iterable[Listener]) -> FiringExperts:
         """Returns the ExpertRunner; reads the biases of all experts for it. Raises PackError."""
         biases = self.pieces.biases()
-        return FiringExperts(self._ffn, rows, self.blocks, biases, backend, self.counters, ahead, listeners)
+        return FiringExperts(self._ffn, cache, self.blocks, biases, self.backend, self.counters, ahead, listeners)
 
 
 Bools = npt.NDArray[np.bool_]
@@ -237,44 +296,65 @@ def by_any(of_tokens: Bools) -> Bools:
     return found if len(of_tokens) == 1 else np.any(of_tokens, axis=0, out=np.empty_like(found))
 
 
-EXACT, PREDICTED = "exact", "predicted"
-NEURONS = (EXACT, PREDICTED)
-"""Which neurons of an expert count: all, or those that the pack's predictor names."""
-
-
-class Naming:
-    """The cache for neurons that a predictor names, in place of Firing: it has whole blocks and no experts, so that all
-    room is for blocks."""
+class Naming(_Pieces):
+    """Whole blocks are cached, and no expert: all room is for blocks."""
 
     def __init__(
-        self, pack: Pack, counters: ExpertCounters, io: IoSettings, keeping: str, predictor: NeuronPredictor,
-        backend: Backend,
+        self, pack: Pack, whole: ExpertStore, backend: Backend, counters: ExpertCounters, keeping: str,
+        predictor: NeuronPredictor,
     ) -> None:  # fmt: skip
-        """`keeping`: a name of moert.beside.flash.keeping. Raises PackError."""
-        self.counters = NeuronCounters()
-        self.pieces = Pieces(pack, counters, io)
-        self.store = RowStore(self.pieces)
-        """The store of an expert cache without room."""
-        self.blocks = BlockCache(self.pieces.layers, BlockReader(self.pieces), self.counters, KEEPING[keeping])
+        """See _Pieces. Raises PackError."""
+        super().__init__(pack, whole, backend, counters, keeping, PREDICTED)
         self.nbytes = dict.fromkeys(self.pieces.layouts, 0)
-        """Bytes of each expert in that cache."""
-        self.token_part, self.all_bytes = predictor.kept.blocks, self.blocks.all_bytes
-        """The share of its experts' blocks that a token needs; and the bytes of all blocks."""
+        self.notes = [fidelity(predictor)]
+        self._part = predictor.kept.blocks
         self._asked, self._ffn, self._scores = counters, pack.manifest.model.moe.ffn, Scores(predictor, backend)
+
+    def _reader(self) -> PieceReader:
+        return BlockReader(self.pieces)
+
+    def needs(self, token_bytes: int) -> Needs:
+        """Of its experts' blocks, a token asks for those that are named."""
+        return Needs(int(self._part * token_bytes), self.all_bytes)
 
     def shares(self, room_bytes: int) -> Shares:
         return all_to_blocks(room_bytes, self.blocks.all_bytes, self.blocks.one_bytes)
 
-    def runner(
-        self, rows: ExpertCache, backend: Backend, ahead: Lookahead | None, listeners: Iterable[Listener]
-    ) -> PredictedExperts:
+    def runner(self, cache: ExpertCache, ahead: Lookahead | None, listeners: Iterable[Listener]) -> PredictedExperts:
         """Returns the ExpertRunner; reads the biases of all experts for it. Raises PackError."""
         assert ahead is None, "there are no whole experts to read ahead"
         counters = self._asked, self.counters
         return PredictedExperts(
-            self._ffn, self.pieces.layouts, self._scores, self.blocks, self.pieces.biases(), backend, counters,
+            self._ffn, self.pieces.layouts, self._scores, self.blocks, self.pieces.biases(), self.backend, counters,
             listeners,
         )  # fmt: skip
+
+
+def held_in_blocks(
+    pack: Pack, whole: ExpertStore, backend: Backend, counters: ExpertCounters, keeping: str, neurons: str
+) -> Holding:
+    """Returns the Holding of a pack whose experts lie in blocks of neurons. Raises PackError."""
+    if neurons == EXACT:
+        return Firing(pack, whole, backend, counters, keeping)
+    predictor = load_predictor(pack)
+    assert predictor is not None, "see check_neurons"
+    found = Naming(pack, whole, backend, counters, keeping, predictor)
+    del predictor  # the kernels have copies
+    return_freed()
+    return found
+
+
+def check_settings(wishes: Wishes) -> None:
+    """Raises SettingInvalid for names that there are not, and settings that have no effect beside others."""
+    for name, known in (("keep_neurons", tuple(KEEPING)), ("neurons", NEURONS)):
+        if getattr(wishes, name) not in known:
+            raise SettingInvalid(name, f"{getattr(wishes, name)!r} is none of {', '.join(known)}")
+    if wishes.neurons != PREDICTED:
+        return
+    for name, harmless in (("predict", (AUTO_PREDICTOR, "none")), ("eviction", (AUTO_EVICTION,))):
+        if getattr(wishes, name) not in harmless:
+            asked, why = said("neurons", PREDICTED), "reads no whole experts, only blocks of their neurons"
+            raise SettingInvalid(name, f"{getattr(wishes, name)!r} is about experts, and {asked} {why}: leave it out")
 
 
 def check_neurons(pack: Pack, neurons: str) -> None:
@@ -293,13 +373,6 @@ def check_neurons(pack: Pack, neurons: str) -> None:
             f"{said('neurons', PREDICTED)} needs a predictor of neurons, and the pack at {pack.root} has no "
             f"{PREDICTOR} (moeconv train-neurons adds it); or use {said('neurons', EXACT)}"
         )
-
-
-def predictor_of(pack: Pack, neurons: str) -> NeuronPredictor | None:
-    """Returns the pack's predictor of neurons, None where all neurons count. Raises PackError, SettingInvalid or
-    PredictorMissing."""
-    check_neurons(pack, neurons)
-    return load_predictor(pack) if neurons == PREDICTED else None
 
 
 def fidelity(predictor: NeuronPredictor) -> str:

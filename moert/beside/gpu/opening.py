@@ -9,7 +9,8 @@ from typing import TYPE_CHECKING
 
 from moert.beside.gpu.device import Device, DeviceMissing
 from moert.beside.gpu.simulated import PROFILES
-from moert.errors import said
+from moert.beside.wishes import Wishes
+from moert.errors import SettingInvalid, said
 
 if TYPE_CHECKING:
     from moert.kernels.backend import Backend
@@ -44,6 +45,29 @@ DEVICES: Mapping[str, Open] = {**{f"sim:{name}": _simulated for name in PROFILES
 def device_named(name: str) -> bool:
     """Returns whether a device can have this name, here or elsewhere."""
     return name in (AUTO_DEVICE, NO_DEVICE, PROCESSOR, *DEVICES) or _is_cuda(name)
+
+
+def check_settings(wishes: Wishes) -> None:
+    """Raises SettingInvalid for names that there are not, and settings that have no effect beside others."""
+    from moert.beside.gpu.placement import RULES
+    from moert.beside.gpu.residents import KEEPS
+
+    named = wishes.device
+    if not isinstance(named, str) or not device_named(named):
+        raise SettingInvalid("device", f"{named!r} is none of {known_devices()}")
+    alone = named in (NO_DEVICE, PROCESSOR)
+    for name, known in (("gpu_memory", None), ("device_keep", tuple(KEEPS)), ("device_experts", RULES)):
+        value = getattr(wishes, name)
+        if value is not None and alone:
+            raise SettingInvalid(name, f"has no effect without a {said('device')}: leave it out, or give one")
+        if value is not None and known is not None and value not in known:
+            raise SettingInvalid(name, f"{value!r} is none of {', '.join(known)}")
+    if not alone and named != AUTO_DEVICE and wishes.neurons == "predicted":
+        asked = said("neurons", "predicted")
+        raise SettingInvalid("device", f"runs whole experts, and {asked} reads none: leave it out")
+    nbytes = wishes.gpu_bytes
+    if nbytes is not None and (isinstance(nbytes, bool) or not isinstance(nbytes, int) or nbytes < 1):
+        raise SettingInvalid("gpu_memory", f"is {nbytes!r}: it should be a size, as 6GB")
 
 
 def known_devices() -> str:

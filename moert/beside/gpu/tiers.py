@@ -7,14 +7,27 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 from math import prod
-from typing import TYPE_CHECKING, NamedTuple, cast
+from typing import Any, NamedTuple, cast
 
 import numpy as np
 
 from moert.beside.gpu.device import Device, DeviceFull, HostCosts, Roofline, Running, host_costs
-from moert.beside.gpu.placement import COPIED, HELD, HOST, IN_MEMORY, ON_DEVICE, ONLY_HELD, Busy, Kind, Placement
-from moert.beside.gpu.residents import KEEPS, Keeping, Residents, popularity
+from moert.beside.gpu.opening import AUTO_DEVICE, open_device
+from moert.beside.gpu.placement import (
+    CHEAPEST,
+    COPIED,
+    HELD,
+    HOST,
+    IN_MEMORY,
+    ON_DEVICE,
+    ONLY_HELD,
+    Busy,
+    Kind,
+    Placement,
+)
+from moert.beside.gpu.residents import DEFAULT_KEEP, KEEPS, Keeping, Residents, popularity
 from moert.beside.gpu.simulated import SimulatedDevice, VirtualClock, bits_of, compute_parts
+from moert.beside.wishes import Wishes
 from moert.errors import SettingInvalid, said
 from moert.experts.ahead import Lookahead
 from moert.experts.cache import ExpertCache
@@ -25,6 +38,7 @@ from moert.experts.probe import remembered
 from moert.experts.replay import demands_of
 from moert.experts.runner import WAVE_BYTES, ByExpert, by_expert
 from moert.experts.store import ExpertStore
+from moert.experts.streaming import Holding
 from moert.kernels.backend import I32, I64, Backend, Expert, ExpertView
 from moert.pack.codec import F32, U8
 from moert.pack.errors import PackError
@@ -33,9 +47,6 @@ from moert.pack.model_spec import ExpertKey, LayerKey
 from moert.pack.parts import Ffn
 from moert.pack.reader import Pack
 from moert.stats import DeviceCounters, DeviceUse, size
-
-if TYPE_CHECKING:
-    from moert.experts.ahead import Lookahead
 
 
 class Lent(NamedTuple):
@@ -229,8 +240,6 @@ class TieredExperts:
         self.listeners = list(listeners)
         self.tiers = tiers
         self._cache, self._backend, self._spec, self._ahead = cache, backend, spec, ahead
-        if ahead is not None:
-            ahead.copies = tiers.copy_ahead
 
     def run(self, at: LayerKey, hidden: F32, experts: I64, weights: F32, out: F32, x: F32) -> None:
         """See moert.models.ffn.ExpertRunner. Raises PackError if an expert can't be read."""
@@ -466,26 +475,30 @@ class Asked:
     rule: str
 
 
-class DeviceTier:
+class DeviceTier(Holding):
     """A device and the experts of a pack there."""
 
-    def __init__(self, pack: Pack, device: Device, store: ExpertStore, backend: Backend, asked: Asked) -> None:
+    def __init__(self, pack: Pack, device: Device, whole: ExpertStore, backend: Backend, asked: Asked) -> None:
         """`backend`: the processor's. Raises PackError."""
+        super().__init__(pack, whole, backend)
         self.device, self.counters = device, DeviceCounters()
-        self._pack, self._backend, self._asked, self._store = pack, backend, asked, store
+        self.store, self.apart = LendingStore(whole), True
+        self.others = device.backend(backend)
+        self.reads_ahead = not device.simulated  # the experts read by now would depend on this machine
         self.others_there = _others_there(pack, device)
         """Whether all weights but the experts' lie on the device as well."""
+        self._asked = asked
         self.keeping = self._keeping()
-        self.runner: TieredExperts | None = None
+        self.tiers: Tiers | None = None
+        self._running: TieredExperts | None = None
         self._filled = False
         self._width = pack.manifest.model.projection_shape("down")[0]
 
-    def open(self, cache: ExpertCache, ahead: Lookahead | None, listeners: Iterable[Listener]) -> TieredExperts:
-        """Returns the ExpertRunner. Raises SettingInvalid where the device has no room for any expert."""
-        pack, device, model = self._pack, self.device, self._pack.manifest.model
-        kinds, kind_of = _kinds(pack, self._store)
+    def open(self, cache: ExpertCache) -> None:
+        pack, device = self._pack, self.device
+        kinds, kind_of = _kinds(pack, self.whole)
         weighs = {
-            entry.key: device.weigh(entry.file_bytes, self._store.projections(entry.key))
+            entry.key: device.weigh(entry.file_bytes, self.whole.projections(entry.key))
             for entry in pack.manifest.experts
         }
         rows, room = self._rows, self._room_bytes()
@@ -503,30 +516,42 @@ class DeviceTier:
         copies = None
         if self._asked.rule != ONLY_HELD:
             copies = CopyAhead(cache, residents, placement, kind_of, self.counters, device.clock.now)
-        nbytes = {entry.key: entry.file_bytes for entry in pack.manifest.experts}
-        tiers = Tiers(
-            device, residents, placement, kind_of, nbytes, self.counters, rows, copies, self._telling(host)
+        self.copies = copies
+        self.tiers = Tiers(
+            device, residents, placement, kind_of, self.nbytes, self.counters, rows, copies, self._telling(host)
         )  # fmt: skip
-        if ahead is not None and device.simulated:
-            ahead.reads = False  # experts that other threads have read by now would depend on this machine
-        self.runner = TieredExperts(tiers, cache, self._backend, model.moe.ffn, ahead, listeners)
-        return self.runner
+
+    def runner(self, cache: ExpertCache, ahead: Lookahead | None, listeners: Iterable[Listener]) -> TieredExperts:
+        assert self.tiers is not None
+        ffn = self._pack.manifest.model.moe.ffn
+        self._running = TieredExperts(self.tiers, cache, self.backend, ffn, ahead, listeners)
+        return self._running
 
     def begins(self) -> None:
         """Fills the device with the first experts when the first request is about to run."""
-        if self.runner is not None and not self._filled:
+        if self._running is not None and not self._filled:
             self._filled = True
-            self.runner.tiers.residents.limit(self._room_bytes())  # all weights but the experts' lie there by now
-            self.runner.fill(self.keeping.first)
+            self._running.tiers.residents.limit(self._room_bytes())  # all weights but the experts' lie there by now
+            self._running.fill(self.keeping.first)
 
     def close(self) -> None:
-        """Frees the experts' memory on the device, before the device closes."""
-        if self.runner is not None:
-            self.runner.tiers.residents.free_all()
+        """Frees the experts' memory on the device, and closes it."""
+        if self.tiers is not None:
+            self.tiers.residents.free_all()
+        self.others = None
+        self.device.close()
 
-    def use(self) -> DeviceUse:
+    @property
+    def elsewhere_bytes(self) -> int:
+        """Returns the bytes on a simulated device, which stand for memory of a real one."""
+        return self.device.used_bytes if self.device.simulated else 0
+
+    def now(self) -> float:
+        return self.device.clock.now()
+
+    def figures(self) -> dict[str, Any]:
         device = self.device
-        return DeviceUse(device.title, device.used_bytes, device.capacity_bytes, self.counters)
+        return {"device": DeviceUse(device.title, device.used_bytes, device.capacity_bytes, self.counters)}
 
     def _keeping(self) -> Keeping:
         spec, quiet = self._pack.manifest.model, lambda note: None
@@ -559,7 +584,7 @@ class DeviceTier:
             return self.device.host_costs()
         known = remembered(self._pack.root)
         speed = _USUAL_DRIVE if known is None else known.speeds[known.settings]
-        return host_costs(self._backend, speed)
+        return host_costs(self.backend, speed)
 
     def _telling(self, host: HostCosts) -> Telling | None:
         device, spec = self.device, self._pack.manifest.model
@@ -572,6 +597,33 @@ class DeviceTier:
         rest = sum(size for role, size in sizes if role not in ("head", "embed"))
         others = Others(rest // len(layers), head, by, _STEPS_S if self.others_there else 0.0)
         return Telling(device.clock, host, others, layers[-1])
+
+
+def held_on_device(
+    pack: Pack, whole: ExpertStore, backend: Backend, wishes: Wishes, note: Callable[[str], None]
+) -> DeviceTier | None:
+    """Returns the device that the settings name, open, with the experts there; None, with a note, if `auto` is none.
+    Raises DeviceMissing, or SettingInvalid where it is of no use for this pack."""
+    auto = wishes.device == AUTO_DEVICE
+    device = open_device(wishes.device, wishes.gpu_bytes, backend)
+    if device is None:
+        if auto:
+            note(f"{said('device', AUTO_DEVICE)} found no GPU that torch can use: the processor runs all")
+        return None
+    try:
+        if not pack.has_neurons:
+            asked = Asked(wishes.device_keep or DEFAULT_KEEP, wishes.device_experts or CHEAPEST)
+            return DeviceTier(pack, device, whole, backend, asked)
+        if not auto:
+            problem = "runs whole experts, and this pack's lie in blocks of neurons: leave it out"
+            raise SettingInvalid("device", f"{wishes.device!r} {problem}")
+    except BaseException:
+        device.close()
+        raise
+    device.close()
+    asked_for = said("device", AUTO_DEVICE)
+    note(f"{asked_for} runs whole experts, and this pack's lie in blocks of neurons: the processor runs all")
+    return None
 
 
 def _others_there(pack: Pack, device: Device) -> bool:

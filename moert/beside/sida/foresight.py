@@ -10,6 +10,7 @@ import os
 import threading
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
+from dataclasses import replace
 from functools import partial
 from itertools import accumulate, islice
 from typing import NamedTuple
@@ -17,8 +18,15 @@ from typing import NamedTuple
 import numpy as np
 
 from moert.beside.sida.network import Heard, Recalled, network_bytes, readers, recalled_bytes
+from moert.engine.seams import Routing
+from moert.errors import HashMissing, SettingInvalid, said
+from moert.experts.ahead import Lookahead
+from moert.experts.names import AUTO_PREDICTOR, DEFAULT_PREDICTOR, of_this_model
+from moert.experts.policy import Demand
 from moert.experts.predictors import Prediction, Situation, of_any_token, of_one_token, ranked
+from moert.kernels import reference
 from moert.kernels.backend import Backend, Matrix
+from moert.models.router import LearnedRouter, Recent, Routed, Router
 from moert.pack.codec import F32
 from moert.pack.hash import HASH, HashFunction
 from moert.pack.model_spec import LayerKey, ModelSpec, StackName
@@ -135,8 +143,8 @@ _CATCH_UP = 256
 _EXPECTED = 16
 """Most waiting prompts that are worked out beforehand."""
 _SAMPLE = 256
-"""Tokens of a prompt that the demand of all of them is estimated from."""
 _FAR = -600  # e to this is still a number
+"""Tokens of a prompt that the demand of all of them is estimated from."""
 
 
 class _Said(NamedTuple):
@@ -150,31 +158,27 @@ class _Said(NamedTuple):
 
 class Foresight:
     """Forecasts of the experts that a pass demands. `routes`: the function takes the place of the routers, so that it
-    is run for each pass, and for all tokens.
+    is run for each pass, and for all tokens."""
 
-    `needed` returns before a pass whether its forecast will be used; `told` is called when the forecast is there,
-    `came` when a layer has decided.
-    """
-
-    def __init__(self, function: HashFunction, spec: ModelSpec, backend: Backend, top_k: int, routes: bool) -> None:
-        self.needed: Callable[[], bool] = lambda: True
-        self.told: Callable[[StackName, int], None] = lambda stack, tokens: None
-        self.came: Callable[[LayerKey, Sequence[int]], None] = lambda at, experts: None
+    def __init__(
+        self, function: HashFunction, spec: ModelSpec, backend: Backend, top_k: int, routes: bool,
+        spare: Backend | None = None,
+    ) -> None:  # fmt: skip
+        """`spare`: a backend that nobody else uses, for prompts that wait."""
         self.embed: Matrix | None = None
         """The model's embedding [vocab, d_model]."""
-        self.before: Beforehand | None = None
-        """The work on prompts that wait, if another thread does it."""
         self._top_k, self._routes, self._backend = top_k, routes, backend
         self._readers = readers(function, backend)
         self._layers = {name: spec.moe_layers(name) for name in function.stacks}
         self._places = {at: place for layers in self._layers.values() for place, at in enumerate(layers)}
         self._made: F32 | None = None  # [tokens, width], the network's output for the present pass
         self._said: _Said | None = None
-        self._is_needed = False
         self._next = 0  # the layer that runs next, of those with experts
         self._ranked: dict[LayerKey, Prediction] = {}
+        self.before = None if spare is None else self.beforehand(spare)
+        """The work on prompts that wait, if another thread does it."""
 
-    # Calls of the model: see moert.models.model.Foresees.
+    # Called before passes: see BeforePasses. `needed`: somebody will call `likely`, `shares` or `ranked`.
 
     def begin(self) -> Heard:
         """Returns the record of a new sequence."""
@@ -182,10 +186,10 @@ class Foresight:
         assert reader is not None
         return Heard(reader.begin)
 
-    def encodes(self, sequences: Sequence[Sequence[int]], heard: Sequence[Heard]) -> None:
+    def encodes(self, sequences: Sequence[Sequence[int]], heard: Sequence[Heard], needed: bool = True) -> None:
         """Runs the encoder's network on sequences that the encoder is about to read."""
         self._forget()
-        if (reader := self._readers.get("encoder")) is None or not self._asked():
+        if (reader := self._readers.get("encoder")) is None or not (self._routes or needed):
             for each in heard:
                 each.encoded = None
             return
@@ -201,14 +205,14 @@ class Foresight:
         if decoder is not None:
             for each, rows in zip(heard, np.split(made, np.cumsum(counts)[:-1]), strict=True):
                 each.encoded = decoder.shown(np.ascontiguousarray(rows))
-        self._tell("encoder", made)
+        self._keep("encoder", made, needed)
 
-    def decodes(self, sequences: Sequence[Sequence[int]], heard: Sequence[Heard]) -> None:
+    def decodes(self, sequences: Sequence[Sequence[int]], heard: Sequence[Heard], needed: bool = True) -> None:
         """Runs the decoder's network on tokens that the decoder is about to read, behind those it has read."""
         self._forget()
         for ids, each in zip(sequences, heard, strict=True):
             each.ids += ids
-        if (reader := self._readers.get("decoder")) is None or not self._asked():
+        if (reader := self._readers.get("decoder")) is None or not (self._routes or needed):
             return
         parts: dict[int, F32] = {}
         for place, (ids, each) in enumerate(zip(sequences, heard, strict=True)):
@@ -222,12 +226,11 @@ class Foresight:
             for place, part in zip(rest, np.split(made, np.cumsum(counts)[:-1]), strict=True):
                 heard[place].done, parts[place] = len(heard[place].ids), part[-len(sequences[place]) :]
         made = np.concatenate([parts[place] for place in range(len(sequences))])
-        self._tell("decoder", made)
+        self._keep("decoder", made, needed)
 
-    def passed(self, at: LayerKey, experts: Sequence[int] = ()) -> None:
-        """Records that the router of this layer has chosen `experts`."""
+    def passed(self, at: LayerKey) -> None:
+        """The router of this layer has decided."""
         self._next = self._places.get(at, -1) + 1
-        self.came(at, experts)
 
     def numbers(self, at: LayerKey) -> F32:
         """Returns the function's numbers for a layer, in place of its router's, [tokens of the pass, experts]. Raises
@@ -237,7 +240,7 @@ class Foresight:
 
     def expects(self, prompts: Iterable[Sequence[int]]) -> None:
         """Has prompts worked out beforehand that wait for other requests to end."""
-        if self.before is not None and (self._routes or self.needed()):
+        if self.before is not None:
             self.before.expect(islice(prompts, _EXPECTED))
 
     def beforehand(self, backend: Backend) -> Beforehand:
@@ -257,7 +260,10 @@ class Foresight:
 
         return Beforehand(work)
 
-    # Calls of predictors.
+    @property
+    def knows(self) -> bool:
+        """Whether `likely`, `shares` and `ranked` know anything of the present pass."""
+        return self._said is not None
 
     def likely(self, at: LayerKey) -> F64 | None:
         """Returns the probability that the present pass demands each expert of a layer that it has still to reach,
@@ -285,10 +291,6 @@ class Foresight:
         found: F64 = table[place]
         return found
 
-    def _asked(self) -> bool:
-        self._is_needed = self.needed()
-        return self._routes or self._is_needed
-
     def _unread(self, heard: Heard, new: int) -> list[int]:
         """Returns the tokens to read, at least the `new` ones at the end. A sequence that is too far behind begins
         anew."""
@@ -310,9 +312,10 @@ class Foresight:
         self._made, self._said, self._next = None, None, 0
         self._ranked.clear()
 
-    def _tell(self, stack: StackName, made: F32) -> None:
+    def _keep(self, stack: StackName, made: F32, needed: bool) -> None:
+        """Keeps the network's output for the present pass, and where `needed` the demands that follow from it."""
         self._made = made
-        if not self._is_needed:
+        if not needed:
             return
         reader, n_tokens = self._readers[stack], len(made)
         if n_tokens == 1:
@@ -322,7 +325,6 @@ class Foresight:
             if n_tokens > _SAMPLE:
                 made = np.ascontiguousarray(made[np.linspace(0, n_tokens - 1, _SAMPLE).astype(np.int64)])
             self._said = _Said(stack, any_demands(reader.numbers(made), self._top_k, n_tokens), None)
-        self.told(stack, n_tokens)
 
 
 def any_demands(numbers: F32, top_k: int, n_tokens: int) -> F64:
@@ -407,8 +409,7 @@ class HashAndGate:
     tokens, and where one of both can't tell, the other's prediction."""
 
     def __init__(self, foresight: Foresight) -> None:
-        self._foresight, self._pool = foresight, Pool()
-        foresight.came = self._pool.came
+        self._foresight, self.pool = foresight, Pool()
 
     def predict(self, situation: Situation) -> Prediction:
         at, hashed = situation.at, self._foresight.shares(situation.at)
@@ -416,45 +417,160 @@ class HashAndGate:
         scores = situation.scores() if hashed is not None or not foreseen else None
         if scores is None:
             return foreseen
-        weights = scores**2 if hashed is None else self._pool.both(at, scores, hashed)
+        weights = scores**2 if hashed is None else self.pool.both(at, scores, hashed)
         return ranked(of_any_token(of_one_token(weights, situation.top_k), situation.n_tokens))
 
 
-class Foreseeing:
-    """The hash function of a pack with its memory. `routes_to`: the number of experts that a token goes to, where it
-    `routes` (takes the place of the routers)."""
+class BeforePasses:
+    """Listens before each pass of a model, see moert.models.model.Foresees: the function is run where it routes, or
+    where `ahead` can make use of it."""
 
-    def __init__(self, pack: Pack, function: HashFunction, backend: Backend, routes: bool) -> None:
-        spec, self._routed = pack.manifest.model, function.routed
+    def __init__(self, foresight: Foresight, ahead: Lookahead | None, routes: bool) -> None:
+        self.foresight = foresight
+        self._ahead, self._routes = ahead, routes
+
+    def opened(self, embed: Matrix) -> None:
+        self.foresight.embed = embed
+
+    def begin(self) -> Heard:
+        return self.foresight.begin()
+
+    def encodes(self, sequences: Sequence[Sequence[int]], heard: Sequence[Heard]) -> None:
+        self.foresight.encodes(sequences, heard, self.needed())
+        self._announce("encoder", sequences)
+
+    def decodes(self, sequences: Sequence[Sequence[int]], heard: Sequence[Heard]) -> None:
+        self.foresight.decodes(sequences, heard, self.needed())
+        self._announce("decoder", sequences)
+
+    def expects(self, prompts: Iterable[Sequence[int]]) -> None:
+        if self._routes or self.needed():
+            self.foresight.expects(prompts)
+
+    def needed(self) -> bool:
+        """Whether somebody will make use of the demands of the pass that is about to begin."""
+        return self._ahead is not None and self._ahead.needed()
+
+    def begins(self, stack: StackName, tokens: int) -> None:
+        """The demands of a pass of some tokens are known, and its first layer is about to run."""
+        if self._ahead is not None:
+            self._ahead.begins(stack, tokens)
+
+    def _announce(self, stack: StackName, sequences: Sequence[Sequence[int]]) -> None:
+        if self.foresight.knows:
+            self.begins(stack, sum(map(len, sequences)))
+
+
+class ForeseeingRouter:
+    """A router whose numbers were predicted from the tokens, in place of a product (SiDA, Du et al. 2023): a softmax of
+    the numbers chooses `top_k` experts for each token, and gives the chosen experts' weights."""
+
+    def __init__(self, exact: LearnedRouter, backend: Backend, numbers: Callable[[], F32], top_k: int) -> None:
+        self._exact, self._backend, self._numbers = exact, backend, numbers
+        self._chooser = LearnedRouter(replace(exact.weights, part=replace(exact.weights.part, top_k=top_k)), backend)
+
+    def route(self, x: F32, lengths: Sequence[int], recent: Sequence[Recent] = ()) -> Routed:
+        chosen = self._chooser.choose(reference.softmax(self._numbers()), lengths)
+        return Routed(self._backend.norm(x, self._exact.weights.norm), *chosen)
+
+    def guess(self, x: F32) -> F32:
+        return self._exact.guess(x)
+
+
+class Foreseeing(Routing):
+    """A pack's hash function in a run: `predicts` is the name of the predictor that it is part of, or None; where it
+    `routes` it takes the place of the routers."""
+
+    def __init__(self, pack: Pack, function: HashFunction, backend: Backend, asked: Asked, spare: Backend | None):
+        """`spare`: a backend that nobody else uses; another thread works with it on prompts that wait."""
+        super().__init__()
+        spec, routed, routes = pack.manifest.model, function.routed, asked.routes
         usual = spec.moe.router.top_k
-        self.routes_to = (usual if self._routed is None else self._routed.top_k) if routes else None
-        self.foresight = Foresight(function, spec, backend, self.routes_to or usual, routes)
+        top_k = routed.top_k if routes and routed is not None else usual
+        self.foresight = Foresight(function, spec, backend, top_k, routes, spare)
         self.nbytes = network_bytes(pack.manifest.files[HASH].nbytes)
-        """Upper bound of the bytes of its weights."""
-        self._other: Backend | None = None
         self.request_bytes = partial(recalled_bytes, function)
+        self._spare, self._routes = spare, routes
+        self._pool: Pool | None = None
+        if asked.predicts is not None:
+            self.further = self.foresight.ranked
+            self.predictor = self._predictor(asked.predicts)
+        if routes:
+            self.name, self.notes = "hash", [_loss_of(function)]
+            self.reroute = partial(self._rerouted, top_k)
+        self.listeners = [self._passed]
 
-    def work_beforehand(self, backend: Backend) -> None:
-        """Has another thread work on prompts that wait, with a backend of its own, which is closed with this."""
-        self._other, self.foresight.before = backend, self.foresight.beforehand(backend)
+    def before_passes(self, ahead: Lookahead | None) -> BeforePasses:
+        return BeforePasses(self.foresight, ahead if self.further is not None else None, self._routes)
 
     def close(self) -> None:
-        self.foresight.needed, self.foresight.told = (
-            (lambda: False),
-            (lambda stack, tokens: None),
-        )  # no forecast is needed any more
         if self.foresight.before is not None:
             self.foresight.before.close()
             self.foresight.before = None
-        if self._other is not None:
-            self._other.close()
-            self._other = None
+        if self._spare is not None:
+            self._spare.close()
+            self._spare = None
 
-    def notes(self) -> list[str]:
-        """Returns notes for the user on answers made with this routing."""
-        if self.routes_to is None:
-            return []
-        loss = "what that loses was not measured"
-        if self._routed is not None:
-            loss = f"held-out loss {100 * self._routed.loss:.1f}%, that of the widths included"
-        return [f"the hash function takes the place of the routers: {loss}"]
+    def _predictor(self, name: str) -> HashAhead | HashAndGate:
+        if name != AUTO_PREDICTOR:
+            return HashAhead(self.foresight)
+        both = HashAndGate(self.foresight)
+        self._pool = both.pool
+        return both
+
+    def _passed(self, demand: Demand) -> None:
+        self.foresight.passed(demand.at)
+        if self._pool is not None:
+            self._pool.came(demand.at, demand.experts)
+
+    def _rerouted(self, top_k: int, at: LayerKey, exact: LearnedRouter, backend: Backend) -> Router:
+        return ForeseeingRouter(exact, backend, partial(self.foresight.numbers, at), top_k)
+
+
+class Asked(NamedTuple):
+    """The use of a hash function, see Foreseeing."""
+
+    predicts: str | None
+    routes: bool
+
+
+def _loss_of(function: HashFunction) -> str:
+    """Returns a note for the user on answers made with this routing."""
+    loss = "what that loses was not measured"
+    if function.routed is not None:
+        loss = f"held-out loss {100 * function.routed.loss:.1f}%, that of the widths included"
+    return f"the hash function takes the place of the routers: {loss}"
+
+
+def function_of(pack: Pack, named: bool, routes: bool, notify: Callable[[str], None]) -> HashFunction | None:
+    """Returns the pack's hash function, if it has one.
+
+    `named`: it was asked for by name; one that is not for this model is left aside otherwise, and `notify` gets a line.
+    `routes`: it is to take the place of the routers. Raises PackError, HashMissing, or SettingInvalid.
+    """
+    check_function(pack, routes)
+    if HASH not in pack.manifest.files:
+        return None
+    return of_this_model(pack, HASH, HashFunction.from_bytes, None if named else notify)
+
+
+def check_predictor(pack: Pack) -> None:
+    """Raises HashMissing where the pack lacks a hash function to predict by."""
+    _check(pack, said("predict", "hash"), said("predict", DEFAULT_PREDICTOR))
+
+
+def check_function(pack: Pack, routes: bool) -> None:
+    """Raises HashMissing, or SettingInvalid where the function's numbers can't take the routers' place."""
+    if routes:
+        _check(pack, said("routing", "hash"), said("routing", "exact"))
+        score = pack.manifest.model.moe.router.score
+        if score != "softmax":
+            raise SettingInvalid("routing", f"'hash' needs routers that weigh by a softmax, not by {score}")
+
+
+def _check(pack: Pack, asked: str, instead: str) -> None:
+    if HASH not in pack.manifest.files:
+        raise HashMissing(
+            f"{asked} needs a hash function, and the pack at {pack.root} has no {HASH} (moeconv train-hash adds it); "
+            f"or use {instead}"
+        )

@@ -1,0 +1,164 @@
+"""The registry of packages beside the core: which setting, or which file of a pack, loads which of them.
+
+| loaded by | package | takes the place of |
+|---|---|---|
+| `neurons`, `keep_neurons`; experts in blocks of neurons | moert.beside.flash | Holding: who runs a layer's experts |
+| `device` and the settings of it | moert.beside.gpu | Holding |
+| `routing` or `predict`: hash; a hash function in the pack | moert.beside.sida | Routing: who routes, who listens |
+
+Nothing else of the core imports them, or says neuron, hash function or device.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+from moert.engine.seams import Routing
+from moert.experts.names import (
+    AUTO_PREDICTOR,
+    PREDICTORS,
+    Policies,
+    check_tables,
+    predictor_for,
+    reading_ahead_pays,
+)
+from moert.experts.store import ExpertStore
+from moert.experts.streaming import Holding
+from moert.kernels.backend import Backend
+from moert.pack.hash import HASH, HashFunction
+from moert.pack.reader import Pack
+from moert.stats import ExpertCounters
+
+if TYPE_CHECKING:
+    from moert.beside.wishes import Wishes
+
+_HASH = "hash"
+ROUTINGS = (_HASH,)
+"""Names of routers in place of the model's own."""
+_AUTO, _GATE, *_REST = PREDICTORS
+PREDICTS = (_AUTO, _GATE, _HASH, *_REST)
+"""Names of all predictors."""
+ALL_NEURONS, KEPT_NEURONS, NO_DEVICE = "exact", "recent", "none"
+"""Defaults of `neurons`, `keep_neurons` and `device`."""
+_ALONE = (NO_DEVICE, "cpu")
+
+
+def check_place(wishes: Wishes) -> None:
+    """Raises SettingInvalid for settings of a device that there can't be."""
+    asked = (wishes.gpu_bytes, wishes.device_keep, wishes.device_experts)
+    if wishes.device not in _ALONE or any(each is not None for each in asked):
+        from moert.beside.gpu.opening import check_settings
+
+        check_settings(wishes)
+
+
+def check_parts(wishes: Wishes) -> None:
+    """Raises SettingInvalid for settings of experts' neurons that there can't be."""
+    if (wishes.neurons, wishes.keep_neurons) != (ALL_NEURONS, KEPT_NEURONS):
+        from moert.beside.flash.runner import check_settings
+
+        check_settings(wishes)
+
+
+def check_pack(pack: Pack, wishes: Wishes) -> None:
+    """Raises PathsMissing, HashMissing, PredictorMissing or SettingInvalid where the pack lacks a file that settings
+    need."""
+    check_tables(pack, wishes.predict)
+    if wishes.predict == _HASH or wishes.routing == _HASH:
+        from moert.beside.sida import foresight
+
+        if wishes.predict == _HASH:
+            foresight.check_predictor(pack)
+        foresight.check_function(pack, wishes.routing == _HASH)
+    if wishes.neurons != ALL_NEURONS:
+        from moert.beside.flash.runner import check_neurons
+
+        check_neurons(pack, wishes.neurons)
+
+
+class Beside:
+    """The packages that settings and a pack load for one engine."""
+
+    def __init__(self, pack: Pack, wishes: Wishes, policies: Policies, note: Callable[[str], None]) -> None:
+        """`note` gets a line where something was left aside. Raises PackError, HashMissing, PredictorMissing or
+        SettingInvalid."""
+        self._pack, self._wishes, self._own, self._note = pack, wishes, policies, note
+        self._reads_whole = wishes.neurons == ALL_NEURONS
+        self._predict = wishes.predict if self._reads_whole else "none"
+        if not self._reads_whole:
+            from moert.beside.flash.runner import check_neurons
+
+            check_neurons(pack, wishes.neurons)
+        self._function = self._hash_function()
+
+    def holding(self, whole: ExpertStore, backend: Backend, counters: ExpertCounters) -> Holding:
+        """Returns how experts are held and run. Raises PackError, DeviceMissing or SettingInvalid."""
+        wishes = self._wishes
+        if wishes.device not in _ALONE:
+            from moert.beside.gpu.tiers import held_on_device
+
+            found = held_on_device(self._pack, whole, backend, wishes, self._note)
+            if found is not None:
+                return found
+        if self._pack.has_neurons:
+            from moert.beside.flash.runner import held_in_blocks
+
+            return held_in_blocks(self._pack, whole, backend, counters, wishes.keep_neurons, wishes.neurons)
+        return Holding(self._pack, whole, backend)
+
+    def routing(self, backend: Backend, spare: Callable[[], Backend | None]) -> Routing:
+        """Returns who routes and who listens. `spare` opens a backend that nobody else makes use of. Raises PackError
+        or PathsMissing."""
+        own, name, pack = self._own.predictor, self._predict, self._pack
+        if self._function is None:
+            return Routing(own or predictor_for(pack, name))
+        from moert.beside.sida.foresight import Asked, Foreseeing
+
+        takes = name == _HASH or (name == AUTO_PREDICTOR and reading_ahead_pays(pack))
+        predicts = name if own is None and takes else None
+        asked = Asked(predicts, self._wishes.routing == _HASH)
+        found = Foreseeing(pack, self._function, backend, asked, spare())
+        self._function = None
+        if predicts is None:
+            found.predictor = own or predictor_for(pack, name)
+        return found
+
+    def _hash_function(self) -> HashFunction | None:
+        """Returns the pack's hash function, if it predicts or routes."""
+        routes = self._wishes.routing == _HASH
+        named = routes or self._predict == _HASH
+        taken = self._predict == AUTO_PREDICTOR and reading_ahead_pays(self._pack)
+        if not named and not (taken and HASH in self._pack.manifest.files):
+            return None
+        from moert.beside.sida.foresight import check_predictor, function_of
+
+        if self._predict == _HASH and self._own.predictor is None:
+            check_predictor(self._pack)
+        return function_of(self._pack, named, routes, self._note)
+
+
+def hash_memory(pack: Pack, function: HashFunction | None) -> tuple[int, Callable[[int, int], int] | None]:
+    """Returns the memory of a hash function under the default settings: of its weights, and of a prompt [bytes]."""
+    if function is None or not reading_ahead_pays(pack):
+        return 0, None
+    from moert.beside.sida.network import network_bytes, recalled_bytes
+
+    return network_bytes(pack.manifest.files[HASH].nbytes), partial(recalled_bytes, function)
+
+
+def hash_function(pack: Pack) -> HashFunction | None:
+    """Returns a pack's hash function; None without one. Raises PackError."""
+    if HASH not in pack.manifest.files:
+        return None
+    from moert.beside.sida.foresight import function_of
+
+    return function_of(pack, named=True, routes=False, notify=lambda note: None)
+
+
+def measured_devices() -> dict[str, Any]:
+    """Returns the costs of devices that were measured here, DeviceCosts by name."""
+    from moert.beside.gpu.device import known_costs
+
+    return dict(known_costs())
