@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import accumulate
 from math import prod
 from typing import Any, NamedTuple, cast
@@ -211,16 +211,22 @@ class Tiers:
 
 @dataclass
 class _Layer:
-    """One layer on its way: its experts, where the rows of each begin, where each is computed (`who`), the computations
-    that the device has begun, and the results of all."""
+    """One layer on its way: its experts, where the rows of each begin, who computes each, whether it was `absent` from
+    memory, its input, the results of all experts, when it began [s], and the work that the device has begun."""
 
     keys: list[ExpertKey]
     group: ByExpert
     starts: list[int]
     who: bytearray
+    absent: list[bool]
     hidden: F32
     parts: F32
-    running: list[tuple[list[Piece], Running]]
+    began_s: float
+    running: list[tuple[list[Piece], Running]] = field(default_factory=list)
+
+    def places(self, by: int, absent: bool) -> list[int]:
+        """Returns the experts that `by` computes, of those that were absent from memory or of the others."""
+        return [place for place in _places(self.who, by) if self.absent[place] == absent]
 
     def rows(self, place: int) -> slice:
         return slice(self.starts[place], self.starts[place + 1])
@@ -243,36 +249,44 @@ class TieredExperts:
 
     def run(self, at: LayerKey, hidden: F32, experts: I64, weights: F32, out: F32, x: F32) -> None:
         """See moert.models.ffn.ExpertRunner. Raises PackError if an expert can't be read."""
-        group = by_expert(experts, weights)
-        keys = [at.expert(number) for number in group.needed]
+        layer = self._planned(at, hidden, by_expert(experts, weights))
+        self._begin_held(layer)
+        self._tell_reads(layer)
+        self._copy(layer, layer.places(COPIED, absent=False))
+        if self._ahead is not None:
+            self._ahead.look(at, experts, x)
+        self._compute(layer, layer.places(HOST, absent=False))
+        self._copy(layer, layer.places(COPIED, absent=True))
+        self._compute(layer, layer.places(HOST, absent=True))
+        self._finish(layer)
+        self._backend.add_parts(layer.parts, layer.group.weights, out, layer.group.tokens)
+        self._exchange(layer)
+        self.tiers.residents.settle()
+        self.tiers.counters.taken_s += self.tiers.device.clock.now() - layer.began_s
+
+    def _planned(self, at: LayerKey, hidden: F32, group: ByExpert) -> _Layer:
+        """Returns the layer with a place for each of its experts, and announces its demand."""
         tiers, demand = self.tiers, Demand(at, tuple(group.needed))
+        keys = demand.expert_keys()
         if tiers.telling is not None:
             tiers.telling.layer(at, len(hidden))
         tiers.residents.begin(demand)
         if tiers.copy_ahead is not None:
             tiers.copy_ahead.demanded(set(keys))
         absent = self._cache.absent(keys)
-        began, who, seconds = tiers.device.clock.now(), *self._placed(keys, group.counts, absent)
+        began_s, (who, seconds) = tiers.device.clock.now(), self._placed(keys, group.counts, absent)
+        tiers.counters.predicted_s += seconds
         self._announce(demand, keys, who)
         starts = list(accumulate(group.counts, initial=0))
         parts = np.empty((starts[-1], hidden.shape[1]), np.float32)
-        layer = _Layer(keys, group, starts, who, hidden, parts, [])
-        self._begin_held(layer)
-        if tiers.telling is not None:
-            lacking = [place for by in (COPIED, HOST) for place in _places(who, by) if absent[place]]
-            tiers.telling.reads({keys[place]: tiers.nbytes[keys[place]] for place in lacking})
-        self._copy(layer, [place for place in _places(who, COPIED) if not absent[place]])
-        if self._ahead is not None:
-            self._ahead.look(at, experts, x)
-        self._compute(layer, [place for place in _places(who, HOST) if not absent[place]])
-        self._copy(layer, [place for place in _places(who, COPIED) if absent[place]])
-        self._compute(layer, [place for place in _places(who, HOST) if absent[place]])
-        self._finish(layer)
-        self._backend.add_parts(layer.parts, group.weights, out, group.tokens)
-        self._exchange(layer)
-        tiers.residents.settle()
-        tiers.counters.predicted_s += seconds
-        tiers.counters.taken_s += tiers.device.clock.now() - began
+        return _Layer(keys, group, starts, who, absent, hidden, parts, began_s)
+
+    def _tell_reads(self, layer: _Layer) -> None:
+        """Tells a simulated device which experts are read now."""
+        telling, nbytes = self.tiers.telling, self.tiers.nbytes
+        if telling is not None:
+            lacking = [place for by in (COPIED, HOST) for place in layer.places(by, absent=True)]
+            telling.reads({layer.keys[place]: nbytes[layer.keys[place]] for place in lacking})
 
     def fill(self, first: Sequence[ExpertKey]) -> None:
         """Brings experts to the device before the first request, in this order, as many as stay there."""
