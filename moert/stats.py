@@ -7,7 +7,7 @@ import resource
 import sys
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 from moert.errors import said
 
@@ -37,79 +37,6 @@ class ExpertCounters:
     prefetch_issued_bytes: int = 0
     prefetch_used: int = 0
     prefetch_used_bytes: int = 0
-
-
-@dataclass
-class DeviceCounters:
-    """Counts of the experts that were computed with a device, since the engine was opened. Of the `asked` experts, each
-    counted once for all tokens of a layer, `held` were on the device, and `coming` of these still on their way;
-    `copied` were copied to the device then and computed there, `on_host` were computed by the processor. All `copies`
-    together brought `copied_bytes`; `ahead` of them were begun before their expert was demanded, and `ahead_used` of
-    these experts were demanded next. `given_back`: experts that left because the device had less memory than it was to
-    use. Layers were predicted to take `predicted_s` in all, and took `taken_s`."""
-
-    asked: int = 0
-    held: int = 0
-    coming: int = 0
-    copied: int = 0
-    on_host: int = 0
-    copies: int = 0
-    copied_bytes: int = 0
-    ahead: int = 0
-    ahead_used: int = 0
-    evictions: int = 0
-    given_back: int = 0
-    predicted_s: float = 0.0
-    taken_s: float = 0.0
-
-
-@dataclass(frozen=True)
-class DeviceUse:
-    """A device with its used memory and the counts of its work. `title` names the device, and says if it is
-    simulated."""
-
-    title: str
-    used_bytes: int
-    capacity_bytes: int
-    counters: DeviceCounters
-
-    def lines(self) -> list[str]:
-        """Returns lines for people."""
-        counters = self.counters
-        asked = max(1, counters.asked)
-        shares = [
-            f"{100 * count / asked:.1f}% {what}"
-            for count, what in (
-                (counters.held, "of the experts asked for were there"), (counters.copied, "copied there"),
-                (counters.on_host, "computed by the processor"),
-            )
-        ]  # fmt: skip
-        ahead = f"; {counters.ahead} ahead, {counters.ahead_used} of them used" if counters.ahead else ""
-        back = f"; {counters.given_back} given back for lack of memory" if counters.given_back else ""
-        return [
-            f"device           {self.title}: {size(self.used_bytes)} of {size(self.capacity_bytes)} used",
-            f"on the device    {', '.join(shares)}",
-            f"copies           {counters.copies}, {size(counters.copied_bytes)}{ahead}{back}",
-        ]
-
-
-@dataclass
-class NeuronCounters:
-    """Counts of experts whose neurons are read by themselves: `neurons` that were demanded, each for each token, of
-    which `fired` gave anything but zero; `blocks` with a neuron that fired, each once for all tokens of a layer, and
-    `block_hits` of them that were in memory. `wait_s`: the time that the model waited for blocks. Where neurons are
-    predicted, the predictor named `named` of them, and `computed` are all neurons of the blocks with a named one: only
-    these blocks are read, and only their neurons can fire. `way`: see RunStats.neurons."""
-
-    neurons: int = 0
-    named: int = 0
-    computed: int = 0
-    fired: int = 0
-    blocks: int = 0
-    block_hits: int = 0
-    block_evictions: int = 0
-    wait_s: float = 0.0
-    way: str = "exact"
 
 
 @dataclass
@@ -182,6 +109,14 @@ class Ways:
     routing: str
 
 
+class Shown(Protocol):
+    """Figures of a package beside the core, a dataclass."""
+
+    def lines(self) -> list[str]:
+        """Returns lines for people."""
+        ...
+
+
 @dataclass(frozen=True)
 class RunStats:
     """One run in numbers. Bytes are bytes, times seconds; rates that nothing was measured for are 0.
@@ -237,7 +172,7 @@ class RunStats:
     neurons_fired: float = 0.0
     block_requests: int = 0
     block_hits: int = 0
-    device: DeviceUse | None = None
+    device: Shown | None = None
 
     def to_dict(self) -> dict[str, Any]:
         return asdict(self)
@@ -297,12 +232,10 @@ class RunStats:
 
 def run_stats(
     times: RequestTimes, counters: ExpertCounters, ahead: ReadAhead, room: Room, ways: Ways, best: tuple[int, float],
-    neurons: NeuronCounters | None = None, device: DeviceUse | None = None,
+    waited_s: float = 0.0, **further: Any,
 ) -> RunStats:  # fmt: skip
-    """Returns the figures of a run. `best`: the number of requests that Belady's rule was tried on, and its hit
-    rate."""
-    neurons = neurons or NeuronCounters()
-    all_neurons = max(1, neurons.neurons)
+    """Returns the figures of a run. `best`: the number of requests that Belady's rule was tried on, and its hit rate.
+    `waited_s`: for data beside whole experts; `further`: fields of RunStats, of a package beside the core."""
     later_tokens = times.new_tokens - times.requests
     return RunStats(
         requests=times.requests,
@@ -318,7 +251,7 @@ def run_stats(
         reads=counters.reads,
         bytes_read=counters.bytes_read,
         retries=counters.retries,
-        stall_s=counters.stall_s + neurons.wait_s,
+        stall_s=counters.stall_s + waited_s,
         prefetch_issued_bytes=counters.prefetch_issued_bytes,
         prefetch_used_bytes=counters.prefetch_used_bytes,
         prefetch_wasted_bytes=counters.prefetch_issued_bytes - counters.prefetch_used_bytes,
@@ -335,13 +268,7 @@ def run_stats(
         routing=ways.routing,
         belady_demands=best[0],
         belady_hit_rate=best[1],
-        neurons=neurons.way,
-        neurons_named=neurons.named / all_neurons,
-        neurons_computed=neurons.computed / all_neurons,
-        neurons_fired=neurons.fired / all_neurons,
-        block_requests=neurons.blocks,
-        block_hits=neurons.block_hits,
-        device=device,
+        **further,
     )
 
 

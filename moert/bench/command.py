@@ -13,6 +13,7 @@ from typing import Any
 
 from moert.bench.measure import BenchRun, BenchSettings, bound_s, measure
 from moert.beside.flash.runner import EXACT
+from moert.beside.gpu.device import DeviceCounters, DeviceUse
 from moert.command.description import system_facts
 from moert.command.prompts import Longest, Source, read_records
 from moert.engine.budget import CacheLimit, MemoryLimit, room_within
@@ -20,7 +21,7 @@ from moert.engine.registry import check_pack
 from moert.errors import InputInvalid
 from moert.pack.messages import in_one_line
 from moert.pack.reader import MANIFEST, Pack
-from moert.stats import DeviceCounters, DeviceUse, size
+from moert.stats import size
 
 PERCENTILES = (50, 90, 99)
 

@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from moert.beside.gpu.device import DeviceUse
 from moert.beside.gpu.simulated import PROFILES
 from moert.engine.choosing import GenerationSettings
 from moert.engine.engine import Engine
@@ -24,7 +25,7 @@ from moert.machine import drop_page_cache, machine_memory
 from moert.pack.manifest import BACKBONE
 from moert.pack.model_spec import ExpertKey
 from moert.pack.reader import Pack
-from moert.stats import DeviceUse, RunStats
+from moert.stats import RunStats
 
 # Bounds: the least time of a run, and the hits of a policy that knows the future. Pure.
 
@@ -270,7 +271,7 @@ def measure(
         kernels=kernels,
         trace=tuple(trace),
         nbytes=nbytes,
-        device=after.device,
+        device=after.device if isinstance(after.device, DeviceUse) else None,
     )
 
 

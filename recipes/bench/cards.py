@@ -22,6 +22,7 @@ from typing import Any, NamedTuple, cast
 import numpy as np
 import numpy.typing as npt
 
+from moert.beside.gpu.device import DeviceCounters
 from moert.beside.gpu.placement import IN_MEMORY, ON_DEVICE, ONLY_HELD, RULES, Kind, Placement
 from moert.beside.gpu.residents import KEEPS, Residents
 from moert.beside.gpu.simulated import PROFILES, SimulatedDevice
@@ -33,7 +34,7 @@ from moert.experts.predictors import GateAhead
 from moert.kernels.backend import ExpertView, ProjectionView
 from moert.pack.files import atomic_write
 from moert.pack.model_spec import LayerKey
-from moert.stats import DeviceCounters, ExpertCounters
+from moert.stats import ExpertCounters
 from recipes.bench import routing
 from recipes.bench.result import Row, context, row_of_runs, table, write
 from recipes.bench.sized import sized

@@ -155,7 +155,7 @@ NAMING = re.compile("neuron|hash|device", re.IGNORECASE)
 NAMED = {
     "moert.command.cli": 2, "moert.command.description": 43, "moert.command.options": 34, "moert.engine.engine": 1,
     "moert.engine.settings": 17, "moert.errors": 4, "moert.experts.probe": 4, "moert.experts.store": 3,
-    "moert.models.backbone": 4, "moert.stats": 44,
+    "moert.models.backbone": 4, "moert.stats": 16,
 }  # fmt: skip
 
 

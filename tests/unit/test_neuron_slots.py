@@ -10,10 +10,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from moert.beside.flash.keeping import I64, KEEPING, room_for, shares
-from moert.beside.flash.store import BlockCache, Lent
+from moert.beside.flash.store import BlockCache, Lent, NeuronCounters
 from moert.pack.codec import U8
 from moert.pack.model_spec import ExpertKey, LayerKey
-from moert.stats import NeuronCounters
 
 LAYERS = {LayerKey("decoder", layer): [ExpertKey("decoder", layer, number) for number in range(2)] for layer in (0, 1)}
 N_BLOCKS, NBYTES = 8, 512

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from moert.beside.gpu.device import DeviceFull
+from moert.beside.gpu.device import DeviceCounters, DeviceFull
 from moert.beside.gpu.placement import RULES
 from moert.beside.gpu.residents import KEEPS, Ranked, Residents, popularity
 from moert.beside.gpu.simulated import PROFILES
@@ -23,7 +23,6 @@ from moert.kernels.backend import ExpertView
 from moert.pack.model_spec import ExpertKey, LayerKey
 from moert.pack.paths import TRACE, Trace, record
 from moert.pack.writer import add_to_pack
-from moert.stats import DeviceCounters
 from tests.pairs import thinned
 from tests.tiny_packs import DECODER, SPECS, run_greedy, write_pack
 

@@ -9,7 +9,17 @@ import numpy as np
 import numpy.typing as npt
 
 from moert.beside.flash.keeping import KEEPING, Shares, all_to_blocks, room_for, shares
-from moert.beside.flash.store import BlockCache, BlockReader, ColumnReader, Lent, PieceReader, Pieces, Rows, RowStore
+from moert.beside.flash.store import (
+    BlockCache,
+    BlockReader,
+    ColumnReader,
+    Lent,
+    NeuronCounters,
+    PieceReader,
+    Pieces,
+    Rows,
+    RowStore,
+)
 from moert.beside.wishes import Wishes
 from moert.errors import NotFinite, PredictorMissing, SettingInvalid, said
 from moert.experts.ahead import Lookahead
@@ -29,7 +39,7 @@ from moert.pack.model_spec import ExpertKey, LayerKey
 from moert.pack.neurons import PREDICTOR, NeuronPredictor, load_predictor
 from moert.pack.parts import Ffn
 from moert.pack.reader import Pack
-from moert.stats import ExpertCounters, NeuronCounters
+from moert.stats import ExpertCounters
 
 EXACT, PREDICTED = "exact", "predicted"
 NEURONS = (EXACT, PREDICTED)
@@ -132,7 +142,7 @@ class _Pieces(Holding):
         return str(self.pieces.io)
 
     def figures(self) -> dict[str, Any]:
-        return {"neurons": self.counters}
+        return self.counters.figures()
 
 
 class Firing(_Pieces):

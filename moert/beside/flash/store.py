@@ -7,8 +7,9 @@ import threading
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from itertools import accumulate
-from typing import NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 
@@ -23,7 +24,40 @@ from moert.pack.layout import NEURONS, NeuronLayout
 from moert.pack.model_spec import ExpertKey, LayerKey
 from moert.pack.neurons import checksums_from_bytes
 from moert.pack.reader import Pack
-from moert.stats import ExpertCounters, NeuronCounters
+from moert.stats import ExpertCounters
+
+
+@dataclass
+class NeuronCounters:
+    """Counts of experts whose neurons are read by themselves: `neurons` that were demanded, each for each token, of
+    which `fired` gave anything but zero; `blocks` with a neuron that fired, each once for all tokens of a layer, and
+    `block_hits` of them that were in memory. `wait_s`: the time that the model waited for blocks. Where neurons are
+    predicted, the predictor named `named` of them, and `computed` are all neurons of the blocks with a named one: only
+    these blocks are read, and only their neurons can fire. `way`: see RunStats.neurons."""
+
+    neurons: int = 0
+    named: int = 0
+    computed: int = 0
+    fired: int = 0
+    blocks: int = 0
+    block_hits: int = 0
+    block_evictions: int = 0
+    wait_s: float = 0.0
+    way: str = "exact"
+
+    def figures(self) -> dict[str, Any]:
+        """Returns arguments of moert.stats.run_stats."""
+        every = max(1, self.neurons)
+        return {
+            "waited_s": self.wait_s,
+            "neurons": self.way,
+            "neurons_named": self.named / every,
+            "neurons_computed": self.computed / every,
+            "neurons_fired": self.fired / every,
+            "block_requests": self.blocks,
+            "block_hits": self.block_hits,
+        }
+
 
 WHOLE = 0.5
 """Where more than this part of an expert's blocks is to be read, all are, in one request."""

@@ -19,6 +19,7 @@ from moert.kernels.speed import WIDTHS, kernel_speeds
 from moert.machine import DAMAGED, cache_file, entries, remember
 from moert.pack.codec import F32, QuantizedMatrix, n_groups, row_bytes
 from moert.pack.parts import Ffn
+from moert.stats import size
 
 
 @dataclass(frozen=True)
@@ -274,3 +275,57 @@ def _parsed(body: Mapping[str, Any]) -> DeviceCosts:
     if set(widths) != set(WIDTHS) or not sound:
         raise ValueError
     return DeviceCosts(widths, *numbers)
+
+
+@dataclass
+class DeviceCounters:
+    """Counts of the experts that were computed with a device, since the engine was opened. Of the `asked` experts, each
+    counted once for all tokens of a layer, `held` were on the device, and `coming` of these still on their way;
+    `copied` were copied to the device then and computed there, `on_host` were computed by the processor. All `copies`
+    together brought `copied_bytes`; `ahead` of them were begun before their expert was demanded, and `ahead_used` of
+    these experts were demanded next. `given_back`: experts that left because the device had less memory than it was to
+    use. Layers were predicted to take `predicted_s` in all, and took `taken_s`."""
+
+    asked: int = 0
+    held: int = 0
+    coming: int = 0
+    copied: int = 0
+    on_host: int = 0
+    copies: int = 0
+    copied_bytes: int = 0
+    ahead: int = 0
+    ahead_used: int = 0
+    evictions: int = 0
+    given_back: int = 0
+    predicted_s: float = 0.0
+    taken_s: float = 0.0
+
+
+@dataclass(frozen=True)
+class DeviceUse:
+    """A device with its used memory and the counts of its work. `title` names the device, and says if it is
+    simulated."""
+
+    title: str
+    used_bytes: int
+    capacity_bytes: int
+    counters: DeviceCounters
+
+    def lines(self) -> list[str]:
+        """Returns lines for people."""
+        counters = self.counters
+        asked = max(1, counters.asked)
+        shares = [
+            f"{100 * count / asked:.1f}% {what}"
+            for count, what in (
+                (counters.held, "of the experts asked for were there"), (counters.copied, "copied there"),
+                (counters.on_host, "computed by the processor"),
+            )
+        ]  # fmt: skip
+        ahead = f"; {counters.ahead} ahead, {counters.ahead_used} of them used" if counters.ahead else ""
+        back = f"; {counters.given_back} given back for lack of memory" if counters.given_back else ""
+        return [
+            f"device           {self.title}: {size(self.used_bytes)} of {size(self.capacity_bytes)} used",
+            f"on the device    {', '.join(shares)}",
+            f"copies           {counters.copies}, {size(counters.copied_bytes)}{ahead}{back}",
+        ]

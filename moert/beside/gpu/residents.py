@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from moert.beside.gpu.device import STAGING_BUFFERS, Device, DeviceFull, Held
+from moert.beside.gpu.device import STAGING_BUFFERS, Device, DeviceCounters, DeviceFull, Held
 from moert.experts.policy import (
     Candidates,
     Demand,
@@ -23,7 +23,6 @@ from moert.experts.residency import Residency
 from moert.kernels.backend import ExpertView
 from moert.pack.model_spec import ExpertKey, LayerKey, ModelSpec
 from moert.pack.paths import DROPPED, Trace
-from moert.stats import DeviceCounters
 
 Popularity = Mapping[LayerKey, npt.NDArray[np.float64]]
 """For each layer the share of its tokens that went to each expert [num_experts]."""

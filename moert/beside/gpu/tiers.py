@@ -11,7 +11,16 @@ from typing import Any, NamedTuple, cast
 
 import numpy as np
 
-from moert.beside.gpu.device import Device, DeviceFull, HostCosts, Roofline, Running, host_costs
+from moert.beside.gpu.device import (
+    Device,
+    DeviceCounters,
+    DeviceFull,
+    DeviceUse,
+    HostCosts,
+    Roofline,
+    Running,
+    host_costs,
+)
 from moert.beside.gpu.opening import AUTO_DEVICE, open_device
 from moert.beside.gpu.placement import (
     CHEAPEST,
@@ -46,7 +55,7 @@ from moert.pack.manifest import BACKBONE
 from moert.pack.model_spec import ExpertKey, LayerKey
 from moert.pack.parts import Ffn
 from moert.pack.reader import Pack
-from moert.stats import DeviceCounters, DeviceUse, size
+from moert.stats import size
 
 
 class Lent(NamedTuple):
