@@ -162,11 +162,11 @@ class Engine:
         self._routers: Routers = {}
         self.ahead = None
         if routing.predictor is not None:
-            further = Further(self._routers, routing.further, self.holding.copies, self.holding.reads_ahead)
-            price = Worth() if own.weighed else None
+            copies, reads, worth = self.holding.copies, self.holding.reads_ahead, Worth() if own.weighed else None
+            further = Further(self._routers, routing.further, copies, reads, worth)
             self.ahead = Lookahead(
-                self.spec, self.cached_bytes, self.cache, self.counters, routing.predictor, price, further
-            )
+                self.spec, self.cached_bytes, self.cache, self.counters, routing.predictor, further
+            )  # fmt: skip
         self._admission = Admission(self._regulator, streaming, self.ahead)
         self._aside = partial(aside, self._turns, self._admission)
         self.text = Text(self.pack, partial(self._aside, LONG_TEXT))

@@ -42,13 +42,14 @@ PREDICTS = (_AUTO, _GATE, _HASH, *_REST)
 """Names of all predictors."""
 ALL_NEURONS, KEPT_NEURONS, NO_DEVICE = "exact", "recent", "none"
 """Defaults of `neurons`, `keep_neurons` and `device`."""
-_ALONE = (NO_DEVICE, "cpu")
+ALONE = (NO_DEVICE, "cpu")
+"""Names of `device` without any."""
 
 
 def check_place(wishes: Wishes) -> None:
     """Raises SettingInvalid for settings of a device that there can't be."""
     asked = (wishes.gpu_bytes, wishes.device_keep, wishes.device_experts)
-    if wishes.device not in _ALONE or any(each is not None for each in asked):
+    if wishes.device not in ALONE or any(each is not None for each in asked):
         from moert.beside.gpu.opening import check_settings
 
         check_settings(wishes)
@@ -96,7 +97,7 @@ class Beside:
     def holding(self, whole: ExpertStore, backend: Backend, counters: ExpertCounters) -> Holding:
         """Returns how experts are held and run. Raises PackError, DeviceMissing or SettingInvalid."""
         wishes = self._wishes
-        if wishes.device not in _ALONE:
+        if wishes.device not in ALONE:
             from moert.beside.gpu.tiers import held_on_device
 
             found = held_on_device(self._pack, whole, backend, wishes, self._note)

@@ -260,12 +260,13 @@ class Copying(Protocol):
 class Further:
     """The helpers of a Lookahead beside the cache. `routers`: the model's, for predictors that call them early.
     `foreseen` returns the experts of layers further away, and of the first layer of a pass. `copies`: copies predicted
-    experts to another place. `reads`: whether predicted experts are read from the drive."""
+    experts to another place. `reads`: whether predicted experts are read from the drive. `worth`: see Lookahead."""
 
     routers: Mapping[LayerKey, Guesses] = field(default_factory=dict)
     foreseen: Callable[[LayerKey], Prediction] | None = None
     copies: Copying | None = None
     reads: bool = True
+    worth: Worth | None = None
 
 
 @dataclass
@@ -339,10 +340,11 @@ class Lookahead:
 
     def __init__(
         self, spec: ModelSpec, nbytes: Mapping[ExpertKey, int], cache: ExpertCache, counters: ExpertCounters,
-        predictor: Predictor, worth: Worth | None, further: Further | None = None,
+        predictor: Predictor, further: Further,
     ) -> None:  # fmt: skip
-        self._cache, self._counters, self._predictor, self._worth = cache, counters, predictor, worth
-        self._further, self._top_k, self._order = further or Further(), spec.moe.router.top_k, _Order(spec)
+        self._cache, self._counters, self._predictor = cache, counters, predictor
+        self._further, self._worth = further, further.worth
+        self._top_k, self._order = spec.moe.router.top_k, _Order(spec)
         self._nbytes = {at: [nbytes[at.expert(number)] for number in range(spec.moe.n)] for at in self._order.layers}
         self._n_experts = len(nbytes)
         self._history: list[Selected] = []

@@ -273,7 +273,7 @@ class Rig:
         if setup.guesses:
             asked = {at: cast("Any", _Asked(self, place)) for place, at in enumerate(ORDER)}
             further = Further(asked, copies=copies, reads=False)
-            ahead = Lookahead(MIXTRAL, nbytes, self.cache, ExpertCounters(), GateAhead(), None, further)
+            ahead = Lookahead(MIXTRAL, nbytes, self.cache, ExpertCounters(), GateAhead(), further)
         self.runner = TieredExperts(tiers, self.cache, cast("Any", _Nothing()), MIXTRAL.moe.ffn, ahead)
         self.tiers, self._ahead = tiers, ahead
         self._fill_memory(keys)

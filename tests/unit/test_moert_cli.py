@@ -20,12 +20,19 @@ from random_hash import add_hash
 from tiny_packs import DECODER, DECODER_SHAPE, PROMPTS, SWITCH, SWITCH_SHAPE, damage_expert, write_pack
 
 from moert import __version__
+from moert.beside.flash.keeping import DEFAULT_KEEPING
+from moert.beside.flash.runner import EXACT
+from moert.beside.flash.runner import check_settings as flash_settings
+from moert.beside.gpu.opening import NO_DEVICE, PROCESSOR
+from moert.beside.gpu.opening import check_settings as gpu_settings
 from moert.command import cli
+from moert.engine import registry
 from moert.engine.choosing import GenerationSettings
 from moert.engine.engine import Engine
 from moert.engine.registry import PREDICTS
+from moert.engine.settings import EngineSettings
 from moert.errors import RunError, SettingInvalid
-from moert.experts.names import EVICTIONS
+from moert.experts.names import EVICTIONS, PREDICTORS
 from moert.kernels import library, open_backend
 from moert.kernels.backend import Backend
 from moert.machine import usable_cores
@@ -671,3 +678,12 @@ def test_bench_has_eight_options_which_sweeps_have_too() -> None:
     assert len({*said} - {"context", "packs"}) == 8
     every = {name: each.default for name, each in inspect.signature(sweeps.main).parameters.items()}
     assert said.items() <= every.items()
+
+
+def test_the_registry_has_the_names_of_the_packages_that_it_loads() -> None:
+    assert (registry.ALL_NEURONS, registry.KEPT_NEURONS) == (EXACT, DEFAULT_KEEPING)
+    assert registry.ALONE == (NO_DEVICE, PROCESSOR)
+    assert set(PREDICTS) == {*PREDICTORS, "hash"}
+    defaults = EngineSettings()
+    flash_settings(defaults)
+    gpu_settings(defaults)
