@@ -17,6 +17,7 @@ import moert
 from moeconv.command import cli
 from moeconv.conversion.settings import Options, Settings
 from moeconv.errors import ConversionError
+from moeconv.tuned import TUNED
 from moert.pack.errors import PackError
 from moert.pack.reader import Pack
 
@@ -71,8 +72,8 @@ def test_steps_go_to_stderr_unless_they_are_not_wanted(
 
 
 def test_options_of_the_command_are_arguments() -> None:
-    of_command = {*inspect.signature(cli.quantize).parameters} - {"model", "out", "work", "as_json"}
-    assert {*Options.__annotations__} == of_command
+    options = {*inspect.signature(cli.quantize).parameters} - {"model", "out", "work", "as_json", "tune"}
+    assert {*Options.__annotations__} == options | {each.name for each in TUNED if "quantize" in each.commands}
     held = {each.name for each in fields(Settings)} - {"model", "out", "work", "target", "memory_bytes"}
     assert {*Options.__annotations__} == held | {"loss", "size", "bits_per_weight", "memory"}
 

@@ -19,6 +19,7 @@ from moeconv.conversion.host import Timing, timing
 from moeconv.errors import SettingsError
 from moeconv.plan.forecast import DEFAULT_DRIVE
 from moeconv.report.page import many
+from moeconv.tuned import said
 
 MACHINE: dict[str, Any] = {
     "process": {"held_bytes": 45_000_000, "thread_bytes": 1 << 20},
@@ -184,11 +185,11 @@ def test_what_does_not_go_with_it_is_refused_in_one_line(
 ) -> None:
     model = written(tmp_path / "model", MIXTRAL_8X7B)
     (tmp_path / "work").mkdir()
-    option = {"whole_curve": "--curve"}.get(name, f"--{name.replace('_', '-')}")
+    option = {"whole_curve": "--curve"}.get(name, said(name))
     value = {"loss": ["5%"], "size": ["1GB"], "bits_per_weight": ["3"], "memory": ["4GB"], "drive": ["1GB/s"],
              "allocation": ["knapsack"], "signal": ["kl"], "bits": ["2,4"]}.get(name, [])  # fmt: skip
     what = model if name in OF_WORK else str(tmp_path / "work")
-    assert cli._exit_code(["plan", what, option, *value]) == cli.EXIT_USER
+    assert cli._exit_code(["plan", what, *(said(name, value[0]) if value else option).split()]) == cli.EXIT_USER
     printed = capsys.readouterr()
     assert printed.out == ""
     assert printed.err.startswith(f"moeconv: {option} asks what ")

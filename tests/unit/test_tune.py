@@ -23,8 +23,9 @@ from moert.command import cli
 from moert.command.settings import SETTINGS
 from moert.described import Misasked, Setting, completed, listed, values_of
 from moert.engine.choosing import GenerationSettings
+from moert.engine.registry import PREDICTS
 from moert.engine.settings import EngineSettings
-from moert.experts.names import EVICTIONS, PREDICTORS
+from moert.experts.names import EVICTIONS
 from tests.command_line import Moert
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -129,7 +130,7 @@ def test_defaults_and_values_are_those_of_python() -> None:
             if each.name in described and each.name not in usual:
                 assert described[each.name].default == each.default, each.name
     known = {
-        "eviction": EVICTIONS, "predict": PREDICTORS, "neurons": NEURONS_RUN, "keep_neurons": KEEPING,
+        "eviction": EVICTIONS, "predict": PREDICTS, "neurons": NEURONS_RUN, "keep_neurons": KEEPING,
         "device_keep": KEEPS, "device_experts": RULES,
     }  # fmt: skip
     assert {name: {*described[name].choices} for name in known} == {name: {*each} for name, each in known.items()}
