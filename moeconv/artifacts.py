@@ -49,9 +49,9 @@ class Probe(NamedTuple):
 class Summary:
     """One evaluation over a list of samples, in a few figures.
 
-    `value` is the metric's value, `loss` its loss against the unquantised model. `nll` is the mean negative
+    `value` is the metric's value, `loss` its loss against the unquantized model. `nll` is the mean negative
     log-likelihood of the samples' text (nats a token), `kl` the mean divergence of the next-token distribution from
-    the unquantised model's (nats a token); both teacher-forced.
+    the unquantized model's (nats a token); both teacher-forced.
     """
 
     value: float
@@ -150,7 +150,7 @@ class SweepCost:
 class DenseReport:
     """The matrices outside the experts, where some have widths: `bits` of each role that has one. `nbytes` are the
     bytes of all tensors outside the experts, `source_nbytes` their bytes in the source. `alone` is the loss with the
-    experts unquantised, on the text of `ConversionReport.calibration`; None if no text was given."""
+    experts unquantized, on the text of `ConversionReport.calibration`; None if no text was given."""
 
     quantizer: str
     group_size: int
@@ -164,7 +164,7 @@ class DenseReport:
 class RouteReport:
     """Routing without the model's routers: `kind` "hash" is a hash function of `width` features, each token going to
     the `top_k` experts that it names first. All figures of the report but those of ranking are with it. `alone` is its
-    loss with unquantised experts, on the text of `ConversionReport.calibration`; `routers` the loss of the pack on
+    loss with unquantized experts, on the text of `ConversionReport.calibration`; `routers` the loss of the pack on
     held-out text with its own routers."""
 
     kind: str
@@ -180,7 +180,7 @@ class NeuronsReport:
     leave at most the share `missed` of the firing neurons' output unnamed on the text that it learnt from. On text that
     it did not learn from it names the shares `firing` of firing neurons, `neurons` of all, and `blocks` of blocks of
     `per_block` neurons, as means over layers. All figures of the report but those of ranking are with it. `alone` is
-    its loss with unquantised experts, on the text of `ConversionReport.calibration`; `exact` the loss of the pack on
+    its loss with unquantized experts, on the text of `ConversionReport.calibration`; `exact` the loss of the pack on
     held-out text with all neurons computed."""
 
     rank: int

@@ -22,7 +22,7 @@ TUNED = (
     ),
     Setting(
         "signal", _WIDTHS, _PLANS,
-        "What experts are ranked by: kl (divergence of the next-token distribution from the unquantised model's), nll "
+        "What experts are ranked by: kl (divergence of the next-token distribution from the unquantized model's), nll "
         "(likelihood of the text), metric (that of --metric) or fisher (gradients, which measure no expert alone).",
         default="kl", choices=("kl", "nll", "metric", "fisher"),
     ),

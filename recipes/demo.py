@@ -200,7 +200,7 @@ def show_samples(part: Part, samples: list[dict[str, str]], prompts: Path) -> No
 
 
 def continuations(part: Part, prompts: Path) -> list[dict[str, str]]:
-    """What the unquantised model, run by transformers, and the pack make of the same prompts."""
+    """What the unquantized model, run by transformers, and the pack make of the same prompts."""
     import torch
     from tokenizers import Tokenizer
 

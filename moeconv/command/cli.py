@@ -95,7 +95,7 @@ def quantize(
                                "gptq; group without --calib.", rich_help_panel=options.WIDTHS)
     ] = None,
     bits: Annotated[str, typer.Option(help="Widths that experts may get. One alone needs no --calib; 16 alone writes "
-                                           "an unquantised pack.", rich_help_panel=options.WIDTHS)]
+                                           "an unquantized pack.", rich_help_panel=options.WIDTHS)]
     = "2,3,4,8,16",
     dense_bits: Annotated[
         str | None, typer.Option(help="Width of all other matrices, such as 8, or by role: attention=4,head=8, of "

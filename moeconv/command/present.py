@@ -28,7 +28,7 @@ def conversion_table(report: ConversionReport, out: str) -> str:
         lines += ["  no text was given: what this pack loses was not measured", ""]
     if report.calibration and report.heldout:
         lines += [
-            f"  loss is how much worse {in_words(report.metric)} is than the unquantised model's, relative to it; "
+            f"  loss is how much worse {in_words(report.metric)} is than the unquantized model's, relative to it; "
             f"target {target_text(report.target)}",
             f"  {'':12} {'reference':>10} {'pack':>10} {'loss':>8}   95% interval        samples",
             *_measured_lines("calibration", report.calibration),

@@ -68,7 +68,7 @@ from moert.pack.writer import add_files, check_addable
 # The loss of a finished pack as it is to be run, against the model that it was made from.
 
 
-def unquantised_of(spec: ModelSpec, against: str) -> Checkpoint:
+def unquantized_of(spec: ModelSpec, against: str) -> Checkpoint:
     """Returns the checkpoint that a pack was made from. Raises SettingsError for another model's; CheckpointError."""
     found = Checkpoint.open(against)
     if found.spec != spec:
@@ -91,7 +91,7 @@ class Text:
 
 
 def loss_of(after: F64, source: Checkpoint, text: Text, seed: int) -> tuple[float, float, float]:
-    """Returns the loss of a pack's model against the unquantised model, and its 95% interval; `after`: the scores on
+    """Returns the loss of a pack's model against the unquantized model, and its 95% interval; `after`: the scores on
     `text` of the pack's model as it is to be run."""
     loaded: Any = LoadedModel(source)
     with transformers_model(source.path):
@@ -361,7 +361,7 @@ def train_hash(pack: Pack, asked: HashAsked, say: Callable[[str], None], show: P
     folder = folder_of(pack, asked.work, "hash", HASH)
     text = TrainingText.of(pack, asked, lambda _, heldout: (None, held_samples(heldout)), say)
     check_memory(spec, "a hash function", 1 if asked.against is None else 2)
-    unquantised = None if asked.against is None else source_of(spec, asked.against)
+    unquantized = None if asked.against is None else source_of(spec, asked.against)
     course = asked.course(spec, others)
     check_room(folder, lesson_bytes(spec, text.volumes, course), "--work", folder)
     with WorkDir(folder) as work:
@@ -370,11 +370,11 @@ def train_hash(pack: Pack, asked: HashAsked, say: Callable[[str], None], show: P
         with transformers_model(pack.root):
             lesson = lesson_of(packed, description, scorers, course, work.path, text.about(pack), show)
         function = trained(lesson, course, say, show)
-        if unquantised is not None:
+        if unquantized is not None:
             say("what routing by the function loses")
             with Following(packed, description, function).routing():
                 after = text.judged().scores(packed)
-            routed = RoutedLoss(spec.moe.router.top_k, *loss_of(after, unquantised, text.judged(), course.seed))
+            routed = RoutedLoss(spec.moe.router.top_k, *loss_of(after, unquantized, text.judged(), course.seed))
             function = replace(function, routed=routed)
     body = function.to_bytes()
     add_learnt(pack, HASH, body)
@@ -387,10 +387,10 @@ def train_hash(pack: Pack, asked: HashAsked, say: Callable[[str], None], show: P
 
 def source_of(spec: ModelSpec, against: str) -> Checkpoint:
     """Returns the checkpoint that a pack was made from. Raises SettingsError for routers that no hash function can
-    replace, and the errors of `unquantised_of`."""
+    replace, and the errors of `unquantized_of`."""
     if (why := refusal(spec.moe)) is not None:
         raise SettingsError(f"--against: a hash function {why}: leave it out")
-    return unquantised_of(spec, against)
+    return unquantized_of(spec, against)
 
 
 # Training a predictor of neurons: calibration text goes through the pack, a predictor into it.
@@ -446,7 +446,7 @@ def train_neurons(pack: Pack, asked: NeuronsAsked, say: Callable[[str], None], s
     course, folder = asked.course(spec), folder_of(pack, asked.work, "neurons", PREDICTOR)
     text = TrainingText.of(pack, asked, partial(samples_wanted, spec), say)
     check_memory(spec, "a predictor of neurons", 1 if asked.against is None else 2)
-    unquantised = None if asked.against is None else unquantised_of(spec, asked.against)
+    unquantized = None if asked.against is None else unquantized_of(spec, asked.against)
     whole = [part.samples for part in text.volumes]
     check_room(folder, neuron_lesson_bytes(spec, text.volumes, whole, course), "--work", folder)
 
@@ -459,11 +459,11 @@ def train_neurons(pack: Pack, asked: NeuronsAsked, say: Callable[[str], None], s
         with transformers_model(pack.root):
             lesson = neuron_lesson_of(packed, scorers, block, course, work.path, text.about(pack), show)
         predictor = trained_neurons(lesson, course, say, show)
-        if unquantised is not None:
+        if unquantized is not None:
             say("what computing only named neurons loses")
             with packed.calls.naming(NamedNeurons(predictor, block)):
                 after = text.judged().scores(packed)
-            predictor = replace(predictor, loss=PredictedLoss(*loss_of(after, unquantised, text.judged(), course.seed)))
+            predictor = replace(predictor, loss=PredictedLoss(*loss_of(after, unquantized, text.judged(), course.seed)))
     body = predictor.to_bytes()
     add_learnt(pack, PREDICTOR, body)
     shutil.rmtree(folder, ignore_errors=True)

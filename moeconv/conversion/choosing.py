@@ -163,7 +163,7 @@ class _Tried(NamedTuple):
 
 
 class Bonuses:
-    """The bonuses of a decoder's layers, each tried at all STEPS, with unquantised experts, on the ranking text."""
+    """The bonuses of a decoder's layers, each tried at all STEPS, with unquantized experts, on the ranking text."""
 
     def __init__(self, bench: Bench, share: float, account: Account) -> None:
         self.spec, self.share, self._bench, self._account = bench.spec, share, bench, account

@@ -4,9 +4,9 @@ A conversion with text goes through these stages. Each stands where it does for 
 so that a run that was killed goes on from there.
 
 1. moments (moments-*.safetensors): the experts' inputs on the ranking text. First: every code is made with them.
-2. references: the unquantised model's answers, which every later loss is measured against. Text on which nothing can be
+2. references: the unquantized model's answers, which every later loss is measured against. Text on which nothing can be
    promised ends the run here.
-3. order of neurons (order-*.safetensors): counted on the unquantised model, before predictors are trained for it.
+3. order of neurons (order-*.safetensors): counted on the unquantized model, before predictors are trained for it.
 4. hash function or predictor of neurons (hash-*, neurons-*.safetensors): a part of every plan, so trained before the
    first one is judged.
 5. looks: counted before the first plan is judged, since each look at a text weakens the promise that it carries.

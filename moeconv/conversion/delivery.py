@@ -115,7 +115,7 @@ class Outcome:
 
     def importance(self) -> dict[ExpertKey, float] | None:
         """Returns the importance of each expert for the manifest: its sensitivity at the narrowest width that was
-        probed for whole experts. None without a sweep, or where the unquantised model scores nothing on the ranking
+        probed for whole experts. None without a sweep, or where the unquantized model scores nothing on the ranking
         text."""
         if self.table is None:
             return None

@@ -1,4 +1,4 @@
-"""This machine: its memory as packs will find it, and how fast it quantises."""
+"""This machine: its memory as packs will find it, and how fast it quantizes."""
 
 from __future__ import annotations
 

@@ -67,7 +67,7 @@ class Coding:
 
     @property
     def dense_widths(self) -> Dense | None:
-        """None where nothing outside the experts is quantised."""
+        """None where nothing outside the experts is quantized."""
         return self.dense.dense
 
     def check(self, settings: Settings, layered: bool = False) -> None:

@@ -1,4 +1,4 @@
-"""The stages that measure: the unquantised model, all experts at one width, the sweep over single experts."""
+"""The stages that measure: the unquantized model, all experts at one width, the sweep over single experts."""
 
 from __future__ import annotations
 
@@ -190,7 +190,7 @@ class Bench:
         return Measure(lambda: layered, lambda: scorer, self.material.metric, self.journal, what)
 
     def firing_counts(self) -> Counts:
-        """Returns how often neurons fire on the text that moments are collected on: of unquantised experts, with all
+        """Returns how often neurons fire on the text that moments are collected on: of unquantized experts, with all
         other weights as the pack stores them."""
         self.trial.original_experts()
         material, extent = self.material, self.material.extent(self.moment_samples)
@@ -215,7 +215,7 @@ class Bench:
         return math.ceil(wanted * ranked.samples / scarcer)
 
 
-# The unquantised model's answers on both texts that losses are measured on, and the judge of plans.
+# The unquantized model's answers on both texts that losses are measured on, and the judge of plans.
 
 
 @dataclass(frozen=True)
@@ -286,7 +286,7 @@ SHOWN = 6
 
 
 def side_by_side(bench: Bench, widths: Assignment) -> tuple[Mapping[str, str], ...]:
-    """Returns held-out samples: input, target, the unquantised model's output and the pack's; empty where the metric
+    """Returns held-out samples: input, target, the unquantized model's output and the pack's; empty where the metric
     generates no text."""
     material, instead = bench.material, bench.instead
     if not material.metric.generates:
@@ -326,7 +326,7 @@ class Widths:
 
 
 def dense_alone(bench: Bench, judge: Judge, account: Account) -> LossEstimate | None:
-    """Returns the loss from quantising only the matrices outside the experts; None without --dense-bits. Raises
+    """Returns the loss from quantizing only the matrices outside the experts; None without --dense-bits. Raises
     TargetMissed where that alone misses the target."""
     if bench.coding.dense_widths is None:
         return None
@@ -335,13 +335,13 @@ def dense_alone(bench: Bench, judge: Judge, account: Account) -> LossEstimate | 
         evaluation = judge.measure(uniform(bench.spec, ORIGINAL), "dense matrices alone")
         found = estimate(judge.measure, evaluation, judge.used.acceptance, settings.seed)
     account.say(
-        f"dense matrices at {widths}, experts unquantised: loss {found.loss:.2%} (95% interval {found.low:+.2%} to "
+        f"dense matrices at {widths}, experts unquantized: loss {found.loss:.2%} (95% interval {found.low:+.2%} to "
         f"{found.high:+.2%})"
     )
     if settings.target.kind == "loss" and not judge.holds(evaluation):
         raise TargetMissed(
-            f"with unquantised experts and the dense matrices at {widths}: {judge.text(evaluation)}; the target of "
-            f"{judge.planned_loss:.2%} is missed before any expert is quantised: "
+            f"with unquantized experts and the dense matrices at {widths}: {judge.text(evaluation)}; the target of "
+            f"{judge.planned_loss:.2%} is missed before any expert is quantized: "
             f"{_advice(judge, evaluation, 'give wider --dense-bits')}, or a larger --loss"
         )
     return found

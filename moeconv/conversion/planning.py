@@ -15,7 +15,7 @@ from moeconv.artifacts import CurvePoint, Probe, Residence, SensitivityTable, Su
 from moeconv.conversion.settings import PIECE_BYTES, check_ranking, check_target
 from moeconv.errors import SettingsError, TargetMissed
 from moeconv.measure.metrics import Metric, recorded_metric
-from moeconv.measure.trial import known_plans, unquantised
+from moeconv.measure.trial import known_plans, unquantized
 from moeconv.measure.workdir import INPUTS, RESIDENCES, Journal, finished_work
 from moeconv.plan.problem import Frontier, LossMap, Plan, Storage
 from moeconv.plan.search import MeasuredPlan, Question, check_budget, curve, uniform_bytes, weights_of
@@ -160,7 +160,7 @@ def _finished(work: Path) -> tuple[Inputs, Journal, tuple[Residence, ...]]:
 
 def measured_plans(question: Question, inputs: Inputs, journal: Journal, metric: Metric) -> list[MeasuredPlan]:
     """Returns the plans that the journal has measurements of, without those with a width that the problem lacks."""
-    reference = unquantised(journal, inputs.samples)
+    reference = unquantized(journal, inputs.samples)
     if reference is None:
         return []
     found = []

@@ -301,7 +301,7 @@ class Taught:
 
 @dataclass(frozen=True)
 class School:
-    """The training of a hash function or a predictor on the unquantised model, in the folder `name` of the work
+    """The training of a hash function or a predictor on the unquantized model, in the folder `name` of the work
     directory, which takes `needed_bytes` at most while it lasts. Its result stays in the work directory, named by the
     `digest` of all values that decide it."""
 
@@ -342,18 +342,18 @@ class School:
 
 
 def loses_alone(taught: Taught, bench: Bench, references: References, account: Account) -> LossEstimate:
-    """Returns the loss of a hash function or a predictor alone, with unquantised experts. Raises TargetMissed where
+    """Returns the loss of a hash function or a predictor alone, with unquantized experts. Raises TargetMissed where
     that alone misses the target."""
     judge, settings = references.judge, bench.settings
     with account.step(taught.what, bench.journal):
         evaluation = judge.measure(uniform(bench.spec, ORIGINAL), f"{taught.does} alone")
         found = estimate(judge.measure, evaluation, judge.used.acceptance, settings.seed)
     beside = "" if bench.coding.dense_widths is None else " and --dense-bits"
-    account.say(f"{taught.does}{beside}, experts unquantised: {judge.text(evaluation)}")
+    account.say(f"{taught.does}{beside}, experts unquantized: {judge.text(evaluation)}")
     if settings.target.kind == "loss" and not judge.holds(evaluation):
         raise TargetMissed(
-            f"with unquantised experts, {taught.does}{beside}: {judge.text(evaluation)}; the target of "
-            f"{judge.planned_loss:.2%} is missed before any expert is quantised: give more text to train on, leave "
+            f"with unquantized experts, {taught.does}{beside}: {judge.text(evaluation)}; the target of "
+            f"{judge.planned_loss:.2%} is missed before any expert is quantized: give more text to train on, leave "
             f"{taught.option} out, or take a larger --loss"
         )
     return found
@@ -366,7 +366,7 @@ def reported(taught: Taught, bench: Bench, references: References, plan: Plan, a
     return taught.report(alone, estimate(heldout, own, used.heldout, bench.settings.seed))
 
 
-# Packs that are routed by a hash function, trained on the unquantised model's own routing.
+# Packs that are routed by a hash function, trained on the unquantized model's own routing.
 
 
 def check_route(settings: Settings, spec: ModelSpec) -> None:
@@ -407,7 +407,7 @@ def taught_routing(bench: Bench, work: WorkDir, account: Account) -> Taught:
 
 
 # Packs of which only the neurons are computed that a predictor names, trained on the neurons that fire in the
-# unquantised model.
+# unquantized model.
 
 
 def taught_neurons(bench: Bench, work: WorkDir, account: Account, order: NeuronOrder | None) -> Taught:

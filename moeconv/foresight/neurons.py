@@ -180,7 +180,7 @@ class PredictedNeurons:
         form16: Form16 = "MXFP4" if coder.mxfp4 else "F16"
 
         def size(key: ExpertKey) -> int:
-            bits = tuple(min(_WIDEST, width) for width in trial.widths(key))  # unquantised, a pack has them at 16 bits
+            bits = tuple(min(_WIDEST, width) for width in trial.widths(key))  # unquantized, a pack has them at 16 bits
             return per_block(trial.spec, bits, coder.quantizer.group_size, form16, self.neurons)
 
         with trial.calls.naming(NamedNeurons(self.predictor, size, self.order)):

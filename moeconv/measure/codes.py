@@ -58,7 +58,7 @@ class Seen:
 def code_expert(
     coder: ExpertCoder, kept: KeptCodes, key: ExpertKey, widths: Sequence[int], own: Weights, seen: Seen | None
 ) -> None:
-    """Makes and keeps an expert's codes at some widths. `own`: its weights; `seen`: None if the quantiser needs no
+    """Makes and keeps an expert's codes at some widths. `own`: its weights; `seen`: None if the quantizer needs no
     inputs. Raises ConversionError."""
     weights = {name: one.numpy() for name, one in zip(coder.checkpoint.spec.moe.ffn.projections, own, strict=True)}
     rows, inputs = (0, None) if seen is None else seen.by(key, own)
@@ -85,7 +85,7 @@ class CodingJob:
 @dataclass(frozen=True)
 class CodingTask:
     """Experts of one layer, each with the widths that are still to do. `asked`: the folder with the call of the layer's
-    experts (see `keep`); None if the quantiser needs no inputs."""
+    experts (see `keep`); None if the quantizer needs no inputs."""
 
     layer: LayerKey
     experts: tuple[tuple[ExpertKey, tuple[int, ...]], ...]
@@ -177,7 +177,7 @@ class Shared:
 
 
 class LayerCoding:
-    """The coding of all experts, layer by layer. The quantiser sees the experts' inputs on `texts`. `likely` are widths
+    """The coding of all experts, layer by layer. The quantizer sees the experts' inputs on `texts`. `likely` are widths
     that will be needed one after the other: as soon as one is needed, all are made, as another pass of the text would
     take longer. A killed run goes on with the experts that are still to do. `shared`: None for coding in this
     process."""

@@ -227,7 +227,7 @@ class Shelf:
 
 _STATES = 16  # of d_model numbers each, alive for a token at once while a batch goes through a layer, beside experts
 PASSAGES = ("kept", "original", "plans")
-"""Folders of passages: those that stay, those of the unquantised model, and those of a model on trial."""
+"""Folders of passages: those that stay, those of the unquantized model, and those of a model on trial."""
 LEAST_TOKENS = 2048  # in a batch
 
 
@@ -288,7 +288,7 @@ class Passes:
 
     @property
     def are_original(self) -> bool:
-        """True if the present weights are the unquantised ones of a checkpoint."""
+        """True if the present weights are the unquantized ones of a checkpoint."""
         return False
 
     @property
@@ -437,7 +437,7 @@ class LayeredModel(Passes):
         self._set(widths, dense_is_stored=True)
 
     def restore(self) -> None:
-        """Brings back the unquantised model."""
+        """Brings back the unquantized model."""
         self._set(uniform(self.spec, ORIGINAL), dense_is_stored=False)
 
     def original_experts(self) -> None:

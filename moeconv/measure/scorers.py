@@ -29,7 +29,7 @@ from moert.pack.text import Growth, TokenizerUnfit, check_tokenizer
 @dataclass(frozen=True)
 class Scores:
     """Scores of n samples: `scores` [n, columns] are the metric's columns. `nats` [n] is the negative log-likelihood of
-    each sample's text and `kls` [n] the divergence from the unquantised model's distributions, both summed over its
+    each sample's text and `kls` [n] the divergence from the unquantized model's distributions, both summed over its
     `tokens` [n]. `outputs` are the generated texts, if the metric generates."""
 
     scores: F64
@@ -101,7 +101,7 @@ class Subject(Protocol):
 
     @property
     def stored_head(self) -> Tensor | None:
-        """The head [vocab_size, d_model] of the quantised model; None if it is the reference's head."""
+        """The head [vocab_size, d_model] of the quantized model; None if it is the reference's head."""
         ...
 
 
@@ -112,12 +112,12 @@ class Scorer(Protocol):
     def n_samples(self) -> int: ...
 
     def score(self, *, as_reference: bool = False) -> Scores:
-        """Returns the scores of all samples. `as_reference`: the model is the unquantised one now, and later
+        """Returns the scores of all samples. `as_reference`: the model is the unquantized one now, and later
         divergences are measured from it."""
         ...
 
 
-# From final hidden states to scores: nats of the right token, divergence from the unquantised model.
+# From final hidden states to scores: nats of the right token, divergence from the unquantized model.
 # The divergence of the distribution q (of hidden state h) from the reference p is Σ p ln p − Σ p ln q. With the head's
 # rows w_v, ln q_v = h·w_v − lse(h), so Σ p ln q = h·m − lse(h) where m = Σ p_v w_v is the mean row under p: it is kept
 # for each position in place of a whole distribution, and the divergence costs no more than the nats. The rows are those
@@ -128,7 +128,7 @@ LOGIT_BYTES = 64 << 20
 
 @dataclass(frozen=True)
 class ReferenceRows:
-    """The figures of the unquantised model that are kept for each scored position: the mean row of the head [rows,
+    """The figures of the unquantized model that are kept for each scored position: the mean row of the head [rows,
     d_model], and Σ p ln p, less the mean bias [rows]; if logits are bounded, the final state and Σ p ln p."""
 
     mean_row: Tensor
@@ -146,11 +146,11 @@ class Head:
         self.weight: Tensor = model.get_output_embeddings().weight
         self.bias: Tensor | None = model.get_output_embeddings().bias
         self.scale, self.softcap = spec.head.scale, spec.head.softcap
-        self._original: Tensor | None = None  # the head of the unquantised model, where logits are bounded
+        self._original: Tensor | None = None  # the head of the unquantized model, where logits are bounded
         self.chunk = max(16, LOGIT_BYTES // (4 * len(self.weight)))
 
     def reference(self, hidden: Tensor, judged_head: Tensor | None = None) -> ReferenceRows:
-        """Returns the figures to keep of the unquantised model. `judged_head` [vocab_size, d_model]: the head of the
+        """Returns the figures to keep of the unquantized model. `judged_head` [vocab_size, d_model]: the head of the
         models that will be judged; None if it is this model's own."""
         judged = self.weight if judged_head is None else judged_head
         rows, negentropy = [], []
@@ -198,7 +198,7 @@ class Head:
         return nats, lse + reference.negentropy - (hidden * self.scale * reference.mean_row).sum(dim=1)
 
     def _mean_logits(self, hidden: Tensor, original: Tensor) -> Tensor:
-        """Returns Σ p_v logit_v [rows] of the states `hidden`, with p of the unquantised model's states `original`,
+        """Returns Σ p_v logit_v [rows] of the states `hidden`, with p of the unquantized model's states `original`,
         both [rows, d_model]."""
         means = []
         for mine, before in zip(torch.split(hidden, self.chunk), torch.split(original, self.chunk), strict=True):

@@ -183,7 +183,7 @@ class TextScorer:
 
     @torch.inference_mode()
     def score(self, *, as_reference: bool = False) -> Scores:
-        layers, what = self.subject.layers, "unquantised" if as_reference else "a plan"
+        layers, what = self.subject.layers, "unquantized" if as_reference else "a plan"
         if layers is None:
             hidden = torch.cat([self.run(batch)[self.texts.scored[batch]] for batch in self.batches()])
         else:

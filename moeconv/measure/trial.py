@@ -1,4 +1,4 @@
-"""Measurements of assignments of widths, on the model with any of its experts replaced by quantised ones."""
+"""Measurements of assignments of widths, on the model with any of its experts replaced by quantized ones."""
 
 from __future__ import annotations
 
@@ -148,7 +148,7 @@ def joined(evaluations: Sequence[Evaluation]) -> Evaluation:
 
 
 class Trial:
-    """The model on trial: `assign` quantises experts in the loaded model, and puts in the matrices outside the experts
+    """The model on trial: `assign` quantizes experts in the loaded model, and puts in the matrices outside the experts
     as a pack stores them; `restore` brings back the original weights. Only experts whose widths change are written."""
 
     layers = None
@@ -200,7 +200,7 @@ class Trial:
         self._set_experts(widths)
 
     def restore(self) -> None:
-        """Brings back the unquantised model."""
+        """Brings back the unquantized model."""
         self.loaded.set_dense(stored=False)
         self._set_experts(uniform(self.spec, ORIGINAL))
 
@@ -275,7 +275,7 @@ class _Prefers(NamedTuple):
 
 class Measure:
     """Measurements on one list of samples. `samples_id` names the samples; with the widths it is the identity of a
-    measurement. Trial and scorer are made only when the journal lacks a measurement; the unquantised model is then run
+    measurement. Trial and scorer are made only when the journal lacks a measurement; the unquantized model is then run
     first, for divergences from it. The change `instead` applies to every assignment, unless a method says otherwise;
     None: no change."""
 
@@ -296,11 +296,11 @@ class Measure:
 
     @cached_property
     def reference(self) -> Evaluation:
-        """The unquantised model's evaluation."""
-        found = unquantised(self._journal, self.samples_id)
+        """The unquantized model's evaluation."""
+        found = unquantized(self._journal, self.samples_id)
         if found is None:
             self.scorer()
-            found = unquantised(self._journal, self.samples_id)
+            found = unquantized(self._journal, self.samples_id)
         assert found is not None
         return found
 
@@ -309,7 +309,7 @@ class Measure:
             scorer, trial, name = self._make_scorer(), self._trial(), identity(self.samples_id, None)
             trial.restore()
             with transformers_model(trial.checkpoint.path):
-                evaluation = self._scored(scorer, "unquantised", as_reference=True)
+                evaluation = self._scored(scorer, "unquantized", as_reference=True)
             if self._journal.get(name) is None:
                 self._journal.add(name, evaluation.to_json())
             self._scorer = scorer
@@ -366,8 +366,8 @@ class Measure:
         return Evaluation.of(what, scores, time.perf_counter() - started, calls.flops(calls.rows - rows))
 
 
-def unquantised(journal: Journal, samples_id: str) -> Evaluation | None:
-    """Returns the unquantised model's evaluation; None if it was not measured."""
+def unquantized(journal: Journal, samples_id: str) -> Evaluation | None:
+    """Returns the unquantized model's evaluation; None if it was not measured."""
     found = journal.get(identity(samples_id, None))
     with journal.believed():
         return None if found is None else Evaluation.from_json(found)

@@ -37,7 +37,7 @@ from moert.pack.reader import MANIFEST, Pack, Projection, check_backbone, check_
 
 @dataclass(frozen=True)
 class PackedModel:
-    """A pack's weights, dequantised to float32, inside the transformers model of its config.json."""
+    """A pack's weights, dequantized to float32, inside the transformers model of its config.json."""
 
     pack: Pack
     family: Family
@@ -148,7 +148,7 @@ def backbone_weights(pack: Pack) -> Callable[[str], Tensor]:
     return weight
 
 
-# A pack's model, layer by layer: for packs with dequantised weights that do not fit memory.
+# A pack's model, layer by layer: for packs with dequantized weights that do not fit memory.
 
 
 class PackedLayers(Passes):
@@ -175,7 +175,7 @@ class PackedLayers(Passes):
 
 # The check of a pack: every hash, and against its source that each weight is within the error of its width.
 
-MIN_MAX = "channel"  # the quantiser with every weight within half a step; the others are fitted as a whole
+MIN_MAX = "channel"  # the quantizer with every weight within half a step; the others are fitted as a whole
 HALF_STEPS = 4  # fitted codes were found at 2.4 and less, where three inputs outweigh all others
 APART = 0.75  # those of the weights themselves were found at 0.6 and less, those of others at 0.95 and more
 F16_STEP = 2.0**-10  # spacing of float16 values, relative: the error from rounding scale and minimum
@@ -269,7 +269,7 @@ def error_share(projection: Projection, weight: F32, each: bool) -> float:
     their rounding.
 
     With `each`, the largest error counts, and a weight may be off by half a step of its group, (max - min) /
-    (2**bits - 1) / 2, and by the rounding of scale and minimum to float16: the error of min-max quantisation. Fitted
+    (2**bits - 1) / 2, and by the rounding of scale and minimum to float16: the error of min-max quantization. Fitted
     codes trade errors of some weights for those of others, in favour of the outputs, so that their root mean square
     counts. It may be `HALF_STEPS` times that of half a step, but no more than `APART` times the distance of unrelated
     weights: √(v + v'), where v and v' are the variances of both inside groups.

@@ -205,12 +205,12 @@ def processor_of(facts: dict[str, Any]) -> Processor | None:
 
 
 # The effort of converting in time, disk and memory, before anything is read. Pure.
-# Without text the source is read once, each weight is quantised once, and the pack is written:
-# time = max(source / drive, weights / quantising) + pack / drive
+# Without text the source is read once, each weight is quantized once, and the pack is written:
+# time = max(source / drive, weights / quantizing) + pack / drive
 # With text, in passes of the model over the text that plans are judged on:
 # pass = 2 × active parameters × tokens / arithmetic sweep = experts × widths × share × 2 × active parameters ×
 # tokens of the sweep / arithmetic or, by gradients: there and back for each draw, and each layer at each width
-# through those behind it time = passes × max(pass, reading) + sweep + codings × weights / quantising + (source +
+# through those behind it time = passes × max(pass, reading) + sweep + codings × weights / quantizing + (source +
 # pack) / drive
 # where reading is nothing if the model stays in memory in 32 bits, else source / drive.
 
@@ -428,7 +428,7 @@ def _work(spec: ModelSpec, storage: Storage, mixed: Mixture, quantization: Quant
 def outside_bytes(spec: ModelSpec, quantization: Quantization) -> Mapping[int, float]:
     """Returns, by width, the bytes of the weights beside experts that each token of the decoder is multiplied with:
     without an encoder, and without an embedding of its own, of which a token reads a row. Weights that are not
-    quantised count as 16 bits."""
+    quantized count as 16 bits."""
     found: dict[int, float] = {}
     for name, parts in stored_tensors(spec, quantization).items():
         once = any(part in name for part in _ONCE)

@@ -173,13 +173,13 @@ def estimate(measure: Measure, evaluation: Evaluation, documents: Documents, see
 
 
 def at_chance(reference: Evaluation, entropy: float, what: str) -> str | None:
-    """Returns a line that the unquantised model is no better on this text than guessing by its frequencies of tokens;
+    """Returns a line that the unquantized model is no better on this text than guessing by its frequencies of tokens;
     None where it is better. `entropy` is the entropy of these frequencies, in nats a token; `what` names the text."""
     nats = sum(reference.nats) / sum(reference.tokens)
     if nats < entropy:
         return None
     return (
-        f"the unquantised model is at chance on the {what} text: {nats:.2f} nats a token, where guessing by how "
+        f"the unquantized model is at chance on the {what} text: {nats:.2f} nats a token, where guessing by how "
         f"frequent each token is there gives {entropy:.2f}; losses on it say little: use text that the model is for"
     )
 
@@ -188,7 +188,7 @@ def check_reference(name: str, value: float, what: str) -> None:
     """Raises SettingsError where no loss can be measured against this value of the metric."""
     if not 0 < value < LARGEST_REFERENCE:
         raise SettingsError(
-            f"the unquantised model has {name} {value:.4g} on the {what}, so no loss can be measured: check the text, "
+            f"the unquantized model has {name} {value:.4g} on the {what}, so no loss can be measured: check the text, "
             f"--metric, {said('max_new_tokens')}, and the number of samples"
         )
 
@@ -304,8 +304,8 @@ def bound_doubt(bound: float | None, high: float) -> str | None:
     if not math.isfinite(bound):
         return "from so few samples no bound of the loss can be told, so nothing is promised: give more text"
     return (
-        f"the loss is negative (95% interval up to {high:.2%}): the pack scores better than the unquantised model, "
-        "which quantising does not explain; this text says little about the model, so measure on text that it is for"
+        f"the loss is negative (95% interval up to {high:.2%}): the pack scores better than the unquantized model, "
+        "which quantizing does not explain; this text says little about the model, so measure on text that it is for"
     )
 
 

@@ -1,5 +1,5 @@
-"""Quantisers: methods that turn weights into codes. One file per quantiser behind one protocol; QUANTIZERS is the
-registry. A quantiser's module is imported when one is made: it computes with torch, and an estimate of a pack's size
+"""Quantizers: methods that turn weights into codes. One file per quantizer behind one protocol; QUANTIZERS is the
+registry. A quantizer's module is imported when one is made: it computes with torch, and an estimate of a pack's size
 needs none."""
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ _USUAL: Mapping[str, int] = {"channel": 0, "group": 64, "gptq": 0}
 
 
 def group_size_of(name: str, wanted: int | None) -> int:
-    """Returns the inputs per scale of the quantiser `name`: `wanted`, or its usual number; 0 for a whole channel."""
+    """Returns the inputs per scale of the quantizer `name`: `wanted`, or its usual number; 0 for a whole channel."""
     return _USUAL[name] if wanted is None or name == "channel" else wanted
 
 

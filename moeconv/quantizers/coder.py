@@ -137,7 +137,7 @@ Wanted = tuple[ExpertKey, Bits]
 
 
 def batches(spec: ModelSpec, wanted: Iterable[Wanted]) -> list[list[Wanted]]:
-    """Returns batches of experts, each of one layer and small enough to be quantised in one call (`BATCH_BYTES`)."""
+    """Returns batches of experts, each of one layer and small enough to be quantized in one call (`BATCH_BYTES`)."""
     at_once = max(1, BATCH_BYTES // (4 * spec.weights_per_expert()))
     layers: dict[tuple[StackName, int], list[Wanted]] = {}
     for key, bits in wanted:
@@ -169,7 +169,7 @@ def check_16(what: str, weight: F32) -> None:
 
 
 class ExpertCoder:
-    """Quantises experts. `fallbacks` names the (expert, projection) pairs whose inputs were too few for the quantiser
+    """Quantizes experts. `fallbacks` names the (expert, projection) pairs whose inputs were too few for the quantizer
     (its `too_few`).
 
     It remembers the latest `CACHE_BYTES` of codes. With `kept`, codes come from there, made before, and are not
@@ -267,7 +267,7 @@ class ExpertCoder:
             raise CheckpointError(f"{what} holds values that are not finite, or no MXFP4: the checkpoint is damaged")
 
     def prepare(self, batch: Sequence[Wanted]) -> None:
-        """Quantises one of the `batches`, so that `code` and `weights` find its codes. Matrices of one expert alone are
+        """Quantizes one of the `batches`, so that `code` and `weights` find its codes. Matrices of one expert alone are
         left to these methods."""
         together: dict[tuple[str, int], list[ExpertKey]] = {}
         for key, bits in batch:
@@ -352,7 +352,7 @@ def _nbytes(matrix: QuantizedMatrix) -> int:
 
 
 class DenseCoder:
-    """Quantises the matrices outside the experts at the widths of `dense`; None leaves them all as they are. Codes are
+    """Quantizes the matrices outside the experts at the widths of `dense`; None leaves them all as they are. Codes are
     kept in memory, for the trial and the pack."""
 
     def __init__(self, checkpoint: Checkpoint, dense: Dense | None) -> None:

@@ -309,7 +309,7 @@ _GRID_COPIES = 32  # bytes for each entry of the normal equations: in float32, i
 
 @dataclass(frozen=True)
 class GptqQuantizer:
-    """The quantiser "gptq": one scale for each output channel unless a group size is given.
+    """The quantizer "gptq": one scale for each output channel unless a group size is given.
 
     Few tokens can't show how inputs correlate, and codes that rely on them fit these tokens and no others: H is drawn
     towards its diagonal, the more the fewer tokens it rests on, half way if the tokens are half as many as the inputs.

@@ -18,7 +18,7 @@ from moert.pack.layout import group_of
 # is the error of the output when inputs don't correlate. It has many local minima, so that few bits are worth several
 # starts: around the step that suits normally distributed weights, and the range between smallest and largest weight.
 
-# the step of the best evenly spaced quantiser of normally distributed values (Max 1960), in standard deviations
+# the step of the best evenly spaced quantizer of normally distributed values (Max 1960), in standard deviations
 _NORMAL_STEP = {2: 0.9957, 3: 0.5860, 4: 0.3352, 8: 0.0308}
 _STARTS = {2: (0.85, 1.0, 1.15), 3: (0.85, 1.0, 1.15), 4: (1.0,), 8: (1.0,)}  # times that step
 _ROUNDS = {2: 6, 3: 4, 4: 2, 8: 1}
@@ -160,12 +160,12 @@ def to_matrices(fitted: Fitted, bits: int, size: int) -> list[QuantizedMatrix]:
     ]
 
 
-# The quantiser with a scale and a minimum for each group of inputs of a channel, fitted by alternating least squares.
+# The quantizer with a scale and a minimum for each group of inputs of a channel, fitted by alternating least squares.
 
 
 @dataclass(frozen=True)
 class GroupQuantizer:
-    """The quantiser "group": errors are weighted with the mean square of each input if inputs are known, else all
+    """The quantizer "group": errors are weighted with the mean square of each input if inputs are known, else all
     alike.
 
     Few tokens make the weighting coarse, not wrong, so that one token is enough.

@@ -24,7 +24,7 @@ from moert.pack.model_spec import ExpertKey, LayerKey, ModelSpec
 
 SAMPLED = 4  # tokens for each input of the matrices
 _WORTH = 0.2  # of a token of the layer, beside one of the expert's own
-_TOGETHER = 0.8  # own tokens for each input that a sample counts for at most, if a quantiser wants products
+_TOGETHER = 0.8  # own tokens for each input that a sample counts for at most, if a quantizer wants products
 _SQUARES = 16.0  # own tokens that a sample counts for at most, if it wants squares, which need fewer tokens
 
 
@@ -60,7 +60,7 @@ def worth(tokens: int, in_features: int, wants: Wants) -> float:
     return min(_WORTH, most / max(1, tokens))
 
 
-# Moments of the experts' inputs on calibration text: an artefact that quantisers weigh their errors with.
+# Moments of the experts' inputs on calibration text: an artefact that quantizers weigh their errors with.
 
 SCHEMA = "2"
 Side = Literal["in", "mid"]
@@ -202,7 +202,7 @@ def _name(at: LayerKey, what: str) -> str:
 
 @torch.inference_mode()
 def collect(calls: ExpertCalls, run: Callable[[], object], wants: Wants) -> Moments:
-    """Returns the moments of every expert's inputs while `run()` sends text through the unquantised model, padding left
+    """Returns the moments of every expert's inputs while `run()` sends text through the unquantized model, padding left
     out.
 
     `wants` is "squares" or "products".

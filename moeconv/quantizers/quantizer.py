@@ -1,4 +1,4 @@
-"""The protocol of quantisers; the simplest quantiser, with one scale a channel; widths by role."""
+"""The protocol of quantizers; the simplest quantizer, with one scale a channel; widths by role."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from moert.pack.codec import F32, QuantizedMatrix, pack_codes, power_of
 from moert.pack.manifest import Dense
 from moert.pack.model_spec import ModelSpec
 
-# The protocol of every quantiser: weights in, codes with scales out.
+# The protocol of every quantizer: weights in, codes with scales out.
 
 Wants = Literal["nothing", "squares", "products"]
 
@@ -41,7 +41,7 @@ class Inputs:
 
 
 class Quantizer(Protocol):
-    """A quantiser. The pack's manifest records its `group_size`: inputs per scale, 0 for one scale per output channel;
+    """A quantizer. The pack's manifest records its `group_size`: inputs per scale, 0 for one scale per output channel;
     for matrices that are coded by columns, outputs per scale, 0 for one scale per column."""
 
     @property
@@ -76,7 +76,7 @@ class Quantizer(Protocol):
 def times_powers(
     make: Callable[[F32, int, Inputs | None], list[QuantizedMatrix]], weights: F32, bits: int, inputs: Inputs | None
 ) -> list[QuantizedMatrix]:
-    """Returns matrices of weights [n, out, in] quantised by `make`, each after its division by its power of two."""
+    """Returns matrices of weights [n, out, in] quantized by `make`, each after its division by its power of two."""
     powers = [power_of(one) for one in weights]
     if any(powers):
         weights = np.stack([np.ldexp(one, -power) for one, power in zip(weights, powers, strict=True)])
@@ -89,11 +89,11 @@ def check_range(weights: F32) -> None:
     largest = float(np.abs(weights).max(initial=0.0))
     if not largest < MAX_F16:
         raise WeightsUnusable(
-            f"weights that are not finite, or larger than float16 can hold (found {largest:.6g}), can't be quantised"
+            f"weights that are not finite, or larger than float16 can hold (found {largest:.6g}), can't be quantized"
         )
 
 
-# Linear quantisation between the smallest and the largest weight of an output channel (EdgeMoE §3.2).
+# Linear quantization between the smallest and the largest weight of an output channel (EdgeMoE §3.2).
 
 
 @dataclass(frozen=True)

@@ -193,7 +193,7 @@ def result(report: ConversionReport, n_experts: int) -> str:
     text += f"The aim was {_aim(report)}. "
     name = _METRICS.get(report.metric, in_words(report.metric))
     change = "rise" if report.metric.endswith("perplexity") or ".py:-" in report.metric else "drop"
-    text += f"Loss is the relative {change} of {name} against the unquantised model"
+    text += f"Loss is the relative {change} of {name} against the unquantized model"
     text += "; below zero means better than it. " if any(_negative(report)) else ". "
     if report.calibration is not None:
         text += f"On calibration text that took no part in the ranking it is {interval_text(report.calibration)}"
@@ -216,11 +216,11 @@ def result(report: ConversionReport, n_experts: int) -> str:
 def _values(name: str, measured: LossEstimate) -> str:
     """Returns the metric on the held-out text as a sentence; for a perplexity per word also the one per token."""
     text, by_tokens = (
-        f"There {name} is {measured.value:.4g}, {measured.reference:.4g} unquantised",
+        f"There {name} is {measured.value:.4g}, {measured.reference:.4g} unquantized",
         measured.per_token(),
     )
     if by_tokens is not None:
-        text += f" (per token {by_tokens[1]:.4g}, {by_tokens[0]:.4g} unquantised)"
+        text += f" (per token {by_tokens[1]:.4g}, {by_tokens[0]:.4g} unquantized)"
     return text + ". "
 
 
@@ -229,7 +229,7 @@ def _route(report: ConversionReport) -> list[str]:
         return []
     alone, routers = report.route.alone, report.route.routers
     return [
-        "All of this is with a hash function in the routers' place, which by itself, with unquantised experts, loses "
+        "All of this is with a hash function in the routers' place, which by itself, with unquantized experts, loses "
         f"{interval_text(alone)}. With its own routers the pack loses {interval_text(routers)} of held-out text."
     ]
 
@@ -239,7 +239,7 @@ def _neurons(report: ConversionReport) -> list[str]:
         return []
     alone, exact = report.neurons.alone, report.neurons.exact
     return [
-        "All of this is with those neurons alone that a predictor names, which by itself, with unquantised experts, "
+        "All of this is with those neurons alone that a predictor names, which by itself, with unquantized experts, "
         f"loses {interval_text(alone)}. With all neurons the pack loses {interval_text(exact)} of held-out text."
     ]
 

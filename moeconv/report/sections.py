@@ -31,7 +31,7 @@ from moert.pack.reader import bits_histogram
 _SIGNAL_NAMES = {
     "metric": "rise of the loss",
     "nll": "rise of the negative log-likelihood, nats a token",
-    "kl": "rise of the divergence from the unquantised model, nats a token",
+    "kl": "rise of the divergence from the unquantized model, nats a token",
 }
 _TABS = {"metric": "metric", "nll": "log-likelihood", "kl": "divergence"}
 _NAMED = 40  # experts listed by name before the rest is only counted
@@ -218,7 +218,7 @@ def dense_section(report: ConversionReport, manifest: Manifest) -> Section:
     lost = ""
     if dense.alone is not None:
         lost = (
-            f" With unquantised experts these widths lose {interval_text(dense.alone)}; that is part of every loss on "
+            f" With unquantized experts these widths lose {interval_text(dense.alone)}; that is part of every loss on "
             "this page."
         )
     groups = f"in groups of {dense.group_size}" if dense.group_size else "one scale for each output channel"
@@ -274,7 +274,7 @@ def sample_section(report: ConversionReport) -> Section:
     if not report.samples:
         return Section(name, title, paragraph("None were kept: the conversion compared no generated text."))
     how = (
-        "What the unquantised model (reference) and this pack make of the same input. Struck through: what the pack "
+        "What the unquantized model (reference) and this pack make of the same input. Struck through: what the pack "
         "no longer says; underlined: what it says instead."
     )
     body = "".join(_sample(sample) for sample in report.samples[:_SAMPLES])

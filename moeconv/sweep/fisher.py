@@ -93,7 +93,7 @@ class LayerScales:
         return [(before + number) * len(self.places) for number in range(here)]
 
     def _go_on(self, moving: Passage, at: int, left: Leaving) -> None:
-        """Sends the variants that set out at earlier layers through this one, with unquantised experts."""
+        """Sends the variants that set out at earlier layers through this one, with unquantized experts."""
         rows = sum(one.layer < at for one in self.at_work) * len(self.patterns) * len(self.places)
         if not rows:
             return

@@ -81,7 +81,7 @@ class SweepWorker:
         self.scorers = build_scorers(
             self.trial, tokenizer, job.samples, find_metric(job.metric), job.extent, job.blocks
         )
-        self._references: dict[int, Evaluation] = {}  # by block: scores of the unquantised model
+        self._references: dict[int, Evaluation] = {}  # by block: scores of the unquantized model
         self._files: dict[int, IO[bytes]] = {}  # by block: the reference of divergences, kept on disk
         self._block: int | None = None
         self._prober: Prober | None = None
@@ -110,7 +110,7 @@ class SweepWorker:
 
     def _enter(self, block: int) -> None:
         """Makes this block's base run, in place of another's. A block that is entered for the first time is run
-        through the unquantised model first: only blocks that lack a measurement cost that."""
+        through the unquantized model first: only blocks that lack a measurement cost that."""
         if block == self._block:
             return
         self._leave()
@@ -119,7 +119,7 @@ class SweepWorker:
             scorer.reference = _read(self._files[block])
         else:
             self.trial.restore()
-            self._references[block] = self._timed("unquantised", lambda: scorer.score(as_reference=True))
+            self._references[block] = self._timed("unquantized", lambda: scorer.score(as_reference=True))
             if self.job.blocks > 1:
                 assert scorer.reference is not None
                 self._files[block] = _written(scorer.reference)
@@ -301,7 +301,7 @@ class Sweep:
         )
 
     def reference_value(self) -> float:
-        """Returns the metric of the unquantised model on the sweep's samples."""
+        """Returns the metric of the unquantized model on the sweep's samples."""
         return self.metric.value(joined([self._reference(block) for block in range(self.job.blocks)]).columns())
 
     def _cost(self, probe: Probe) -> tuple[float, float, float]:

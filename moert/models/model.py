@@ -101,13 +101,13 @@ class Builder:
         return self.backend.matrix(self._weights.pop(f"{name}.weight"), bias)
 
     def floats(self, name: str) -> F32:
-        """Returns a tensor that is never quantised: a copy in float32."""
+        """Returns a tensor that is never quantized: a copy in float32."""
         stored = self._weights.pop(name)
         assert isinstance(stored, Floats), f"{name} is no tensor of floats"
         return stored.widened()
 
     def stored(self, name: str) -> Floats:
-        """Returns a tensor that is never quantised, as it is stored."""
+        """Returns a tensor that is never quantized, as it is stored."""
         found = self._weights.pop(name)
         assert isinstance(found, Floats), f"{name} is no tensor of floats"
         return found

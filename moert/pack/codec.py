@@ -1,6 +1,6 @@
 """The reference codec: integer codes of 2, 3, 4 or 8 bits to bytes and back, in numpy. SPEC.md says the same in words.
 
-A quantised matrix is w[i, j] = scale[i, g] * code[i, j] + minimum[i, g] with g = j // group_size. A row of codes is
+A quantized matrix is w[i, j] = scale[i, g] * code[i, j] + minimum[i, g] with g = j // group_size. A row of codes is
 stored as planes: widths 2, 4 and 8 are one plane of that width; width 3 is a plane of the two low bits followed by a
 plane of the high bit. Inside a plane, code j takes the bits [j*b, (j+1)*b) of the row, least significant bit first;
 the last byte of a plane is filled with zeros.
@@ -29,7 +29,7 @@ F32 = npt.NDArray[np.float32]
 
 @dataclass(frozen=True)
 class QuantizedMatrix:
-    """One quantised projection.
+    """One quantized projection.
 
     Codes are packed in `qweight` [out, row_bytes]; `scale` and `minimum` are [out, n_groups] in float16. `group_size`
     counts inputs; the last group of a row may be shorter. All weights are times 2**power: see `power_of`.

@@ -166,7 +166,7 @@ class FileEntry:
 
 @dataclass(frozen=True)
 class Dense:
-    """The quantisation of matrices outside the experts: a width for each of ROLES that has one, 16 among them.
+    """The quantization of matrices outside the experts: a width for each of ROLES that has one, 16 among them.
     group_size as for experts. `powers`: canonical name → the power of two that the matrix is multiplied with, where it
     is."""
 
@@ -182,7 +182,7 @@ class Dense:
 
 @dataclass(frozen=True)
 class Quantization:
-    """The quantisation of the experts. group_size 0 is one group per output channel. `dense`: the quantisation of the
+    """The quantization of the experts. group_size 0 is one group per output channel. `dense`: the quantization of the
     other matrices; None: they are as in the source."""
 
     quantizer: str
@@ -216,7 +216,7 @@ class LossEstimate:
     value_per_token: float | None = None
 
     def per_token(self) -> tuple[float, float] | None:
-        """Returns the perplexity per token of the unquantised model and of the pack, where both are known."""
+        """Returns the perplexity per token of the unquantized model and of the pack, where both are known."""
         if self.reference_per_token is None or self.value_per_token is None:
             return None
         return self.reference_per_token, self.value_per_token

@@ -30,7 +30,7 @@ ROLES: tuple[Role, ...] = ("attention", "mixer", "router", "ffn", "head", "embed
 
 class Tensor(NamedTuple):
     """A tensor that stays in memory: its canonical name, its shape, and its role; None for a tensor that is never
-    quantised."""
+    quantized."""
 
     name: str
     shape: tuple[int, ...]

@@ -121,7 +121,7 @@ class PackWriter:
     """A writer that collects a pack in OUT.partial and puts it in OUT's place at the end. `files`: whether each expert
     has a file of its own, or the experts of a layer share one, in which they are put at the end.
 
-    `fingerprint` identifies the conversion (checkpoint, plan, quantiser): experts that an interrupted run with the same
+    `fingerprint` identifies the conversion (checkpoint, plan, quantizer): experts that an interrupted run with the same
     fingerprint finished are kept, any other leftovers are removed. One writer at a time. Raises WriteFailed.
     """
 

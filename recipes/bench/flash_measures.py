@@ -107,7 +107,7 @@ def pack_of(subject: Subject, layout: str, ordered: bool = True) -> Path:
 
 
 def order_of(subject: Subject, checkpoint: Checkpoint) -> NeuronOrder:
-    """By how often neurons of the unquantised model fire on calibration text."""
+    """By how often neurons of the unquantized model fire on calibration text."""
     from moeconv.calibration import Sample
     from moeconv.measure.firing import by_frequency, firing_counts
     from moeconv.measure.metrics import METRICS

@@ -359,7 +359,7 @@ def word_rows(pack: Path) -> list[Row]:
 
 
 def text_rows(name: str, pack: Path) -> list[Row]:
-    """Of a thousand tokens written freely: how likely the unquantised model finds them, and how many four in a
+    """Of a thousand tokens written freely: how likely the unquantized model finds them, and how many four in a
     row were there before in the same text."""
     from moeconv.measure.trial import LoadedModel
     from moeconv.source.checkpoint import Checkpoint
@@ -374,7 +374,7 @@ def text_rows(name: str, pack: Path) -> list[Row]:
                 nats += nats_of(model, before, written)
                 again.append(repeated(written))
         found += [
-            Row(f"{name}, {routing}: perplexity of what it writes, unquantised", math.exp(statistics.mean(nats)), ""),
+            Row(f"{name}, {routing}: perplexity of what it writes, unquantized", math.exp(statistics.mean(nats)), ""),
             Row(f"{name}, {routing}: repeated", 100 * statistics.mean(again), "% of four in a row"),
         ]
     return found

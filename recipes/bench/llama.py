@@ -66,7 +66,7 @@ def gguf_name(name: str) -> str:
 
 def write(path: Path, spec: ModelSpec, experts: str, alike: bool = False) -> None:
     """The model with its experts in one of MODELS, all other matrices as Q4_K, and norms and routers in 32 bits, as
-    llama.cpp's own converter and quantiser would write it. `alike`: see recipes.bench.shaped.write_pack."""
+    llama.cpp's own converter and quantizer would write it. `alike`: see recipes.bench.shaped.write_pack."""
     from gguf import GGUFWriter
 
     writer = GGUFWriter(path, ARCHITECTURES[spec.family])
@@ -76,7 +76,7 @@ def write(path: Path, spec: ModelSpec, experts: str, alike: bool = False) -> Non
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_ti_data_to_file()
-    code = _Quantiser()
+    code = _Quantizer()
     for name, shape in _kept(spec):
         kind = _kind(name)
         writer.write_tensor_data(weight(name, shape) if kind is None else code(weight(name, shape), kind))
@@ -92,7 +92,7 @@ def write(path: Path, spec: ModelSpec, experts: str, alike: bool = False) -> Non
     writer.close()
 
 
-def _coded(code: _Quantiser, kind: str, weights: Callable[[], F32]) -> U8:
+def _coded(code: _Quantizer, kind: str, weights: Callable[[], F32]) -> U8:
     return code(weights(), kind)
 
 
@@ -155,7 +155,7 @@ def _stored(shape: tuple[int, ...], kind: str | None) -> tuple[np.dtype[Any], in
     return dtype, nbytes, None if kind is None else GGMLQuantizationType[kind]
 
 
-class _Quantiser:
+class _Quantizer:
     """llama.cpp's own, of the library that it runs with."""
 
     def __init__(self) -> None:

@@ -1,9 +1,9 @@
 """`make bench-mixed`: attention, or all that lies outside the experts, at one width by the experts at another.
 
-The table of mixed quantisation of Mixtral-offloading (Eliseev and Mazur 2023, Table 1) on the decoders among the
+The table of mixed quantization of Mixtral-offloading (Eliseev and Mazur 2023, Table 1) on the decoders among the
 reference models: what experts and the rest take, and the perplexity on held-out text. `--dense-bits attention=4` is
 what is called attention there (matrices of queries, keys, values and output); `--dense-bits 4` is all that a pack can
-quantise outside the experts. Measured as a conversion by the model's recipe measures its result; no pack is written,
+quantize outside the experts. Measured as a conversion by the model's recipe measures its result; no pack is written,
 since the format says what one takes. Writes build/bench/mixed.json.
 """
 
@@ -92,7 +92,7 @@ def _measured(bench: Bench, references: References, bits: int) -> Measured:
 
 def expert_rows(name: str, found: Mapping[int, Measured]) -> list[Row]:
     """What does not depend on what lies outside; `found` by the width of all experts."""
-    rows = [Row(f"{name}, unquantised: perplexity", found[EXPERTS[0]].loss.reference, "")]
+    rows = [Row(f"{name}, unquantized: perplexity", found[EXPERTS[0]].loss.reference, "")]
     for bits, one in found.items():
         rows += [
             Row(f"{name}, experts at {bits}: size", one.experts / MB, "MB"),

@@ -1,6 +1,6 @@
 # What the benches compare with.
 
-# The quantisers that `make bench-quant` compares with. ggml is built from llama-cpp-python's sources: ten seconds, not
+# The quantizers that `make bench-quant` compares with. ggml is built from llama-cpp-python's sources: ten seconds, not
 # the ten minutes that the whole package takes.
 PEERS_DIR ?= build/peers
 

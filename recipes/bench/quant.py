@@ -1,12 +1,12 @@
-"""`make bench-quant`: our quantisers beside hqq and llama.cpp's K- and i-quants, at equal effective bits a weight.
+"""`make bench-quant`: our quantizers beside hqq and llama.cpp's K- and i-quants, at equal effective bits a weight.
 
-All experts of a reference model are quantised alike; what is lost is the rise of the perplexity, and the divergence, on
-text that no quantiser saw. Writes build/bench/quant.json.
+All experts of a reference model are quantized alike; what is lost is the rise of the perplexity, and the divergence, on
+text that no quantizer saw. Writes build/bench/quant.json.
 
 No reference model has rows that are whole blocks of 256 weights throughout. Where they are not, llama.cpp would fall
 back to formats of 4.5 bits and more; here rows are joined until they fill blocks, so that its formats keep their bits
 (scales of 16 or 32 weights stay within a row, what these are stored in units of spans rows). Beside that, g2p with
-those matrices alone quantised whose rows fit."""
+those matrices alone quantized whose rows fit."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ import torch
 
 from moeconv.quantizers import QUANTIZERS, Inputs
 from moert.pack.codec import F32, dequantize
-from recipes.bench.quantisers import (
+from recipes.bench.quantizers import (
     DOCUMENTS,
     FITTING,
     I_QUANTS,
@@ -112,7 +112,7 @@ NOTES = {
 
 
 def ours(quantizer: str, group_size: int, bits: int, weights: F32, inputs: Inputs) -> Coded:
-    """One of the project's quantisers; the matrices of all experts of a layer in one call."""
+    """One of the project's quantizers; the matrices of all experts of a layer in one call."""
     made = QUANTIZERS[quantizer](group_size)
     if made.wants == "squares":
         inputs = Inputs(inputs.rows, squares(inputs), inputs.counted)
@@ -145,7 +145,7 @@ def peers(subject: Subject, apart: Apart) -> dict[str, Callable[[], Quantized]]:
 
 
 def candidates(subject: Subject, limit: float) -> Iterator[Callable[[], Quantized]]:
-    """Each of our quantisers with as many effective bits as `limit` allows: a width for all experts, and with gptq,
+    """Each of our quantizers with as many effective bits as `limit` allows: a width for all experts, and with gptq,
     where room is left, the next width for some. Where even 2 bits are too many, these."""
     others = OTHERS if limit in LIMITS.values() else ()
     for quantizer, group_size in (*GPTQ, *others):
@@ -199,24 +199,24 @@ class Comparison:
             return
         result = self.results[quantized.name] = self.subject.measure(quantized)
         left = (time.perf_counter() - self.started) / len(self.results) * (expected - len(self.results))
-        whole = {split: judged.nll for split, judged in self.subject.unquantised.items()}
+        whole = {split: judged.nll for split, judged in self.subject.unquantized.items()}
         print(f"{summary(result, whole)}, about {left / 60:.0f} min left", file=sys.stderr, flush=True)
 
 
 def compare(name: str) -> tuple[dict[str, float], list[Result], list[str]]:
-    """Nats a token of one unquantised model, what all settings make of it, and which peers failed."""
+    """Nats a token of one unquantized model, what all settings make of it, and which peers failed."""
     torch.set_num_threads(1)
     torch.set_grad_enabled(False)
     import_peers()
     comparison = Comparison(name)
     comparison.run()
-    whole = {split: judged.nll for split, judged in comparison.subject.unquantised.items()}
+    whole = {split: judged.nll for split, judged in comparison.subject.unquantized.items()}
     return whole, list(comparison.results.values()), comparison.failures
 
 
 def rows_of(name: str, whole: dict[str, float], results: Sequence[Result]) -> list[Row]:
     """Effective bits, weight error and losses of every setting."""
-    rows = [Row(f"{name}, unquantised: perplexity, {split}", float(np.exp(whole[split])), "") for split in SPLITS]
+    rows = [Row(f"{name}, unquantized: perplexity, {split}", float(np.exp(whole[split])), "") for split in SPLITS]
     for result in results:
         about = f"{name}, {result.name}"
         rows.append(Row(f"{about}: effective bits", result.bits, "bits a weight"))
@@ -236,7 +236,7 @@ def duels(results: Sequence[Result]) -> tuple[list[Row], dict[str, str]]:
     """Each peer against the best of ours that needs no more bits, which is chosen on the calibration split alone; and
     which that is.
 
-    Both by the divergence from the unquantised model and by the perplexity; the former is by far the quieter. Where
+    Both by the divergence from the unquantized model and by the perplexity; the former is by far the quieter. Where
     none of ours needs so few bits, against the narrowest of ours, without an aim.
     """
     rows, chosen = [], {}

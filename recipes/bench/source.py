@@ -1,4 +1,4 @@
-"""An unquantised checkpoint in transformers, as a session of runner.py: `python -m recipes.bench.source DIR`.
+"""An unquantized checkpoint in transformers, as a session of runner.py: `python -m recipes.bench.source DIR`.
 
 Greedy `generate` with its defaults: keys and values are kept, in the checkpoint's precision widened to float32.
 """

@@ -114,7 +114,7 @@ def add_paths(pack: Path, calibration: routing.Routing) -> None:
 
 
 def reference(name: str) -> Packs:
-    """The demo's pack of a model, and the same model quantised alike throughout."""
+    """The demo's pack of a model, and the same model quantized alike throughout."""
     int4, half = (uniform_pack(name, bits) for bits in (4, 16))
     return Packs(name, DEMO / f"{name}.pack", int4, half, None, prompts(DEMO / f"{name}.pack", name), REFERENCES[name])
 

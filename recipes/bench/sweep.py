@@ -2,7 +2,7 @@
 
 Naive: give one expert the probe's widths and run the same scorer in full, in the same float32 experts. First both are
 compared probe by probe at every width, on little text and untimed. Then both are timed in turns at 2 bits, layer by
-layer; naive on a few experts of each layer, scaled to all. What both need alike (quantised experts) is made beforehand;
+layer; naive on a few experts of each layer, scaled to all. What both need alike (quantized experts) is made beforehand;
 the exact side's base run is counted.
 
 The aims can't be met by every model. A changed expert moves the rows routed to it, and through causal attention all

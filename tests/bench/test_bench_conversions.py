@@ -240,7 +240,7 @@ def test_every_cell_has_perplexity_loss_and_size(monkeypatch) -> None:
     result = Result(WHERE, [row for name in MODELS for row in rows_of_mixed(name)])
     cell = result.by_name["wiki, attention at 4, experts at 2: loss"]
     assert (round(cell.value, 6), round(cell.low, 6), round(cell.high, 6), cell.n) == (15.2, 14.2, 16.2, 96)
-    assert result.by_name["wiki, unquantised: perplexity"].value == 200
+    assert result.by_name["wiki, unquantized: perplexity"].value == 200
     assert len([name for name in result.by_name if name.endswith(": size")]) == 2 * 4 * (len(SETTINGS) + 1)
     wiki, wikids, origin = rendered(tables.mixed_parts(result), result).split("\n\n")
     lines = wiki.splitlines()

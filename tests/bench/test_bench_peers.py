@@ -24,7 +24,7 @@ from recipes.bench import card, kernel_cases, kernels, llama, smoke, speed
 from recipes.bench.kernel_cases import Case, Kernels, Material, Olmoe, nbytes_of, vector
 from recipes.bench.ours import Ours
 from recipes.bench.quant import duels
-from recipes.bench.quantisers import FOLDER, I_QUANTS, K_QUANTS, Apart, Failure, Ggml, Likelihoods, Result, Text, judge
+from recipes.bench.quantizers import FOLDER, I_QUANTS, K_QUANTS, Apart, Failure, Ggml, Likelihoods, Result, Text, judge
 from recipes.bench.result import Row
 from recipes.bench.runner import ProgramEnded, Runner
 from recipes.bench.shaped import OLMOE, OLMOE_SHAPE, write_pack

@@ -412,7 +412,7 @@ def test_every_definition_is_filled_and_square(name):
     assert "*Commit 0123456" in made
 
 
-def test_the_quantisers_stand_in_order_of_the_peers_bits():
+def test_the_quantizers_stand_in_order_of_the_peers_bits():
     rows = [Row(f"{model} against {peer}: bits of the peer", bits, "") for model in ("wiki", "g2p")
             for peer, bits in (("Q4_K", 4.5), ("IQ2_S", 2.56))]  # fmt: skip
     result = complete(BLOCKS["quant"].parts, rows, {})

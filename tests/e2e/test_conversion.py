@@ -141,7 +141,7 @@ def test_a_probe_costs_what_that_expert_alone_costs(sources: dict[str, Path], tm
 
 @pytest.fixture(scope="module")
 def answered(sources: dict[str, Path], tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Inputs with what the unquantised model writes to them as targets: a random model scores nothing on any other."""
+    """Inputs with what the unquantized model writes to them as targets: a random model scores nothing on any other."""
     trial = trial_of(sources["switch"])
     inputs = [json.loads(line)["input"] for line in sources["pairs"].read_text().splitlines()]
     samples = [Sample(text, "abc") for text in inputs]

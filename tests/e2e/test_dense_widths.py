@@ -152,7 +152,7 @@ def test_a_target_that_dense_widths_alone_miss_is_said_first(sources: dict[str, 
     assert not settings.out.exists()
     [journal] = tmp_path.glob("work/*/journal.jsonl")
     measured_plans = [json.loads(line)["what"] for line in journal.read_text().splitlines()]
-    assert sorted(measured_plans) == ["dense matrices alone", "unquantised", "unquantised"]
+    assert sorted(measured_plans) == ["dense matrices alone", "unquantized", "unquantized"]
 
 
 def test_a_role_that_the_model_has_not_is_refused_before_anything_is_read(
@@ -173,10 +173,10 @@ def test_the_command_line(sources: dict[str, Path], tmp_path: Path, capsys: pyte
 
     code, out, err = run("--loss", "0.01%", "--dense-bits", "attention=2")
     assert (code, out) == (3, "")
-    assert "with unquantised experts and the dense matrices at attention 2 bits: loss" in err.splitlines()[-1]
+    assert "with unquantized experts and the dense matrices at attention 2 bits: loss" in err.splitlines()[-1]
     code, out, err = run("--loss", "30%", "--confidence", "none", "--dense-bits", "attention=4,head=8")
     assert code == 0
-    assert "dense matrices at attention 4, head 8 bits, experts unquantised: loss" in err
+    assert "dense matrices at attention 4, head 8 bits, experts unquantized: loss" in err
     assert "dense matrices: attention 4, head 8 bits; by themselves they lose" in out
     assert "bytes beside the experts:" in out
     code, out, err = run("--dense-bits", "attention=5")

@@ -83,7 +83,7 @@ def test_a_pack_has_its_predictor_and_what_it_loses_with_it(converted: dict[str,
     assert "only named neurons are computed, which by itself loses" in conversion_table(report, "x")
     assert read_report(Pack.open(done.settings.out)).neurons == report.neurons
     assert report.neurons.exact.loss != report.heldout.loss, "without it it is another model"
-    assert any(line.startswith("computing only named neurons, experts unquantised: loss ") for line in done.said)
+    assert any(line.startswith("computing only named neurons, experts unquantized: loss ") for line in done.said)
     assert done.manifest.quality is not None
     assert done.manifest.quality.heldout == report.heldout
     assert '"some text" --tune neurons=predicted' in next_steps(report, done.settings.out, profiled=False)

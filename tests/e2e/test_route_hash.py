@@ -60,7 +60,7 @@ def test_a_pack_has_its_function_and_what_it_loses_with_it(converted: dict[str, 
     assert "routed by a hash function, which by itself loses" in conversion_table(report, "x")
     assert read_report(Pack.open(done.settings.out)).route == report.route
     assert report.route.routers.loss != report.heldout.loss, "its own routers are another model"
-    assert any(line.startswith("routing by the hash function, experts unquantised: loss ") for line in done.said)
+    assert any(line.startswith("routing by the hash function, experts unquantized: loss ") for line in done.said)
     assert done.manifest.quality is not None
     assert done.manifest.quality.heldout == report.heldout
 

@@ -36,7 +36,7 @@ from moert.pack.writer import add_files
 
 @pytest.fixture(scope="module")
 def packs(sources: dict[str, Path], tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    """An unquantised pack of each shape."""
+    """An unquantized pack of each shape."""
     found = {}
     for family in ("switch", "olmoe"):
         root = tmp_path_factory.mktemp(family)

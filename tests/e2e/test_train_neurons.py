@@ -38,7 +38,7 @@ FAMILIES = ("switch", "olmoe", "opt")
 
 @pytest.fixture(scope="module")
 def packs(firing: dict[str, Path], tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    """A quantised pack of each, by neurons."""
+    """A quantized pack of each, by neurons."""
     found = {}
     for family in FAMILIES:
         settings = settings_for(firing, family, tmp_path_factory.mktemp(family), bits=(4,), loss=0.9, layout="neuron")

@@ -40,8 +40,8 @@ LIMITS: Mapping[str, tuple[str, str]] = {
     "heldout_loss_at_most": ("0.05", "The loss on held-out text is at most this. Without it, at most the target."),
     "calibration_loss_at_most": ("0.05", "The loss on the calibration text is at most this."),
     "expert_bytes_at_most": ("2_300_000", "All experts together take at most so many bytes."),
-    "reference_at_least": ("0.6", "The metric of the unquantised model on held-out text is at least this."),
-    "reference_at_most": ("230", "The metric of the unquantised model on held-out text is at most this."),
+    "reference_at_least": ("0.6", "The metric of the unquantized model on held-out text is at least this."),
+    "reference_at_most": ("230", "The metric of the unquantized model on held-out text is at most this."),
 }  # fmt: skip
 _SAID = {
     "profile_paths": "Whether moeconv profile-paths runs on the pack too. Default: true.",

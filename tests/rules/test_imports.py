@@ -50,7 +50,7 @@ MOECONV = [
     ("moeconv.__main__",),
 ]
 # What moert would say of a budget is asked of moert: of its own arithmetic, which is pure, by this module alone. So is
-# what a chat template may do, what its library does of a quantiser, which eviction policy finds most on a trace, and
+# what a chat template may do, what its library does of a quantizer, which eviction policy finds most on a trace, and
 # how described settings become options.
 ASKS = {
     "moeconv.quantizers.gptq": {"moert.kernels.coding"},

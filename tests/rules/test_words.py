@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import re
+import subprocess
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -33,6 +34,13 @@ def test_docstrings_name_things() -> None:
         for name in MOST
     }
     assert {name: number for name, number in found.items() if number > MOST[name]} == {}
+
+
+def test_quantizer_has_one_spelling() -> None:
+    listed = subprocess.run(["git", "-C", str(ROOT), "ls-files"], capture_output=True, text=True, check=True).stdout
+    history = {"CHANGELOG.md", "recipes/LOG.md"}
+    texts = {name: (ROOT / name).read_bytes() for name in listed.splitlines() if (ROOT / name).is_file()}
+    assert [name for name in texts if b"uanti" b"s" in texts[name] and name not in history] == []
 
 
 def test_the_count_sees_every_kind_of_docstring() -> None:

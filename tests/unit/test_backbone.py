@@ -99,7 +99,7 @@ def test_weights_come_back_as_they_are_stored(tmp_path: Path, family: str, dtype
     assert list(stored) == list(shapes_of(spec))
     wide = widened(stored)
     assert {name: weight.shape for name, weight in wide.items()} == shapes_of(spec)
-    quantised = 0
+    quantized = 0
     for name, weight in stored.items():
         if isinstance(weight, Floats):
             assert weight.dtype == NAMES[written[name].dtype]
@@ -107,7 +107,7 @@ def test_weights_come_back_as_they_are_stored(tmp_path: Path, family: str, dtype
             assert np.array_equal(np.ascontiguousarray(weight.data).view(np.uint8), raw)
             assert np.array_equal(wide[name], written[name].float().numpy())
             continue
-        quantised += 1
+        quantized += 1
         role, stem = spec.tensors[name].role, name.removesuffix(".weight")
         assert role is not None
         assert (weight.bits, weight.group_size) == (bits[role], GROUP)
@@ -115,7 +115,7 @@ def test_weights_come_back_as_they_are_stored(tmp_path: Path, family: str, dtype
             assert mine.flags.c_contiguous
             assert np.array_equal(mine, written[f"{stem}.{part}"].numpy())
         assert np.array_equal(wide[name], by_hand(written, stem, weight.bits, weight.in_features))
-    assert quantised == sum(bits.get(spec.tensors[name].role or "", 16) < 16 for name in stored)
+    assert quantized == sum(bits.get(spec.tensors[name].role or "", 16) < 16 for name in stored)
 
 
 MAPPINGS = Path("/proc/self/maps")

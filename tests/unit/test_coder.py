@@ -22,7 +22,7 @@ KEY = ExpertKey("decoder", 1, 2)
 
 
 class Counting:
-    """The channel quantiser, counting what it is asked for."""
+    """The channel quantizer, counting what it is asked for."""
 
     name, group_size = "channel", 0
     wants: Wants = "nothing"
@@ -66,7 +66,7 @@ def test_prepared_layers_hold_what_experts_get_alone(checkpoint: Checkpoint) -> 
         assert np.array_equal(first.qweight, second.qweight)
 
 
-def test_no_batch_is_quantised_twice_however_small_the_cache(
+def test_no_batch_is_quantized_twice_however_small_the_cache(
     checkpoint: Checkpoint, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Two experts fit a batch and three the cache, of a layer of six."""
@@ -81,7 +81,7 @@ def test_no_batch_is_quantised_twice_however_small_the_cache(
     assert quantizer.calls == 3 * n / 2
 
 
-def test_widths_that_are_not_wanted_are_not_quantised(checkpoint: Checkpoint) -> None:
+def test_widths_that_are_not_wanted_are_not_quantized(checkpoint: Checkpoint) -> None:
     quantizer = Counting()
     mine = ExpertCoder(checkpoint, quantizer, None)
     wanted = [(key, (2, 4, 16)) for key in checkpoint.spec.expert_keys() if key.layer == 0]

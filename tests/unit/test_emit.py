@@ -32,7 +32,7 @@ class Killed(BaseException):
 
 
 class Rounding:
-    """The plainest quantiser: one scale and minimum for each output channel. Is killed after `most` matrices."""
+    """The plainest quantizer: one scale and minimum for each output channel. Is killed after `most` matrices."""
 
     name, group_size = "rounding", 0
     wants: Wants = "nothing"
@@ -167,7 +167,7 @@ def test_a_run_cut_short_goes_on_and_gives_the_same_bytes(original: Path, tmp_pa
     assert all((tmp_path / "p" / name).read_bytes() == (tmp_path / "q" / name).read_bytes() for name in names)
 
 
-def test_experts_are_quantised_together_however_small_the_cache(
+def test_experts_are_quantized_together_however_small_the_cache(
     original: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Two experts fit a batch and three the cache, of a layer of six: what the search had cached is long gone."""

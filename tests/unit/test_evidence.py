@@ -224,7 +224,7 @@ def test_a_model_that_guesses_by_frequency_is_at_chance() -> None:
 
 def evaluation(nats: float) -> Evaluation:
     """Two samples of ten tokens."""
-    return Evaluation("unquantised", ((0.0, 1.0),) * 2, (10 * nats,) * 2, (10, 10), (0.0, 0.0), 0.0, 0)
+    return Evaluation("unquantized", ((0.0, 1.0),) * 2, (10 * nats,) * 2, (10, 10), (0.0, 0.0), 0.0, 0)
 
 
 def test_experts_that_hardly_a_token_reached_are_named() -> None:

@@ -116,7 +116,7 @@ def test_a_token_meets_what_is_not_of_the_encoder_nor_an_embedding() -> None:
     assert switch == 2.0 * decoder
 
 
-def test_quantised_matrices_count_at_their_width() -> None:
+def test_quantized_matrices_count_at_their_width() -> None:
     spec = spec_of("OLMoE-1B-7B")
     eight = outside_bytes(spec, quantization_of(Storage(), dense_of(spec, 8)))
     whole = outside_bytes(spec, quantization_of(Storage(), None))[16]

@@ -12,7 +12,7 @@ from trials import pairs, scorers, trial_of
 from moeconv.artifacts import uniform
 from moeconv.measure.metrics import METRICS
 from moeconv.measure.scorers import Scorer, Scores
-from moeconv.measure.trial import Measure, Trial, known_plans, unquantised
+from moeconv.measure.trial import Measure, Trial, known_plans, unquantized
 from moeconv.measure.workdir import Journal
 from moert.pack.model_spec import ExpertKey
 
@@ -66,7 +66,7 @@ def test_an_assignment_is_measured_once(trial: Trial, scorer: Counting, tmp_path
     assert scorer.calls == 6
 
 
-def test_figures_are_against_the_unquantised_model(trial: Trial, scorer: Counting, tmp_path: Path) -> None:
+def test_figures_are_against_the_unquantized_model(trial: Trial, scorer: Counting, tmp_path: Path) -> None:
     measure = measure_of(trial, scorer, tmp_path / "j")
     trial.assign(uniform(trial.spec, 2))  # whatever the model was before
     assert measure.summary(measure.reference).loss == 0
@@ -89,6 +89,6 @@ def test_known_plans_are_every_assignment_on_these_samples(trial: Trial, scorer:
     measure_of(trial, scorer, tmp_path / "j", "others")(uniform(trial.spec, 3), "elsewhere")
     journal = Journal(tmp_path / "j", "subject")
     assert list(known_plans(journal, "these", trial.spec.expert_keys())) == list(zip(plans, records, strict=True))
-    assert unquantised(journal, "these") == measure.reference
-    assert unquantised(journal, "unknown") is None
+    assert unquantized(journal, "these") == measure.reference
+    assert unquantized(journal, "unknown") is None
     assert not list(known_plans(journal, "unknown", trial.spec.expert_keys()))

@@ -1,4 +1,4 @@
-"""The quantisers: bounds that hold for odd shapes and extreme weights, the same result alone and in a batch."""
+"""The quantizers: bounds that hold for odd shapes and extreme weights, the same result alone and in a batch."""
 
 from __future__ import annotations
 

@@ -101,7 +101,7 @@ def test_a_perplexity_has_its_unit_and_that_per_token_beside_it(tmp_path: Path) 
     pack = Pack.open(report_pack(tmp_path / "p", SWITCH, to_json(report)))
     assert read_report(pack) == report
     write_report(pack, tmp_path / "r")
-    text = "There perplexity per word is 306.5, 296.2 unquantised (per token 67.32, 65.64 unquantised)."
+    text = "There perplexity per word is 306.5, 296.2 unquantized (per token 67.32, 65.64 unquantized)."
     assert text in page_of(tmp_path / "r")
     table = conversion_table(report, "m.pack").splitlines()
     assert "worse perplexity per word is than" in table[2]

@@ -84,7 +84,7 @@ def switch(tiny_model: TinyModel) -> Trial:
 
 
 def own_words(trial: Trial, count: int) -> list[Sample]:
-    """Inputs and what the unquantised model writes to them, so that a metric of the text has something to lose."""
+    """Inputs and what the unquantized model writes to them, so that a metric of the text has something to lose."""
     trial.restore()
     samples = pairs(count)
     [scorer] = scorers(trial, samples, "rouge1", max_new_tokens=5)

@@ -366,14 +366,14 @@ def sentences(result: Result) -> str:
     same = "answers that differ over room, drive, batch and threads"
     words = over_routings("g2p, {}: words right|.1f", "%")
     written = ("wiki", "wikids")
-    likely = {name: over_routings(f"{name}, {{}}: perplexity of what it writes, unquantised|.0f") for name in written}
+    likely = {name: over_routings(f"{name}, {{}}: perplexity of what it writes, unquantized|.0f") for name in written}
     again = {name: over_routings(f"{name}, {{}}: repeated|.1f", "%") for name in written}
     said = [
         f"A layer's decision takes {{wiki: {above}}} µs more than exact routing's on wiki, {{wikids: {above}}} µs on "
         "wikids.",
         f"With exact routing, with that for half and with that for a quarter of the experts {words} of g2p's held-out "
         "words come out right. A thousand tokens that wiki writes freely have a perplexity per token of "
-        f"{likely['wiki']} under the unquantised model, wikids' {likely['wikids']}; four tokens in a row were there "
+        f"{likely['wiki']} under the unquantized model, wikids' {likely['wikids']}; four tokens in a row were there "
         f"before in {again['wiki']} of places, {again['wikids']}.",
         "Answers that differ over room for experts, drive, batch and threads: "
         + ", ".join(f"{{{model}: {same}}} ({model})" for model in MODELS) + ".",

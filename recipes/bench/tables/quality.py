@@ -1,4 +1,4 @@
-"""Tables of losses and of what conversions take: quantisers, plans, promises, sweeps, models."""
+"""Tables of losses and of what conversions take: quantizers, plans, promises, sweeps, models."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ def size_parts(result: Result) -> Sequence[Part]:
     return [listed(result)]
 
 
-# `make bench-quant`: our quantisers beside others at equal effective bits.
+# `make bench-quant`: our quantizers beside others at equal effective bits.
 
 _BITS = re.compile(r"(?P<model>.+) against (?P<peer>.+): bits of the peer")
 

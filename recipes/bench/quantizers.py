@@ -1,4 +1,4 @@
-"""Quantisers beside each other: peers, a process apart for them, likelihoods, and how one is judged."""
+"""Quantizers beside each other: peers, a process apart for them, likelihoods, and how one is judged."""
 
 from __future__ import annotations
 
@@ -73,8 +73,8 @@ def _one_thread() -> None:
     torch.set_num_threads(1)
 
 
-# Quantisers of others, as `make build/peers/.built` installs them: hqq, and llama.cpp's by its own C code.
-# Each takes float32 matrices [n, out, in] of one shape and returns them dequantised, with the bytes that they
+# Quantizers of others, as `make build/peers/.built` installs them: hqq, and llama.cpp's by its own C code.
+# Each takes float32 matrices [n, out, in] of one shape and returns them dequantized, with the bytes that they
 # store.
 
 FOLDER = Path("build/peers")
@@ -183,7 +183,7 @@ class Ggml:
 
 
 def gguf(weights: F32, name: str, importance: F32 | None) -> Coded:
-    """Raises RuntimeError where ggml's dequantised weights of the first matrix are not those of the package gguf."""
+    """Raises RuntimeError where ggml's dequantized weights of the first matrix are not those of the package gguf."""
     from gguf import GGMLQuantizationType, dequantize
 
     ggml = Ggml(name)
@@ -204,7 +204,7 @@ Batch = dict[str, Tensor]  # what the model takes, with labels
 
 @dataclass
 class Text:
-    """Batches of one split, of which document each of their rows is, in their order, and the unquantised model's
+    """Batches of one split, of which document each of their rows is, in their order, and the unquantized model's
     log-probabilities of them once `judge` has been called."""
 
     batches: list[Batch]
@@ -307,15 +307,15 @@ def logits_of(model: nn.Module, batch: Batch) -> tuple[Tensor, Tensor]:
     return model(input_ids=ids, use_cache=False).logits[:, :-1], labels[:, 1:]
 
 
-# A reference model with its text, and what becomes of it when all its experts are quantised in some way.
+# A reference model with its text, and what becomes of it when all its experts are quantized in some way.
 
 SPLITS = ("calibration", "heldout")
 SIZES = sized({"g2p": (1000, 800), "marks": (400, 200), "wiki": (64, 40), "wikids": (64, 40)}, {"wiki": (2, 2)})
-"""Samples or windows whose inputs the quantisers see, and others, of each split, that the loss is measured on."""
+"""Samples or windows whose inputs the quantizers see, and others, of each split, that the loss is measured on."""
 DOCUMENTS = {"g2p": "words", "marks": "articles", "wiki": "articles", "wikids": "articles"}
 """What is resampled whole."""
 FITTING = ", fitting rows"
-"""Ends a subject's name where only the matrices are quantised whose rows are whole blocks of llama.cpp's formats."""
+"""Ends a subject's name where only the matrices are quantized whose rows are whole blocks of llama.cpp's formats."""
 
 Matrices = tuple[str, int, str]  # stack, layer, projection: the matrices of all experts there
 Method = Callable[[F32, Inputs], Coded]  # weights [n, out, in] and what is known of their inputs, with products
@@ -344,7 +344,7 @@ class Result:
 
 
 class Subject:
-    """One reference model; `unquantised` has what each split gives before anything was changed."""
+    """One reference model; `unquantized` has what each split gives before anything was changed."""
 
     def __init__(self, name: str) -> None:
         self.name = name
@@ -369,7 +369,7 @@ class Subject:
         if fitting:
             self.weights = {at: w for at, w in self.weights.items() if w.shape[2] % BLOCK == 0}
         self.texts = texts
-        self.unquantised = {split: judge(self.model, text) for split, text in texts.items()}
+        self.unquantized = {split: judge(self.model, text) for split, text in texts.items()}
         self._kept: dict[str, Quantized] = {}
 
     @property
@@ -426,13 +426,13 @@ class Subject:
 
 
 def _texts(name: str, sizes: tuple[int, int]) -> tuple[Sequence[Batch], dict[str, Text]]:
-    """What the quantisers see, and what each split is judged on."""
+    """What the quantizers see, and what each split is judged on."""
     settings = Recipe.load(Path(f"recipes/{name}.toml"), Path("build")).settings
     path = Path(settings.model)
     assert settings.calib is not None
     splits = load_splits(settings.calib, None, seed=0)
     seen, judged = sizes
-    if not splits.seq2seq:  # every other article to the quantisers
+    if not splits.seq2seq:  # every other article to the quantizers
         first, _ = windows(splits.calibration[::2], path, seen)
         others = {"calibration": splits.calibration[1::2], "heldout": splits.heldout}
         return first, {split: Text(*windows(part, path, judged)) for split, part in others.items()}
