@@ -40,7 +40,7 @@ def test_quantizer_has_one_spelling() -> None:
     listed = subprocess.run(["git", "-C", str(ROOT), "ls-files"], capture_output=True, text=True, check=True).stdout
     history = {"CHANGELOG.md", "recipes/LOG.md"}
     texts = {name: (ROOT / name).read_bytes() for name in listed.splitlines() if (ROOT / name).is_file()}
-    assert [name for name in texts if b"uanti" b"s" in texts[name] and name not in history] == []
+    assert [name for name in texts if re.search(rb"uanti[s]", texts[name]) and name not in history] == []
 
 
 def test_the_count_sees_every_kind_of_docstring() -> None:
