@@ -19,7 +19,7 @@ WAITING: set[str] = set()
 SAID = {
     "Promised at 95%", "a probability of 95%", "a confidence of 95%", "throttled to 100 and 500 MB/s",
     "Intervals are of 95%", "(over 99% of tokens on the 20% most frequent paths, 87% of next experts guessed)",
-    "at 95% takes 30 of them", "at 90% takes 15", "at a loss of 5%",
+    "at 95% needs 30 documents", "at 90% needs 15", "at a loss of 5%",
     "95% interval where there is one", "needs 32 MB in its control group and 160 MB of addresses",
     "192 MB and 1,000 MB",
 }  # fmt: skip
