@@ -34,6 +34,12 @@ PIECE = 4096
 SIZE = 300 * PIECE
 
 
+@pytest.fixture
+def tmp_path(on_a_drive: Path) -> Path:
+    """Files in memory never leave the page cache."""
+    return on_a_drive
+
+
 @pytest.fixture(scope="module")
 def body() -> bytes:
     return np.random.default_rng(0).integers(0, 256, SIZE, np.uint8).tobytes()

@@ -36,6 +36,12 @@ DIRECT, BUFFERED = IoSettings(True, 1), IoSettings(False, 1)
 KEY = ExpertKey("decoder", 1, 3)
 
 
+@pytest.fixture
+def tmp_path(on_a_drive: Path) -> Path:
+    """Files in memory never leave the page cache."""
+    return on_a_drive
+
+
 @pytest.fixture(scope="module")
 def originals(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     root = tmp_path_factory.mktemp("store")
