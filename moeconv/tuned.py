@@ -10,34 +10,37 @@ _LOSS, _WIDTHS, _TEXT, _EXPERTS, _WORK = "The promise", "Ranking and widths", "T
 TUNED = (
     Setting(
         "margin", _LOSS, _CONVERSION,
-        "Share of --loss to keep in reserve: with --loss 5% and margin=20%, plans must stay under 4% on the "
+        "Share of --loss to keep in reserve: with --loss 5% and margin=20%, plans must stay below 4% on the "
         "calibration text.",
         default="0%", values="SHARE",
     ),
     Setting(
         "strict", _LOSS, _CONVERSION,
-        "End before the sweep if the text has too few documents for --confidence, or the model does no better on it "
-        "than a guess. Otherwise a note says so, and the bound is printed without a confidence.",
+        "End before the sweep if the text has too few documents for --confidence, or if the model does no better on "
+        "it than a guess. Without this setting a note says so, and the bound is printed without a confidence.",
         bool, False,
     ),
     Setting(
         "signal", _WIDTHS, _PLANS,
-        "What experts are ranked by: kl (divergence of the next-token distribution from the unquantized model's), nll "
-        "(likelihood of the text), metric (that of --metric) or fisher (gradients, which measure no expert alone).",
+        "How experts are ranked: kl (divergence of the next-token distribution from the unquantized model's), nll "
+        "(likelihood of the text), metric (the metric of --metric) or fisher (gradients; no expert is measured "
+        "alone).",
         default="kl", choices=("kl", "nll", "metric", "fisher"),
     ),
     Setting(
         "racing", _WIDTHS, _CONVERSION,
-        "Stop measuring experts whose place in the ranking is settled, with this error probability, such as 5%.",
+        "Stop measuring experts whose place in the ranking is settled, with this probability of an error, such as "
+        "5%.",
         values="SHARE",
     ),
     Setting(
         "per_projection", _WIDTHS, _CONVERSION,
-        "Measure gate, up and down apart, and give each its own width.", bool, False,
+        "Measure gate, up and down separately, and give each its own width.", bool, False,
     ),
     Setting(
         "allocation", _WIDTHS, _PLANS,
-        "knapsack: all experts and widths at once. greedy: least important experts first. uniform: one width for all.",
+        "How widths are chosen: knapsack (for all experts at once), greedy (least important experts first) or "
+        "uniform (one width for all experts).",
         default="knapsack", choices=("knapsack", "greedy", "uniform"),
     ),
     Setting(
@@ -47,34 +50,41 @@ TUNED = (
     ),
     Setting(
         "sweep_samples", _TEXT, _CONVERSION,
-        "Calibration samples that experts are ranked by. Default: a quarter of all.", int,
+        "Number of calibration samples that rank experts. Default: a quarter of all.", int,
     ),
-    Setting("heldout_samples", _TEXT, _CONVERSION, "Held-out samples to use. Default: all.", int),
+    Setting(
+        "heldout_samples", _TEXT, _CONVERSION,
+        "Number of held-out samples to use. Default: all.",
+        int,
+    ),
     Setting(
         "max_new_tokens", _TEXT, _CONVERSION,
-        "Longest generated output. Default: a little above the longest target.", int,
+        "The largest number of tokens to generate. Default: a little above the longest target.", int,
     ),
     Setting(
         "route", _EXPERTS, _CONVERSION,
-        "What sends tokens to experts: router, the model's own, or hash, a function of the tokens alone that is "
-        "trained first, on half of the calibration text. Widths and function keep --loss together.",
+        "How tokens are routed to experts: router (by the model's own routers) or hash (by a function of the tokens "
+        "alone, which is trained first, on half of the calibration text). Bits and function together stay within "
+        "--loss.",
         default="router", choices=("router", "hash"),
     ),
     Setting(
         "neurons", _EXPERTS, _CONVERSION,
-        "Which neurons of experts with ReLU are computed: exact, all that fire, or predicted, those that a predictor "
-        "names, which is trained first, on half of the calibration text. Widths and predictor keep --loss together.",
+        "Which neurons of experts with ReLU are computed: exact (all that fire) or predicted (those that a predictor "
+        "names, which is trained first, on half of the calibration text). Bits and predictor together stay within "
+        "--loss.",
         default="exact", choices=("exact", "predicted"),
     ),
     Setting(
         "piece_bytes", _EXPERTS, _CONVERSION,
-        "With --layout columns, neuron or auto: most bytes of what is read at once, a multiple of 512. moert bench "
-        "--drive says what a drive likes. Default: two neurons or a little more, at most 4096.",
+        "With --layout columns, neuron or auto: the most bytes of one read, a multiple of 512. moert bench --drive "
+        "measures the best value for a drive. Default: two neurons or a little more, at most 4096.",
         int,
     ),
     Setting(
         "cluster", _WORK, _CONVERSION,
-        "Sweep, or code layer by layer, on a Ray cluster: auto, host:port or ray://host:port.", values="ADDRESS",
+        "Run the sweep, or the coding of experts layer by layer, on a Ray cluster: auto, host:port or "
+        "ray://host:port.", values="ADDRESS",
     ),
 )  # fmt: skip
 _NAMES = {each.name for each in TUNED}

@@ -46,7 +46,7 @@ def _options(
     pass
 
 
-recipe_app = typer.Typer(help="Conversion recipes: a model, a target, and what must come out.", no_args_is_help=True)
+recipe_app = typer.Typer(help="Conversion recipes: a model, a target, and the expected results.", no_args_is_help=True)
 app.add_typer(recipe_app, name="recipe")
 
 EXIT_USER, EXIT_MISSED, EXIT_INTERRUPTED = USAGE, 3, 130
@@ -55,72 +55,75 @@ EXIT_USER, EXIT_MISSED, EXIT_INTERRUPTED = USAGE, 3, 130
 @app.command(cls=options.grouped("quantize"))
 @options.taking("quantize")
 def quantize(
-    model: Annotated[str, typer.Argument(metavar="MODEL", help="A local Hugging Face directory or a hub id.")],
+    model: Annotated[str, typer.Argument(metavar="MODEL", help="A folder with a Hugging Face model, or a hub id.")],
     loss: Loss = None,
     size: Size = None,
     bits_per_weight: BitsPerWeight = None,
     confidence: Annotated[
-        str, typer.Option(help="Probability with which the loss stays under --loss on as much further text of the same "
-                               "kind as is held out; nothing is promised for other kinds of text. It takes text of 30 "
-                               "documents at 95%, of 15 at 90%. none: only the measured loss on the calibration text "
-                               "must stay under --loss.", rich_help_panel=options.TARGET)
+        str, typer.Option(help="Probability that the loss stays below --loss on further text of the same kind and "
+                               "amount as the held-out text; other kinds of text are not promised. 95% needs text of "
+                               "30 documents, 90% of 15. none: only the measured loss on the calibration text must "
+                               "stay below --loss.", rich_help_panel=options.TARGET)
     ] = "95%",
     resident: Annotated[
-        str | None, typer.Option(help="Share of the experts that memory will hold, such as 25%, or what moert run will "
-                                      "get as --memory, such as 2GB, or several, 12%,25%. Routing is fitted to each: "
-                                      "it prefers what was used lately, so that less is read, as far as --loss leaves "
-                                      "room for that; widths and routing keep it together. Widths are fitted to the "
-                                      "first. moert run takes what fits its memory.", rich_help_panel=options.TARGET)
+        str | None, typer.Option(help="Cache-aware routing for a share of the experts in memory, such as 25%, or for "
+                                      "the --memory that moert run will get, such as 2GB, or for several shares, "
+                                      "12%,25%. Routing then prefers experts that were used lately, so that less is "
+                                      "read. Bits and routing together stay within --loss; bits are fitted to the "
+                                      "first share. moert run takes the share that fits its memory.",
+                                      rich_help_panel=options.TARGET)
     ] = None,
     calib: Calib = None,
     heldout: Heldout = None,
     fields: Annotated[
         str | None, typer.Option(help="Names of the fields in your text: input=question,target=answer. "
-                                      "document=title names what a row is a part of; rows of one document are alike, "
-                                      "and are kept and counted together; document=row says that no rows are alike. "
-                                      "Default: the field document, or what the text shows (headings, long rows), or "
-                                      "runs of rows.", rich_help_panel=options.TEXT)
+                                      "document=title names the field that is equal in all rows of a document: these "
+                                      "depend on each other, stay in one part of the text, and are counted as one. "
+                                      "document=row says that no rows are alike. Default: the field document, or "
+                                      "documents that show in the text (headings, long rows), or runs of rows.",
+                                      rich_help_panel=options.TEXT)
     ] = None,
     metric: Annotated[
         str | None, typer.Option(help="rouge1, rouge2, rougeL, exact_match, perplexity (per word), token_perplexity "
-                                      "(per token), accuracy, "
-                                      "f1, or the path of an evaluate module, which is a program: it runs as you, so "
-                                      "take only one that you trust. Default: what fits the text.",
+                                      "(per token), accuracy, f1, or the path of an evaluate module. Such a module "
+                                      "is a program with all your rights, so use only one that you trust. Default: "
+                                      "the usual metric for the text.",
                                       rich_help_panel=options.TEXT)
     ] = None,
     quantizer: Annotated[
         str | None, typer.Option(help="channel: even steps from the smallest to the largest weight of each output "
-                               "channel. group: scales fitted by least squares, for each group of inputs. gptq: codes "
-                               "chosen so that later weights make up for the rounding errors of earlier ones. Default: "
-                               "gptq; group without --calib.", rich_help_panel=options.WIDTHS)
+                                      "channel. group: scales fitted by least squares, for each group of inputs. "
+                                      "gptq: codes chosen so that later weights make up for the rounding errors of "
+                                      "earlier ones. Default: gptq; without --calib, group.",
+                                      rich_help_panel=options.WIDTHS)
     ] = None,
-    bits: Annotated[str, typer.Option(help="Widths that experts may get. One alone needs no --calib; 16 alone writes "
-                                           "an unquantized pack.", rich_help_panel=options.WIDTHS)]
+    bits: Annotated[str, typer.Option(help="Widths that experts may get. A single width needs no --calib; 16 alone "
+                                           "writes an unquantized pack.", rich_help_panel=options.WIDTHS)]
     = "2,3,4,8,16",
     dense_bits: Annotated[
-        str | None, typer.Option(help="Width of all other matrices, such as 8, or by role: attention=4,head=8, of "
-                                      "attention, mixer, router, ffn, head, embed. Default: as in the source. What "
-                                      "they lose counts for --loss.", rich_help_panel=options.WIDTHS)
+        str | None, typer.Option(help="Width of all other matrices, such as 8, or by role: attention=4,head=8 "
+                                      "(roles: attention, mixer, router, ffn, head, embed). Default: as in the "
+                                      "source. Their loss counts for --loss.", rich_help_panel=options.WIDTHS)
     ] = None,
-    out: Annotated[Path, typer.Option(help="Where the pack goes.", rich_help_panel=options.PACK)] = Path("model.pack"),
+    out: Annotated[Path, typer.Option(help="Path of the new pack.", rich_help_panel=options.PACK)] = Path("model.pack"),
     work: Annotated[
-        Path | None, typer.Option(help="Where measurements are kept for reruns. Default: beside --out, as OUT.work.",
+        Path | None, typer.Option(help="Folder of the measurements, for reruns. Default: beside --out, as OUT.work.",
                                   rich_help_panel=options.PACK)
     ] = None,
     samples: Annotated[
-        int | None, typer.Option(help="Calibration samples (or windows) that plans are judged on. Default: three "
-                                      "quarters of all.", rich_help_panel=options.TEXT)
+        int | None, typer.Option(help="Number of calibration samples (or windows) that plans are judged on. Default: "
+                                      "three quarters of all.", rich_help_panel=options.TEXT)
     ] = None,
-    context: Annotated[int, typer.Option(help="Tokens in a window of running text.",
+    context: Annotated[int, typer.Option(help="Number of tokens in a window of running text.",
                                          rich_help_panel=options.TEXT)] = 256,
     memory: options.Within = None,
     layout: Annotated[
-        str | None, typer.Option(help="How experts lie in the pack: expert, a file for each; layer, a file for each "
-                                      "layer; for experts with ReLU alone columns, by neurons, so that what does not "
-                                      "fire need not be read, or neuron, the same with all of a neuron in one place; "
-                                      "auto: columns where experts are large and each token passes all of a layer, "
-                                      "as in OPT, else expert. Default: "
-                                      "expert; with neurons=predicted neuron.", rich_help_panel=options.PACK)
+        str | None, typer.Option(help="Order of the experts' bytes: expert (a file for each expert), layer (a file "
+                                      "for each layer); for experts with ReLU also columns (blocks of neurons, so "
+                                      "that only firing ones are read) or neuron (the same, with all of a neuron in "
+                                      "one place); auto (columns if experts are large and each token passes all "
+                                      "experts of a layer, as in OPT, else expert). Default: expert; with "
+                                      "neurons=predicted, neuron.", rich_help_panel=options.PACK)
     ] = None,
     seed: Seed = 0,
     overwrite: options.Overwrite = False,
@@ -157,10 +160,10 @@ def quantize(
 @app.command()
 def check(
     model: Annotated[
-        str, typer.Argument(metavar="MODEL_OR_CONFIG", help="A local Hugging Face directory, a config.json, or a hub "
-                                                            "id, of which only settings and index are fetched.")
+        str, typer.Argument(metavar="MODEL_OR_CONFIG", help="A folder with a Hugging Face model, a config.json, or a "
+                                                            "hub id (only its settings and index are fetched).")
     ],
-    layout: Annotated[str, typer.Option(help="How experts lie in the pack, as quantize takes it.")] = "expert",
+    layout: Annotated[str, typer.Option(help="Order of the experts' bytes, as in moeconv quantize.")] = "expert",
     as_json: Json = False,
 ) -> None:  # fmt: skip
     """Say whether a model can be converted, and what its pack would take; reads no weights."""
@@ -211,10 +214,10 @@ for work_on_a_pack in (packs.report, packs.profile_paths, packs.train_hash, pack
 @recipe_app.command("run")
 def recipe_run(
     recipes: Annotated[list[Path], typer.Argument(metavar="RECIPE", help="Recipe files (TOML).")],
-    out: Annotated[Path, typer.Option(help="Where packs and measurements go.")] = Path("build/recipes"),
+    out: Annotated[Path, typer.Option(help="Folder of the packs and their measurements.")] = Path("build/recipes"),
     allow_code: Annotated[
-        bool, typer.Option("--allow-code", help="Let a recipe name a program as its metric, which runs as you: read it "
-                                                "first.")
+        bool, typer.Option("--allow-code", help="Let recipes run programs that they name as metrics, with all your "
+                                                "rights: read them first.")
     ] = False,
     overwrite: options.Overwrite = False,
     as_json: Json = False,

@@ -15,9 +15,10 @@ from moeconv.progress import bar, say
 from moert.pack.messages import shown
 
 PackMetric = Annotated[
-    str | None, typer.Option(help="As of quantize, for a pack that was judged by a module of one's own, which runs as "
-                                  "you: take only one that you trust. Default: the pack's, if that is no module, or "
-                                  "with --calib what fits the text.")
+    str | None, typer.Option(help="Metric, as in moeconv quantize, for a pack that was judged by your own module. "
+                                  "Such a module is a program with all your rights, so use only one that you trust. "
+                                  "Default: the pack's metric, unless it is a module; with --calib, the usual metric "
+                                  "for the text.")
 ]  # fmt: skip
 
 
@@ -72,25 +73,27 @@ def train_hash(
     calib: Calib = None,
     heldout: Heldout = None,
     seed: Annotated[
-        int | None, typer.Option(help="Seed of what training draws, and with --calib of its split. Default: 0.")
+        int | None, typer.Option(help="Seed of the random draws of the training, and with --calib of its split. "
+                                      "Default: 0.")
     ] = None,
     samples: Annotated[
-        int | None, typer.Option(help="Samples (or windows) of each split. Default: all, and held out as many as have "
-                                      "about 32,000 tokens.")
+        int | None, typer.Option(help="Number of samples (or windows) of each split. Default: all calibration "
+                                      "samples, and held-out samples with about 32,000 tokens.")
     ] = None,
     context: options.PackContext = None,
     width: Annotated[
-        int | None, typer.Option(help="Features of its networks. Default: as many as the model has, 256 at most; less "
-                                      "where it would take more than 2% of the pack, but 128.")
+        int | None, typer.Option(help="Number of features of its networks. Default: as many as the model has, at "
+                                      "most 256; fewer, but at least 128, if they would take more than 2% of the "
+                                      "pack.")
     ] = None,
-    epochs: Annotated[int | None, typer.Option(help="Most times through the text. Default: 16.")] = None,
+    epochs: Annotated[int | None, typer.Option(help="Most passes through the text. Default: 16.")] = None,
     work: Annotated[
-        Path | None, typer.Option(help="Where routing and what was learnt are kept until it is done. Default: beside "
-                                       "the pack, as PACK.hash.")
+        Path | None, typer.Option(help="Folder of the recorded routing and the checkpoints, until the training is "
+                                       "done. Default: beside the pack, as PACK.hash.")
     ] = None,
     against: Annotated[
-        str | None, typer.Option(help="The model it was made from: also measure, on held-out text, what is lost "
-                                      "against it where the function takes the routers' place.")
+        str | None, typer.Option(help="The pack's source model: also measure, on held-out text, the loss against it "
+                                      "with the function in place of the routers.")
     ] = None,
     metric: PackMetric = None,
     as_json: Json = False,
@@ -110,35 +113,36 @@ def train_hash(
 
 
 def train_neurons(
-    pack: Annotated[Path, typer.Argument(metavar="PACK", help="A pack whose experts lie by neurons; the predictor is "
-                                                              "added to it.")],
+    pack: Annotated[Path, typer.Argument(metavar="PACK", help="A pack with blocks of neurons; the predictor is added "
+                                                              "to it.")],
     calib: Calib = None,
     heldout: Heldout = None,
     seed: Annotated[
-        int | None, typer.Option(help="Seed of the order in which training reads, and with --calib of its split. "
-                                      "Default: 0.")
+        int | None, typer.Option(help="Seed of the order in which the training reads its examples, and with --calib "
+                                      "of its split. Default: 0.")
     ] = None,
     samples: Annotated[
-        int | None, typer.Option(help="Samples (or windows) of each split. Default: as many as show each expert about "
-                                      "32,000 tokens, but 131,000 tokens, and held out 16,000.")
+        int | None, typer.Option(help="Number of samples (or windows) of each split. Default: as many as show each "
+                                      "expert about 32,000 tokens, but at most 131,000 tokens, and 16,000 held-out "
+                                      "tokens.")
     ] = None,
     context: options.PackContext = None,
     rank: Annotated[
-        int | None, typer.Option(help="Rank of its matrices: what is read of a token before neurons are named. "
-                                      "Default: a sixteenth of the features that an expert gets, 8 to 256.")
+        int | None, typer.Option(help="Rank of its matrices: the number of features by which neurons are named. "
+                                      "Default: a sixteenth of an expert's input features, 8 to 256.")
     ] = None,
     missed: Annotated[
-        str, typer.Option(help="Share of what firing neurons give that may go unnamed, and counts as zero, on the text "
-                               "that it is trained on. The less, the more is read.")
+        str, typer.Option(help="Share of the firing neurons' contributions that may go unnamed, and count as zero, "
+                               "on the training text. A smaller share reads more.")
     ] = "2%",
-    epochs: Annotated[int | None, typer.Option(help="Most times through the text. Default: 10.")] = None,
+    epochs: Annotated[int | None, typer.Option(help="Most passes through the text. Default: 10.")] = None,
     work: Annotated[
-        Path | None, typer.Option(help="Where what fires and what was learnt are kept until it is done. Default: "
-                                       "beside the pack, as PACK.neurons.")
+        Path | None, typer.Option(help="Folder of the recorded firings and the checkpoints, until the training is "
+                                       "done. Default: beside the pack, as PACK.neurons.")
     ] = None,
     against: Annotated[
-        str | None, typer.Option(help="The model it was made from: also measure, on held-out text, what is lost "
-                                      "against it where only named neurons are computed.")
+        str | None, typer.Option(help="The pack's source model: also measure, on held-out text, the loss against it "
+                                      "with only the named neurons.")
     ] = None,
     metric: PackMetric = None,
     as_json: Json = False,
@@ -162,7 +166,7 @@ def train_neurons(
 
 def verify(
     pack: Annotated[Path, typer.Argument(metavar="PACK", help="The pack to check.")],
-    against: Annotated[str | None, typer.Option(help="The model it was made from.")] = None,
+    against: Annotated[str | None, typer.Option(help="The pack's source model.")] = None,
     as_json: Json = False,
 ) -> None:
     """Check every hash of a pack, and with --against that each expert is its source within its width's error."""

@@ -42,11 +42,9 @@ if TYPE_CHECKING:
 
 
 def info(
-    pack: Annotated[
-        Path | None, typer.Argument(metavar="PACK", help="Directory of the pack.", show_default=False)
-    ] = None,
+    pack: Annotated[Path | None, typer.Argument(metavar="PACK", help="Folder of the pack.", show_default=False)] = None,
     system: Annotated[
-        bool, typer.Option("--system", help="Print what this machine has and which native kernels it runs instead.")
+        bool, typer.Option("--system", help="Print this machine's memory, cores and kernels instead.")
     ] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:
@@ -107,14 +105,14 @@ def score(
     ] = None,
     target: Annotated[
         str | None,
-        typer.Option(help="With an encoder, which reads the text: what is scored behind it.", show_default=False),
+        typer.Option(help="With an encoder: the text to score; the encoder reads the other text.", show_default=False),
     ] = None,
     context: Annotated[
         int | None,
         typer.Option(
-            help="Cut texts into windows of so many tokens, without special ones, and score each but for its first "
-            "token, as moeconv measures perplexity (of 256, if it was told nothing else). By default a text is scored "
-            "whole.",
+            help="Cut texts into windows of this many tokens, without special tokens, and score each window except "
+            "its first token, as moeconv measures perplexity (by default with 256). Without this option a text "
+            "is scored as a whole.",
             show_default=False,
         ),
     ] = None,
@@ -191,7 +189,7 @@ def _lines(found: Likelihood) -> list[str]:
 
 app = typer.Typer(
     add_completion=False, rich_markup_mode=None, pretty_exceptions_enable=False, no_args_is_help=True,
-    help="Run a model.pack inside a memory budget.",
+    help="Run a model.pack within a memory limit.",
     epilog="Exit codes: 0; 2 for a mistake of the user, which is one line; 130 after Ctrl-C; 143 after SIGTERM.",
 )  # fmt: skip
 
@@ -227,12 +225,12 @@ def run(
         typer.Option("--output", help="With --input: write the answers here, not to stdout.", rich_help_panel=PROMPTS),
     ] = None,
     overwrite: Annotated[
-        bool, typer.Option("--overwrite", help="Replace what the file of --output holds.", rich_help_panel=PROMPTS)
+        bool, typer.Option("--overwrite", help="Replace the contents of the --output file.", rich_help_panel=PROMPTS)
     ] = False,
     chat: Annotated[
         bool,
         typer.Option(
-            "--chat", help="Ask the prompt as a question, by the model's chat template.", rich_help_panel=PROMPTS
+            "--chat", help="Send the prompt as a message, with the model's chat template.", rich_help_panel=PROMPTS
         ),
     ] = False,
     system: SystemOption = None,
@@ -240,9 +238,9 @@ def run(
         int,
         typer.Option(
             min=1,
-            help="With --input: run so many prompts at once, so that each expert is read once for all of them; it pays "
-            "where experts are read again and again. The answers are the same (but for rounding with "
-            "kernels=reference) and come in order, when their batch is done.",
+            help="With --input: run this many prompts at once, so that each expert is read once for all of them; "
+            "useful if experts are read again and again. The answers are the same (except for rounding with "
+            "kernels=reference), and come in order when their batch is done.",
             rich_help_panel=PROMPTS,
         ),
     ] = 1,
@@ -320,18 +318,18 @@ def chat(
 @taking("bench")
 def bench(
     context: typer.Context,
-    packs: Annotated[list[Path], typer.Argument(metavar="PACK...", help="Directories of packs.", show_default=False)],
+    packs: Annotated[list[Path], typer.Argument(metavar="PACK...", help="Folders of packs.", show_default=False)],
     prompt: Annotated[
         str | None,
-        typer.Option("--prompt", help="Text to start from; by default some built-in ones.", rich_help_panel=PROMPTS),
+        typer.Option("--prompt", help="Text to start from; by default some built-in texts.", rich_help_panel=PROMPTS),
     ] = None,
     input_path: InputOption = None,
     asked: Asked = NOTHING,
     max_new_tokens: Annotated[
-        int, typer.Option(min=1, help="Tokens to write after each prompt; an end token does not stop it.")
+        int, typer.Option(min=1, help="Number of tokens to write after each prompt; an end token does not end it.")
     ] = 32,
     drive: DriveOption = False,
-    as_json: Annotated[bool, typer.Option("--json", help="Print nothing but one line of JSON for each pack.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print only one line of JSON for each pack.")] = False,
 ) -> None:
     """Measure how fast packs run on this device, and how near that is to what is possible."""
     if drive:

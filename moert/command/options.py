@@ -28,20 +28,21 @@ grouped = partial(command_class, SETTINGS)
 """Makes the class of a command that has settings."""
 
 
-PackArgument = Annotated[Path, typer.Argument(metavar="PACK", help="Directory of the pack.", show_default=False)]
+PackArgument = Annotated[Path, typer.Argument(metavar="PACK", help="Folder of the pack.", show_default=False)]
 DriveOption = Annotated[
     bool,
     typer.Option(
         "--drive",
-        help="Run nothing: measure how fast the drive of each pack is, over the size of a read and how many are asked "
-        "for at once. With ReLU, say which piece-bytes of moeconv quantize that makes the fastest.",
+        help="Run no model: measure the speed of the drive of each pack, by the size of a read and the number of "
+        "simultaneous reads. With ReLU, print the piece-bytes of moeconv quantize that makes it fastest.",
     ),
 ]
 InputOption = Annotated[
     Path | None,
     typer.Option(
         "--input",
-        help="JSON lines, each with the field prompt, input or text; - is stdin. Each starts from the same --seed.",
+        help="File of JSON lines, each with the field prompt, input or text; - is stdin. Each prompt starts from the "
+        "same --seed.",
         rich_help_panel=PROMPTS,
     ),
 ]
@@ -49,7 +50,7 @@ StatsOption = Annotated[bool, typer.Option("--stats", help="Print the figures of
 SystemOption = Annotated[
     str | None,
     typer.Option(
-        "--system", help="What to tell the model first: how to answer.", show_default=False, rich_help_panel=PROMPTS
+        "--system", help="System message: how the model should answer.", show_default=False, rich_help_panel=PROMPTS
     ),
 ]
 

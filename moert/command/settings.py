@@ -13,127 +13,148 @@ _SAMPLING, _BEAMS, _CHAT, _SHOWN = "Sampling", "Beam search", "Chat", "What is p
 SETTINGS = (
     Setting(
         "memory", _ROOM, _ALL,
-        "Memory for the whole process: 1.5GB, 800MB, 512MiB; 50% of what is free; auto, the default where no cache is "
-        "given: what is free, less a margin, also where a control group limits it.",
+        "Memory limit of the whole process: 1.5GB, 800MB, 512MiB; 50% of the free memory; auto (the default without "
+        "a cache setting): the free memory less a margin, and no more than a control group allows.",
         usual=True,
     ),
     Setting(
         "device", _ROOM, _ALL,
-        "A second place for experts, and what else fits: none, auto (a GPU where there is one), cuda:0, or a "
-        "simulated card, sim:rtx3060, sim:t4, sim:rtx3080-mobile, sim:a100: the same answers, and times as that card "
-        "and a machine around it would have them. A GPU rounds in other ways than the processor.",
+        "A second place for experts, and for other weights if they fit: none, auto (a GPU if the machine has one), "
+        "cuda:0, or a simulated card (sim:rtx3060, sim:t4, sim:rtx3080-mobile, sim:a100), which gives the same "
+        "answers and the times of that card in a usual machine. A GPU rounds differently than the processor.",
         default="none", usual=True, values="DEVICE",
     ),
-    Setting("max_new_tokens", _TEXT, _WRITING, "The most tokens to write.", int, 256, usual=True),
-    Setting("temperature", _TEXT, _WRITING, "0 takes the likeliest token each time.", float, 0.0, usual=True),
-    Setting("top_k", _TEXT, _WRITING, "Draw among the k likeliest tokens; 0: all.", int, 0, usual=True),
     Setting(
-        "top_p", _TEXT, _WRITING, "Draw among the likeliest tokens whose probabilities add up to this.", float, 1.0,
+        "max_new_tokens", _TEXT, _WRITING,
+        "The largest number of tokens to write.",
+        int, 256, usual=True,
+    ),
+    Setting(
+        "temperature", _TEXT, _WRITING,
+        "Temperature of sampling; 0 always takes the likeliest token.",
+        float, 0.0, usual=True,
+    ),
+    Setting(
+        "top_k", _TEXT, _WRITING,
+        "Sample from the k likeliest tokens; 0: from all.",
+        int, 0, usual=True,
+    ),
+    Setting(
+        "top_p", _TEXT, _WRITING,
+        "Sample from the likeliest tokens whose probabilities add up to this.", float, 1.0,
         usual=True,
     ),
-    Setting("seed", _TEXT, _WRITING, "Seed of the random draws at a temperature above 0.", int, 0, usual=True),
     Setting(
-        "stop", _TEXT, _WRITING, "End before this text, taken literally; may be given several times.", usual=True,
+        "seed", _TEXT, _WRITING,
+        "Seed of sampling at a temperature above 0.",
+        int, 0, usual=True,
+    ),
+    Setting(
+        "stop", _TEXT, _WRITING,
+        "End the answer before this literal text; may be given several times.", usual=True,
         many=True,
     ),
     Setting(
         "cache", _EXPERTS, _ALL,
-        "Instead of --memory: room for the experts alone, 600MB or 25% of them, whatever else the process takes. For "
-        "comparisons.",
+        "Memory for the experts alone, in place of --memory: 600MB, or 25% of all experts. The rest of the process "
+        "is not limited. For comparisons.",
         values="SIZE|SHARE",
     ),
     Setting(
         "eviction", _EXPERTS, _ALL,
-        "Which expert leaves when room is needed: expected (needed again last, as its use so far suggests), paper "
-        "(used seldom, in a layer that is far), lru (unused longest), layer-lru (the same within its layer), lfu (used "
-        "least); auto: what did best with about this room for experts when the pack's paths were profiled, or "
-        "expected.",
+        "Which expert leaves the cache when another one needs room: expected (the one whose next use, to judge by "
+        "its past, is furthest away), paper (rarely used, in a distant layer), lru (unused longest), layer-lru "
+        "(unused longest in its layer), lfu (used least); auto: the policy that moeconv profile-paths found best for "
+        "about this much memory, or expected.",
         default="auto", choices=("auto", "expected", "paper", "lru", "layer-lru", "lfu"),
     ),
     Setting(
         "predict", _EXPERTS, _ALL,
-        "What names the experts to read ahead: gate (the next layer's router, asked early), hash (the pack's hash "
-        "function, which names those of all layers before the first has run; moeconv train-hash adds it), transitions "
-        "(the pack's path tables), none; auto: gate and hash together, or gate where there is no hash function, and "
-        "none where experts are so small that reading ahead loses. Only what pays is read.",
+        "How experts to read ahead are predicted: gate (the next layer's router runs early), hash (the pack's hash "
+        "function names the experts of all layers before the first one runs; moeconv train-hash adds it), "
+        "transitions (the pack's path tables), none; auto: gate and hash, or gate without a hash function, or none "
+        "if experts are so small that reading ahead costs time. Only reads that save time are made.",
         default="auto", choices=("auto", "gate", "hash", "transitions", "none"),
     ),
     Setting(
         "routing", _EXPERTS, _ALL,
-        "Which experts a token goes to: exact, as the model says; hash: as the pack's hash function says, without "
-        "asking the routers; 25%: nearly as good ones that were used lately are preferred, as the pack has it for room "
-        "for that share of the experts, with a promise of its own (moeconv quantize --resident); auto: what the pack "
-        "has for the room that there is. Answers depend on this.",
+        "How tokens are routed to experts: exact (by the model's routers), hash (by the pack's hash function, "
+        "without the routers), 25% (cache-aware routing: recently used experts are preferred to slightly better "
+        "ones, as the pack promises for a cache of that share; moeconv quantize --resident adds it); auto: the "
+        "largest share in the pack that the memory has room for, or exact. This changes answers.",
         default="auto", values="auto|exact|SHARE|hash",
     ),
     Setting(
         "io", _MACHINE, _ALL,
-        "How experts are read: direct, buffered, or direct,4 with 4 threads; auto: what is fastest on this drive, "
+        "How experts are read: direct, buffered, or direct,4 with 4 threads; auto: the fastest way on this drive, "
         "measured once and remembered.",
         default="auto", values="auto|direct|buffered[,THREADS]",
     ),
     Setting(
         "threads", _MACHINE, _ALL,
-        "Threads that compute; by default, and at most, one for each core that this process may use.", int, least=1,
+        "Number of threads that compute. The default, and the most, is one for each core that this process may use.",
+        int, least=1,
     ),
     Setting(
         "kernels", _MACHINE, _ALL,
-        "What computes: auto (the best instruction set that moert info --system lists), one of those by name, or "
-        "reference (numpy: slow, takes more memory, does not round activations to 8 bits).",
+        "Kernels that compute: auto (the best instruction set that moert info --system lists), an instruction set by "
+        "name, or reference (numpy: slow, takes more memory, does not round activations to 8 bits).",
         default="auto", values="auto|reference|NAME",
     ),
     Setting(
         "kv", _MACHINE, _ALL,
-        "Bits of keys and values: 8 take half the memory of 16 (make bench-rounding: what that adds to a loss).",
+        "Bits of the KV cache: 8 takes half the memory of 16 (make bench-rounding measures the added loss).",
         int, 16, choices=("16", "8"),
     ),
     Setting(
         "gpu_memory", _SECOND, _ALL,
-        "Of the device's memory no more than this: 6GB. By default most of what is free there.", values="SIZE",
+        "Limit of the device's memory, such as 6GB. Default: most of what is free there.", values="SIZE",
     ),
     Setting(
         "device_keep", _SECOND, _ALL,
-        "Who stays on the device: expected (whoever is not needed again last, as its use so far suggests; the "
-        "default), popular (most of the pack's recorded trace, for good), lru (the latest of each layer), layers (all "
-        "of the last layers).",
+        "Which experts stay on the device: expected (those that will be used again soonest, to judge by their past; "
+        "the default), popular (the most used ones of the pack's recorded trace, for the whole run), lru (the latest "
+        "of each layer), layers (all of the last layers).",
         choices=("expected", "popular", "lru", "layers"),
     ),
     Setting(
         "device_experts", _SECOND, _ALL,
-        "Who computes an expert: cheapest (for each layer what is done soonest: there, there after a copy, or the "
-        "processor; the default), copied (always the device), resident (the device what lies there, else the "
-        "processor).",
+        "Where an expert is computed: cheapest (in each layer the fastest way, with a copy or without; the default), "
+        "copied (always on the device), resident (on the device if it is there, else on the processor).",
         choices=("cheapest", "copied", "resident"),
     ),
     Setting(
         "neurons", _NEURONS, _ALL,
-        "Which neurons of an expert count: exact (all), predicted (those that the pack's predictor names before any is "
-        "computed; only their blocks are read, and no expert whole, so that eviction and predict have nothing to "
-        "decide; moeconv train-neurons adds one). Answers depend on this.",
+        "Which neurons of an expert are computed: exact (all), predicted (those that the pack's predictor names; "
+        "only their blocks are read and no whole expert, so eviction and predict have no effect; moeconv "
+        "train-neurons adds a predictor). This changes answers.",
         default="exact", choices=("exact", "predicted"),
     ),
     Setting(
         "keep_neurons", _NEURONS, _ALL,
-        "Which neurons stay, of a pack whose experts lie in blocks of them: recent (used often and lately), lru "
+        "Which blocks of neurons stay in memory, in packs with such blocks: recent (used often and lately), lru "
         "(used last), lfu (used most), window (those that fired for the last tokens, as many as fit).",
         default="recent", choices=("recent", "lru", "lfu", "window"),
     ),
     Setting(
-        "min_p", _SAMPLING, _WRITING, "Draw among tokens at least this fraction as likely as the likeliest.", float, 0.0
+        "min_p", _SAMPLING, _WRITING,
+        "Sample from tokens with at least this fraction of the likeliest token's probability.", float, 0.0
     ),
     Setting(
         "repeat_penalty", _SAMPLING, _WRITING,
-        "Divide the logits of tokens that stand in the prompt or the answer by this, and multiply those below 0, as "
-        "repetition_penalty of transformers does; 1: none. Behind an encoder the answer alone counts.",
+        "Divide the logits of tokens in the prompt or the answer by this, and multiply negative logits by it, as "
+        "repetition_penalty of transformers does; 1: no penalty. Models with an encoder count only the answer.",
         float, 1.0,
     ),
     Setting(
         "presence_penalty", _SAMPLING, _WRITING,
-        "Take this from the logits of tokens that stand in the answer, as OpenAI's does; 0: none.", float, 0.0,
+        "Subtract this from the logits of tokens in the answer, as OpenAI's presence_penalty does; 0: no penalty.",
+        float, 0.0,
     ),
     Setting(
         "frequency_penalty", _SAMPLING, _WRITING,
-        "As presence-penalty, for each time that a token stands in the answer.", float, 0.0,
+        "Subtract this from the logit of a token for each time that it stands in the answer; 0: no penalty.",
+        float, 0.0,
     ),
     Setting(
         "logit_bias", _SAMPLING, _WRITING,
@@ -142,54 +163,54 @@ SETTINGS = (
     ),
     Setting(
         "first_token", _SAMPLING, _RUN,
-        "Begin each answer with this token of the tokenizer's: of a model that translates, the language, as in "
-        "fra_Latn. By default what the pack says, if anything.",
+        "Begin each answer with this token of the tokenizer. A model that translates takes the language here, as in "
+        "fra_Latn. Default: the pack's first token, if it has one.",
         values="TOKEN",
     ),
     Setting(
         "beams", _BEAMS, _RUN,
-        "How many beginnings of the answer go on at a time; the likeliest answer is given, and each expert is read "
-        "once for all of them. Text appears as soon as all of them agree on it. 1: none.",
+        "Width of the beam search; each expert is read once for all beams, and text appears as soon as all beams "
+        "agree on it. 1: no beam search.",
         int, 1,
     ),
     Setting(
         "length_penalty", _BEAMS, _RUN,
-        "With beams: answers are compared by the logarithm of what they are likely, over their number of tokens to the "
-        "power of this; above 0 favours long ones, below 0 short ones.",
+        "With beams: the score of an answer is its log-probability divided by its number of tokens to the power of "
+        "this; above 0 favours long answers, below 0 short ones.",
         float, 1.0,
     ),
     Setting(
         "early_stopping", _BEAMS, _RUN,
-        "With beams: end as soon as there are as many answers as beams (true), when the beams do not look better than "
-        "these (false), or when none can become better (never).",
+        "With beams: end when there are as many answers as beams (true), when no beam looks better than these "
+        "answers (false), or when none can become better (never).",
         default="false", choices=("true", "false", "never"),
     ),
     Setting(
         "n_return", _BEAMS, _RUN,
-        "With beams: give the N best answers, with a blank line between; --json says how they score.", int, 1,
+        "With beams: print the N best answers, with a blank line between them; --json adds their scores.",
+        int, 1,
         values="N", option="return",
     ),
     Setting(
         "template", _CHAT, _WRITING,
-        "In place of the pack's own chat template: a file, or chatml, llama3 or alpaca, forms that models are trained "
-        "for.",
+        "Chat template in place of the pack's own: a file, or one of the usual forms chatml, llama3 and alpaca.",
         values="NAME|FILE",
     ),
     Setting(
         "thinking", _CHAT, _WRITING,
-        "What a model thinks before it answers: show it, dimmed on a terminal, or hide it.", default="show",
+        "Show the text that a model thinks before it answers (dimmed on a terminal), or hide it.", default="show",
         choices=("show", "hide"),
     ),
     Setting(
         "logprobs", _SHOWN, _WRITING,
-        "With --json: of each token of the answer, and of the N likeliest ones in its place, the natural logarithm of "
-        "its probability, before penalties, bias, temperature and filters.",
+        "With --json: add to each token of the answer its log-probability, and those of the N likeliest tokens in "
+        "its place (natural logarithms, before penalties, bias, temperature and filters).",
         int, values="N",
     ),
     Setting(
         "raw", _SHOWN, _WRITING,
-        "Print text to a terminal as the model writes it. By default control characters and letters that nobody sees "
-        "are written out there, as in <U+001B>.",
+        "Print text to a terminal exactly as the model writes it. By default control characters and invisible "
+        "letters are written out, as in <U+001B>.",
         bool, False,
     ),
 )  # fmt: skip
