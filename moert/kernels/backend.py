@@ -113,7 +113,7 @@ class ProjectionView(NamedTuple):
         return None if at is None else buffer[at:][: 4 * self.shape[0]].view(np.float32)
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class NormWeights:
     """The weights of a norm, see moert.pack.parts.Norm: weight [n], and the bias [n] of the kind layer. Without a
     weight there is no norm, and its input stays as it is."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import struct
 import zlib
-from ctypes import CDLL, POINTER, c_char_p, c_double, c_float, c_int, c_int64, c_uint32, c_void_p
+from ctypes import CDLL, POINTER, c_char, c_char_p, c_double, c_float, c_int, c_int64, c_uint32, c_void_p
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -27,6 +27,12 @@ class NativeFailed(MemoryError):
     """The library could not get the memory that it needs."""
 
 
+class _Array:
+    """An argument that is an array: its memory has to be contiguous and writable."""
+
+    from_param = (c_char * 0).from_buffer
+
+
 _POOL, _READER, _DATA = c_void_p, c_void_p, c_void_p
 # name: (result, arguments), as in moert.h. Data is passed by address.
 _FUNCTIONS = {
@@ -38,29 +44,29 @@ _FUNCTIONS = {
     "moert_pool_open": (_POOL, [c_int, c_int]),
     "moert_pool_close": (None, [_POOL]),
     "moert_pool_stop": (None, [_POOL, c_int]),
-    "moert_linear": (c_int, [_POOL, c_int, _DATA, _DATA, c_int, _DATA]),
-    "moert_rows": (c_int, [_POOL, POINTER(Matrix), c_int, _DATA, _DATA]),
-    "moert_mixture": (c_int, [_POOL, _DATA, c_int, _DATA, _DATA, _DATA, _DATA, _DATA, c_int, _DATA]),
-    "moert_parts": (c_int, [_POOL, _DATA, c_int, _DATA, _DATA, _DATA, _DATA, c_int, _DATA]),
-    "moert_add_parts": (None, [_POOL, _DATA, _DATA, _DATA, c_int, c_int, _DATA]),
-    "moert_fire": (c_int, [_POOL, _DATA, _DATA, _DATA, _DATA, _DATA, c_int, _DATA]),
-    "moert_project": (c_int, [_POOL, _DATA, _DATA, _DATA, _DATA, c_int, _DATA, _DATA]),
-    "moert_attend": (c_int, [_POOL, _DATA, c_int, _DATA, _DATA, c_int, c_int, _DATA]),
-    "moert_attend_latent": (c_int, [_POOL, _DATA, c_int, _DATA, _DATA, c_int, c_int, _DATA]),
-    "moert_keep": (c_int, [_POOL, _DATA, c_int, _DATA, c_int, _DATA]),
-    "moert_normalise": (None, [_POOL, _DATA, c_int, c_int, _DATA, _DATA]),
-    "moert_scores": (c_int, [_POOL, _DATA, c_int, _DATA, _DATA, _DATA]),
-    "moert_choose": (c_int, [_POOL, _DATA, _DATA, c_int, _DATA, _DATA]),
-    "moert_prefer": (c_int, [_DATA, _DATA, c_float, c_int, c_int, _DATA, _DATA, _DATA]),
-    "moert_gate": (c_int, [_POOL, POINTER(Matrix), c_int, _DATA, c_float, _DATA]),
-    "moert_convolve": (None, [_POOL, _DATA, c_int, _DATA, _DATA, _DATA]),
+    "moert_linear": (c_int, [_POOL, c_int, _DATA, _Array, c_int, _DATA]),
+    "moert_rows": (c_int, [_POOL, POINTER(Matrix), c_int, _DATA, _Array]),
+    "moert_mixture": (c_int, [_POOL, _DATA, c_int, _DATA, _DATA, _Array, _Array, _Array, c_int, _Array]),
+    "moert_parts": (c_int, [_POOL, _DATA, c_int, _DATA, _Array, _Array, _Array, c_int, _Array]),
+    "moert_add_parts": (None, [_POOL, _Array, _Array, _Array, c_int, c_int, _Array]),
+    "moert_fire": (c_int, [_POOL, _DATA, _DATA, _DATA, _DATA, _DATA, c_int, _Array]),
+    "moert_project": (c_int, [_POOL, _DATA, _DATA, _DATA, _DATA, c_int, _DATA, _Array]),
+    "moert_attend": (c_int, [_POOL, _DATA, c_int, _Array, _DATA, c_int, c_int, _DATA]),
+    "moert_attend_latent": (c_int, [_POOL, _DATA, c_int, _Array, _DATA, c_int, c_int, _DATA]),
+    "moert_keep": (c_int, [_POOL, _DATA, c_int, _Array, c_int, _DATA]),
+    "moert_normalise": (None, [_POOL, _DATA, c_int, c_int, _Array, _Array]),
+    "moert_scores": (c_int, [_POOL, _DATA, c_int, _Array, _Array, _Array]),
+    "moert_choose": (c_int, [_POOL, _DATA, _Array, c_int, _Array, _Array]),
+    "moert_prefer": (c_int, [_DATA, _Array, c_float, c_int, c_int, _Array, _Array, _Array]),
+    "moert_gate": (c_int, [_POOL, POINTER(Matrix), c_int, _Array, c_float, _Array]),
+    "moert_convolve": (None, [_POOL, _DATA, c_int, _DATA, _DATA, _Array]),
     "moert_delta_rule": (c_int, [_POOL, _DATA]),
     "moert_scan_tokens": (c_int, [_POOL, _DATA]),
     "moert_lstm_tokens": (c_int, [_POOL, _DATA]),
     "moert_attend_sparsely": (c_int, [_POOL, _DATA]),
-    "moert_softplus": (None, [_POOL, c_int, c_int, _DATA, _DATA, _DATA]),
-    "moert_sigmoid": (None, [_POOL, c_int64, _DATA, _DATA]),
-    "moert_gated": (None, [_POOL, _DATA, c_int, c_int, c_int, c_int, _DATA, _DATA, _DATA]),
+    "moert_softplus": (None, [_POOL, c_int, c_int, _DATA, _DATA, _Array]),
+    "moert_sigmoid": (None, [_POOL, c_int64, _DATA, _Array]),
+    "moert_gated": (None, [_POOL, _DATA, c_int, c_int, c_int, c_int, _DATA, _DATA, _Array]),
     "moert_crc32": (c_uint32, [c_uint32, _DATA, c_int64]),
     "moert_crc32_fast": (c_int, []),
     "moert_leave": (c_int64, [_DATA, _DATA, c_int64, _DATA, _DATA]),
@@ -74,7 +80,7 @@ _FUNCTIONS = {
     "moert_reader_close": (None, [_READER]),
     "moert_reader_has_ring": (c_int, [_READER]),
     "moert_read_many": (c_int, [_READER, _DATA, c_int]),
-    "moert_head": (c_int, [_POOL, _DATA, c_float, c_float, POINTER(Matrix), c_int, _DATA, _DATA]),
+    "moert_head": (c_int, [_POOL, _DATA, c_float, c_float, POINTER(Matrix), c_int, _Array, _Array]),
 }
 
 

@@ -1,4 +1,8 @@
-"""The native kernels as a backend, which passes the bytes of a pack, and the addresses of arrays, to the C in csrc."""
+"""The native kernels as a backend, which passes the bytes of a pack, and arrays, to the C in csrc.
+
+From top to bottom: dense matrices, experts, the C's structs filled in for the weights of a model, and the backend. A
+struct has the addresses of numpy's arrays: whoever fills one in keeps the arrays alive.
+"""
 
 from __future__ import annotations
 
@@ -9,12 +13,13 @@ from collections.abc import Callable, Mapping, Sequence
 from ctypes import Structure, addressof, c_char, c_int32, c_int64, c_void_p
 from dataclasses import replace
 from itertools import accumulate
+from operator import attrgetter
 from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 import numpy.typing as npt
 
-from moert.kernels import filled, structs
+from moert.kernels import structs
 from moert.kernels.backend import (
     I32,
     I64,
@@ -27,19 +32,39 @@ from moert.kernels.backend import (
     RouterWeights,
     Stored,
 )
-from moert.kernels.filled import NativeMatrix, keys_of
-from moert.kernels.filled import address as _at
-from moert.kernels.filled import address_in_place as _in_place
 from moert.kernels.library import Library, NativeFailed, check
 from moert.kernels.memory import Arena
 from moert.kernels.pages import KeptPage, PageLayout
-from moert.kernels.structs import ACTIVATIONS, KINDS, Matrix
+from moert.kernels.structs import ACTIVATIONS, KINDS, SCORES, Matrix
 from moert.pack.codec import F32, MX_GROUP, U8, QuantizedMatrix
 from moert.pack.fence import heard
-from moert.pack.layout import NeuronLayout
-from moert.pack.parts import Act, Ffn, Latent
+from moert.pack.layout import MatrixPlace, NeuronLayout, group_of
+from moert.pack.parts import Attention, Ffn, Latent
 
-_MOST = 256  # kinds of experts that are remembered
+_S = TypeVar("_S", bound=Structure)
+_Item = TypeVar("_Item", bound=np.generic)
+
+
+def _at(array: npt.NDArray[Any]) -> int:
+    """Returns the address of an array's first number."""
+    try:
+        return addressof(c_char.from_buffer(array))  # type: ignore[arg-type]
+    except (TypeError, ValueError):  # an array that is empty, or not to be written: takes three times as long
+        return int(array.ctypes.data)
+
+
+def _in_place(state: F32) -> int:
+    """Returns the address of an array that is changed in place, which no copy can stand for."""
+    assert state.flags.c_contiguous
+    return _at(state)
+
+
+class NativeMatrix:
+    """A dense matrix of `rows` and `cols`; `struct` points to `stored` and `bias`."""
+
+    def __init__(self, stored: Stored, bias: F32 | None, struct: Matrix) -> None:
+        self.stored, self.bias, self.struct = stored, bias, struct
+        self.rows, self.cols = int(struct.rows), int(struct.cols)
 
 
 class NativeExpert:
@@ -50,6 +75,9 @@ class NativeExpert:
 
     def __init__(self, ffn: structs.Ffn | I64, address: int, alive: object) -> None:
         self._ffn, self.address, self._alive = ffn, address, alive
+
+
+_MOST = 256  # kinds of experts that are remembered
 
 
 class _Kind(NamedTuple):
@@ -69,12 +97,10 @@ class Kinds:
 
     def expert(self, view: ExpertView) -> NativeExpert:
         """Returns the expert of a view. Experts whose `projections` are the same object are of one kind."""
-        kind = self._known.get(id(view.projections))
-        if kind is None:
-            kind = self._learn(view.projections)
-        words = kind.places * _place_of(view.buffer)
+        kind = self._known.get(id(view.projections)) or self._learn(view.projections)
+        words = kind.places * _at(view.buffer)
         words += kind.words
-        return NativeExpert(words, _place_of(words), view.buffer)
+        return NativeExpert(words, _at(words), view.buffer)
 
     def _learn(self, projections: Mapping[str, ProjectionView]) -> _Kind:
         near, far = (_words(projections, start) for start in (1 << 12, 1 << 13))
@@ -99,19 +125,171 @@ def _words(projections: Mapping[str, ProjectionView], start: int) -> I64:
     return np.frombuffer(bytes(ffn), np.int64)
 
 
-def _place_of(array: npt.NDArray[Any]) -> int:
-    """Returns the address of an array's first number."""
-    try:
-        return addressof(c_char.from_buffer(array))  # type: ignore[arg-type]
-    except (TypeError, ValueError):  # not to be written
-        return int(array.ctypes.data)
+def _norm(of: NormWeights) -> structs.Norm:
+    weight, bias = (None if each is None else _at(each) for each in (of.weight, of.bias))
+    return structs.Norm(weight, bias, of.eps)
+
+
+def _heads(weights: AttentionWeights[NativeMatrix]) -> structs.Heads:
+    part, sinks = weights.part, weights.sinks
+    made = structs.Heads(
+        None if sinks is None else _at(sinks), part.n, part.kv, part.dim, part.value_dim, causal=weights.causal,
+        window=part.window or 0, scale=part.scale,
+    )  # fmt: skip
+    if isinstance(part, Attention):
+        made.chunk, made.softcap = part.chunk or 0, part.softcap or 0.0
+    return made
+
+
+def _fill(struct: _S, weights: AttentionWeights[NativeMatrix], norms: Sequence[str], matrices: Sequence[str]) -> _S:
+    """Fills in the norms and matrices of these names that the weights have; returns the struct."""
+    for name in norms:
+        if name in weights.norms:
+            setattr(struct, name if name == "after" else f"{name}_norm", _norm(weights.norms[name]))
+    for name in matrices:
+        if name in weights.matrices:
+            setattr(struct, name, weights.matrices[name].struct)
+    return struct
+
+
+def _attention(weights: AttentionWeights[NativeMatrix], with_keys: bool) -> structs.Attention:
+    """Returns the struct of an attention, without the matrices of keys and values where these are there already."""
+    part = weights.part
+    assert isinstance(part, Attention)
+    block = structs.Attention(
+        heads=_heads(weights), norm=_norm(weights.norms["before"]), rope_dims=weights.rope_dims,
+        norm_each=part.qk_norm == "head", norm_turned=part.norm_turned,
+        clip=math.inf if part.clip is None else part.clip, add=weights.add,
+    )  # fmt: skip
+    matrices = ("q", "k", "v", "o", "gate") if with_keys else ("q", "o", "gate")
+    return _fill(block, weights, ("q", "k", "v", "after"), matrices)
+
+
+def _with_keys(weights: AttentionWeights[NativeMatrix]) -> structs.Attention:
+    return _attention(weights, with_keys=True)
+
+
+def _latent(weights: AttentionWeights[NativeMatrix]) -> structs.Latent:
+    block = structs.Latent(
+        heads=_heads(weights), norm=_norm(weights.norms["before"]), rope_dims=weights.part.turning, add=weights.add
+    )
+    return _fill(block, weights, ("q", "kv", "after"), ("q_a", "q", "q_turn", "kv_a", "k_turn", "keys", "values", "o"))
+
+
+class _Attending(NamedTuple):
+    """The struct of an attention for the function of the library with this name, and the products that it makes of a
+    token: with each key, and with all matrices for each of its features."""
+
+    struct: structs.Attention | structs.Latent
+    place: int
+    function: str
+    of_key: int
+    of_feature: int
+
+
+def _attending(weights: AttentionWeights[NativeMatrix]) -> _Attending:
+    part, latent = weights.part, isinstance(weights.part, Latent)
+    struct = _latent(weights) if latent else _attention(weights, weights.own)
+    return _Attending(
+        struct, addressof(struct), "moert_attend_latent" if latent else "moert_attend",
+        part.n * (part.dim + part.value_dim), 2 * (part.q_features + part.kv_features),
+    )  # fmt: skip
+
+
+def _router(weights: RouterWeights[NativeMatrix]) -> structs.Router:
+    part, groups = weights.part, weights.part.groups
+    optional = {"choice_bias": weights.choice_bias, "expert_scale": weights.expert_scale}
+    made = structs.Router(
+        norm=_norm(weights.norm), matrix=weights.matrix.struct, score=SCORES[part.score], top_k=part.top_k,
+        renormalise=part.renormalise, factor=part.factor * weights.factor, jitter=part.jitter,
+        **{name: _at(values) for name, values in optional.items() if values is not None},
+    )  # fmt: skip
+    if weights.own is not None:
+        made.own = _norm(weights.own)
+    if groups is not None:
+        made.groups, made.best_groups, made.group_top = groups.n, groups.best, groups.top
+    return made
+
+
+def _act(of: Ffn) -> structs.Act:
+    act = of.act
+    return structs.Act(ACTIVATIONS[act.name], math.inf if act.limit is None else act.limit, act.slope, act.plus)
+
+
+def _neurons(layout: NeuronLayout) -> structs.Neurons:
+    places = {name: _place(each, layout.d_model) for name, each in layout.rows.items()}
+    return structs.Neurons(
+        down=_place(layout.columns, layout.d_model), d_model=layout.d_model, d_ff=layout.d_ff,
+        block_rows=layout.per_block, **places,
+    )  # fmt: skip
+
+
+def _place(matrix: MatrixPlace, cols: int) -> structs.Place:
+    assert matrix.form16 != "MXFP4" or matrix.bits < 16
+    data, scale, minimum = matrix.places if matrix.bits < 16 else (matrix.places[0], 0, 0)
+    kind = KINDS[matrix.form16] if matrix.bits == 16 else matrix.bits
+    group, bias = cols if matrix.bits == 16 else group_of(cols, matrix.group_size), matrix.bias_place
+    return structs.Place(data, scale, minimum, -1 if bias is None else bias, kind, group, matrix.power)
+
+
+def _positions(of: Positions) -> structs.Positions:
+    turns, bias, scale = of.turns, of.bias, of.query_scale
+    return structs.Positions(
+        None if turns is None else _at(turns),
+        None if bias is None else _at(bias) + bias.itemsize * of.zero,
+        0 if bias is None else bias.shape[1],
+        None if scale is None else _at(scale),
+    )
+
+
+def keys_of(kept: KeptKeys) -> tuple[int, object]:
+    """Returns the address of the struct with the pages' addresses, which `kept` has until its pages change, and the
+    objects that it points to but for the pages."""
+    _, *others, head = kept.layout.places
+    table = (c_void_p * len(kept.pages))(*[page.address for page in kept.pages])
+    struct = structs.Keys(addressof(table), head, *others, kept.layout.bits == 8)
+    made = kept.place = addressof(struct), (struct, table)
+    return made
+
+
+_W = TypeVar("_W")
+_V = TypeVar("_V")
+
+
+class _Made(dict[_W, _V]):
+    """The results of `make` for weights, each made at the first use of the weights, and kept with them."""
+
+    def __init__(self, make: Callable[[_W], _V]) -> None:
+        self._make = make
+
+    def __missing__(self, weights: _W) -> _V:
+        made = self[weights] = self._make(weights)
+        return made
+
+
+def _placed(make: Callable[[_W], Structure]) -> _Made[_W, tuple[int, Structure]]:
+    """Returns the addresses of structs for weights, and the structs."""
+
+    def made(weights: _W) -> tuple[int, Structure]:
+        struct = make(weights)
+        return addressof(struct), struct
+
+    return _Made(made)
+
+
+class _Network(NamedTuple):
+    """The address of an activation's struct, and the products that a network makes of a feature of a token; `alive`
+    holds the struct and the part that it was made for."""
+
+    act: int
+    products: int
+    alive: object
 
 
 _LONG_S = 0.05  # a call that takes longer is another thread's
 _MANY = 1 << 24  # products: a call of fewer takes less than _LONG_S
 _SLOW = 1e9  # products a second, of a function that was not called with as many yet
-_Item = TypeVar("_Item", bound=np.generic)
-_W = TypeVar("_W")
+_ADDRESS = attrgetter("address")
 
 
 class NativeBackend:
@@ -128,10 +306,13 @@ class NativeBackend:
         self._speeds: dict[str, float] = {}  # products a second, by function: about the fewest of its last long calls
         self._arena = Arena()
         self._staying: set[int] = set()  # addresses in it that were given away, to be filled
-        self._made: dict[tuple[int, str], tuple[Structure, int, object]] = {}
-        self._acts: dict[Act, structs.Act] = {}
-        self._layouts: dict[tuple[object, ...], structs.Neurons] = {}
         self._kinds = Kinds()
+        self._norms, self._routers = _placed(_norm), _placed(_router)
+        self._attending = _Made(_attending)
+        self._keeping = _placed(_with_keys)
+        self._networks: dict[int, _Network] = {}
+        self._layouts: dict[tuple[object, ...], structs.Neurons] = {}
+        self._positions = Positions(), structs.Positions()  # of the last call
 
     def close(self) -> None:
         """Ends the threads. No method may be called after that."""
@@ -146,21 +327,26 @@ class NativeBackend:
         return room
 
     def _compute(self, products: int, name: str, *arguments: Any) -> Any:
-        """Calls a function of the library that makes `products` products; Ctrl-C is handled meanwhile where the call
-        takes long."""
+        """Calls a function of the library that makes `products` products, and returns its result; Ctrl-C is handled
+        meanwhile where the call takes long. Raises NativeFailed where the result is below 0."""
         call = getattr(self._call, name)
-        if products < _MANY:
-            return call(self._pool, *arguments)
+        result = call(self._pool, *arguments) if products < _MANY else self._compute_long(products, name, arguments)
+        if result and result < 0:
+            check(result)
+        return result
+
+    def _compute_long(self, products: int, name: str, arguments: Sequence[Any]) -> Any:
+        call = getattr(self._call, name)
         speed, started = self._speeds.get(name, _SLOW), time.perf_counter()
         if products < _LONG_S * speed:
-            failed = call(self._pool, *arguments)
+            result = call(self._pool, *arguments)
         else:
             try:
-                failed = heard(lambda: call(self._pool, *arguments), lambda: self._call.moert_pool_stop(self._pool, 1))
+                result = heard(lambda: call(self._pool, *arguments), lambda: self._call.moert_pool_stop(self._pool, 1))
             finally:
                 self._call.moert_pool_stop(self._pool, 0)
         self._speeds[name] = min(products / (time.perf_counter() - started), 1.25 * speed)
-        return failed
+        return result
 
     def matrix(self, stored: Stored, bias: F32 | None = None) -> NativeMatrix:
         place = None if bias is None else _at(bias)
@@ -184,8 +370,7 @@ class NativeBackend:
 
     def rows(self, matrix: NativeMatrix, ids: Sequence[int]) -> F32:
         out = np.empty((len(ids), matrix.cols), np.float32)
-        places = (c_int64 * len(ids))(*ids)
-        check(self._compute(out.size, "moert_rows", matrix.struct, len(ids), places, _at(out)))
+        self._compute(out.size, "moert_rows", matrix.struct, len(ids), (c_int64 * len(ids))(*ids), out)
         return out
 
     def linear(self, x: F32, matrix: NativeMatrix) -> F32:
@@ -196,12 +381,12 @@ class NativeBackend:
         structs_at = (c_void_p * count)(*[addressof(matrix.struct) for matrix in matrices])
         outputs = (c_void_p * count)(*map(_at, made))
         products = len(x) * sum(matrix.rows * matrix.cols for matrix in matrices)
-        check(self._compute(products, "moert_linear", count, structs_at, _at(x), len(x), outputs))
+        self._compute(products, "moert_linear", count, structs_at, x, len(x), outputs)
         return made
 
     def norm(self, x: F32, norm: NormWeights) -> F32:
-        out = np.empty_like(x)
-        self._compute(2 * x.size, "moert_normalise", self._place(norm, "norm", filled.norm), *x.shape, _at(x), _at(out))
+        out = np.empty(x.shape, np.float32)
+        self._compute(2 * x.size, "moert_normalise", self._norms[norm][0], *x.shape, x, out)
         return out
 
     def pages(self, layout: PageLayout, count: int) -> list[KeptPage]:
@@ -210,62 +395,46 @@ class NativeBackend:
     def attend(
         self, weights: AttentionWeights[NativeMatrix], x: F32, kept: KeptKeys, start: int, positions: Positions
     ) -> None:
-        latent = isinstance(weights.part, Latent)
-        block = self._place(weights, "attend", filled.latent if latent else filled.attention)
-        name = "moert_attend_latent" if latent else "moert_attend"
-        part, heads = weights.part, weights.part.n * (kept.layout.dim + kept.layout.value_dim)
-        products = len(x) * (kept.length * heads + 2 * x.shape[1] * (part.q_features + part.kv_features))
-        at = filled.positions(positions)
-        check(
-            self._compute(
-                products, name, block, len(x), _at(x), addressof(keys_of(kept)), start, kept.length, addressof(at)
-            )
-        )  # fmt: skip
+        to, (tokens, features), keys = self._attending[weights], x.shape, kept.place or keys_of(kept)
+        if positions is not self._positions[0]:
+            self._positions = positions, _positions(positions)
+        products = tokens * (kept.length * to.of_key + features * to.of_feature)
+        at = addressof(self._positions[1])
+        self._compute(products, to.function, to.place, tokens, x, keys[0], start, kept.length, at)
 
     def keep(self, weights: AttentionWeights[NativeMatrix], encoded: F32, kept: KeptKeys, start: int) -> None:
-        block = self._place(weights, "keep", filled.with_keys)
-        keys, products = addressof(keys_of(kept)), encoded.size * weights.part.kv_features
-        check(self._compute(products, "moert_keep", block, len(encoded), _at(encoded), start, keys))
+        keys, products = kept.place or keys_of(kept), encoded.size * weights.part.kv_features
+        self._compute(products, "moert_keep", self._keeping[weights][0], len(encoded), encoded, start, keys[0])
 
     def scores(self, x: F32, router: RouterWeights[NativeMatrix]) -> tuple[F32, F32]:
-        hidden, scores = np.empty_like(x), np.empty((len(x), router.matrix.rows), np.float32)
-        place = self._place(router, "router", filled.router)
-        check(
-            self._compute(x.size * router.matrix.rows, "moert_scores", place, len(x), _at(x), _at(hidden), _at(scores))
-        )
+        tokens, experts = len(x), router.matrix.rows
+        hidden, scores = np.empty(x.shape, np.float32), np.empty((tokens, experts), np.float32)
+        self._compute(x.size * experts, "moert_scores", self._routers[router][0], tokens, x, hidden, scores)
         return hidden, scores
 
     def choose(self, scores: F32, router: RouterWeights[NativeMatrix]) -> tuple[I64, F32]:
-        shape = len(scores), router.part.top_k
-        chosen, weights = np.empty(shape, np.int64), np.empty(shape, np.float32)
-        place = self._place(router, "router", filled.router)
-        products = scores.size * router.part.top_k
-        check(self._compute(products, "moert_choose", place, _at(scores), len(scores), _at(chosen), _at(weights)))
+        tokens, top_k = len(scores), router.part.top_k
+        chosen, weights = np.empty((tokens, top_k), np.int64), np.empty((tokens, top_k), np.float32)
+        self._compute(scores.size * top_k, "moert_choose", self._routers[router][0], scores, tokens, chosen, weights)
         return chosen, weights
 
     def prefer(
         self, scores: F32, router: RouterWeights[NativeMatrix], bonus: float, sure: int, recent: I32
     ) -> tuple[I64, F32]:
         chosen, weights = np.empty((1, router.part.top_k), np.int64), np.empty((1, router.part.top_k), np.float32)
-        place, k = self._place(router, "router", filled.router), len(recent)
-        check(
-            self._call.moert_prefer(place, _at(scores), bonus, sure, k, _at(recent), _at(chosen), _at(weights))
-        )  # fmt: skip
+        place = self._routers[router][0]
+        check(self._call.moert_prefer(place, scores, bonus, sure, len(recent), recent, chosen, weights))
         return chosen, weights
 
     def gate(self, hidden: F32, matrix: NativeMatrix, factor: float) -> F32:
         out = np.empty(len(hidden), np.float32)
-        check(self._compute(hidden.size, "moert_gate", matrix.struct, len(hidden), _at(hidden), factor, _at(out)))
+        self._compute(hidden.size, "moert_gate", matrix.struct, len(hidden), hidden, factor, out)
         return out
 
     def head(self, x: F32, norm: NormWeights, factor: float, softcap: float | None, matrix: NativeMatrix) -> F32:
-        out, place = np.empty((len(x), matrix.rows), np.float32), self._place(norm, "norm", filled.norm)
-        check(
-            self._compute(
-                len(x) * matrix.rows * matrix.cols, "moert_head", place, factor, softcap or 0.0, matrix.struct, len(x),
-                _at(x), _at(out),
-            )
-        )  # fmt: skip
+        out, products = np.empty((len(x), matrix.rows), np.float32), len(x) * matrix.rows * matrix.cols
+        place = self._norms[norm][0]
+        self._compute(products, "moert_head", place, factor, softcap or 0.0, matrix.struct, len(x), x, out)
         return out
 
     def expert(self, view: ExpertView) -> NativeExpert:
@@ -281,43 +450,33 @@ class NativeBackend:
         self, experts: Sequence[NativeExpert], counts: Sequence[int], tokens: npt.NDArray[np.int32], weights: F32,
         x: F32, out: F32, spec: Ffn,
     ) -> None:  # fmt: skip
-        products = sum(counts) * len(spec.projections) * spec.d_ff * x.shape[1]
-        addresses, starts = _addresses(experts), (c_int32 * (len(counts) + 1))(*accumulate(counts, initial=0))
-        check(
-            self._compute(
-                products, "moert_mixture", self._act(spec), len(experts), addresses, starts, _at(tokens), _at(weights),
-                _at(x),
-                len(x), _at(out),
-            )
+        network, count = self._networks.get(id(spec)) or self._network(spec), len(experts)
+        addresses = (c_void_p * count)(*map(_ADDRESS, experts))
+        starts = (c_int32 * (count + 1))(*accumulate(counts, initial=0))
+        self._compute(
+            sum(counts) * network.products * x.shape[1], "moert_mixture", network.act, count, addresses, starts, tokens,
+            weights, x, len(x), out,
         )  # fmt: skip
 
     def parts(self, experts: Sequence[NativeExpert], x: F32, out: F32, spec: Ffn) -> None:
-        count = len(experts)
-        starts, first = np.arange(count + 1, dtype=np.int32), np.zeros(count, np.int32)
-        products = count * len(spec.projections) * spec.d_ff * x.shape[1]
-        check(
-            self._compute(
-                products, "moert_parts", self._act(spec), count, _addresses(experts), _at(starts), _at(first), _at(x),
-                1, _at(out),
-            )
-        )  # fmt: skip
+        network, count = self._networks.get(id(spec)) or self._network(spec), len(experts)
+        addresses, first = (c_void_p * count)(*map(_ADDRESS, experts)), np.zeros(count, np.int32)
+        starts = np.arange(count + 1, dtype=np.int32)
+        products = count * network.products * x.shape[1]
+        self._compute(products, "moert_parts", network.act, count, addresses, starts, first, x, 1, out)
 
     def add_parts(self, parts: F32, weights: F32, out: F32, tokens: npt.NDArray[np.int32] | None = None) -> None:
         rows = np.zeros(len(parts), np.int32) if tokens is None else tokens
-        self._compute(
-            parts.size, "moert_add_parts", _at(parts), _at(weights), _at(rows), *parts.shape, _at(out)
-        )  # fmt: skip
+        self._compute(parts.size, "moert_add_parts", parts, weights, rows, *parts.shape, out)
 
     def fire(self, layout: NeuronLayout, base: U8, offsets: I64, x: F32, spec: Ffn) -> F32:
         x, offsets = np.ascontiguousarray(x), np.ascontiguousarray(offsets)
-        hidden = np.empty((len(x), layout.d_ff), np.float32)
+        hidden, network = np.empty((len(x), layout.d_ff), np.float32), self._networks.get(id(spec)) or self._network(spec)
         assert len(offsets) == layout.n_blocks
         assert x.shape[1] == layout.d_model
-        check(
-            self._compute(
-                2 * x.size * layout.d_ff, "moert_fire", self._neurons(layout), self._act(spec), _at(base), _at(offsets),
-                _at(x), len(x), _at(hidden),
-            )
+        self._compute(
+            2 * x.size * layout.d_ff, "moert_fire", self._neurons(layout), network.act, _at(base), _at(offsets), _at(x),
+            len(x), hidden,
         )  # fmt: skip
         return hidden
 
@@ -326,34 +485,33 @@ class NativeBackend:
         out, biases = np.empty((len(hidden), layout.d_model), np.float32), None if bias is None else _at(bias)
         assert len(offsets) == layout.n_blocks
         assert hidden.shape[1] == layout.d_ff
-        failed = self._compute(
+        missing = self._compute(
             hidden.size * layout.d_model, "moert_project", self._neurons(layout), _at(base), _at(offsets), _at(hidden),
-            len(hidden), biases, _at(out),
+            len(hidden), biases, out,
         )  # fmt: skip
-        if failed > 0:
+        if missing:
             raise ValueError("a neuron that fired is not there")
-        check(failed)
         return out
 
     def conv(self, x: F32, taps: F32, bias: F32 | None, state: F32, silu: bool) -> F32:
         x, taps = np.ascontiguousarray(x), np.ascontiguousarray(taps)
-        out, (k, channels) = np.empty_like(x), taps.shape
+        out, (k, channels) = np.empty(x.shape, np.float32), taps.shape
         struct = structs.Taps(_at(taps), None if bias is None else _at(bias), channels, k, silu)
-        self._compute(x.size * (k + 2), "moert_convolve", addressof(struct), len(x), _at(x), _in_place(state), _at(out))
+        self._compute(x.size * (k + 2), "moert_convolve", addressof(struct), len(x), _at(x), _in_place(state), out)
         return out
 
     def delta(self, q: F32, k: F32, v: F32, decay: F32, beta: F32, state: F32) -> F32:
         given = [np.ascontiguousarray(each) for each in (q, k, v, decay, beta)]
-        out, (tokens, heads, dv), (_, key_heads, dk) = np.empty_like(given[2]), v.shape, k.shape
+        out, (tokens, heads, dv), (_, key_heads, dk) = np.empty(v.shape, np.float32), v.shape, k.shape
         struct = structs.Delta(*map(_at, given), _in_place(state), _at(out), tokens, key_heads, heads, dk, dv)
-        check(self._compute(3 * v.size * dk, "moert_delta_rule", addressof(struct)))
+        self._compute(3 * v.size * dk, "moert_delta_rule", addressof(struct))
         return out
 
     def scan(self, x: F32, dt: F32, a: F32, b: F32, c: F32, d: F32, state: F32) -> F32:
         given = [np.ascontiguousarray(each) for each in (x, dt, a, b, c, d)]
-        out, (tokens, heads, p), (_, groups, n) = np.empty_like(given[0]), x.shape, b.shape
+        out, (tokens, heads, p), (_, groups, n) = np.empty(x.shape, np.float32), x.shape, b.shape
         struct = structs.Scan(*map(_at, given), _in_place(state), _at(out), tokens, heads, groups, p, n, a.shape[1])
-        check(self._compute(2 * x.size * n, "moert_scan_tokens", addressof(struct)))
+        self._compute(2 * x.size * n, "moert_scan_tokens", addressof(struct))
         return out
 
     def lstm(self, inputs: F32, recurrent: F32, state: F32, counts: Sequence[int], backward: bool = False) -> F32:
@@ -361,7 +519,7 @@ class NativeBackend:
         out, sizes = np.empty((len(inputs), len(recurrent)), np.float32), (len(counts), len(recurrent), backward)
         assert (len(inputs), *state.shape) == (sum(counts), len(counts), 2, len(recurrent))
         struct = structs.Lstm(*map(_at, given), addressof(lengths), _in_place(state), _at(out), *sizes)
-        check(self._compute(inputs.size * len(recurrent), "moert_lstm_tokens", addressof(struct)))
+        self._compute(inputs.size * len(recurrent), "moert_lstm_tokens", addressof(struct))
         return out
 
     def attend_sparsely(self, queries: F32, keys: F32, values: F32, spans: I32) -> F32:
@@ -369,47 +527,34 @@ class NativeBackend:
         out = np.empty(queries.shape, np.float32)
         struct = structs.Sparse(*map(_at, given), _at(out), *queries.shape)
         products = 2 * queries.shape[1] * int(np.diff(given[3]).sum(dtype=np.int64))
-        check(self._compute(products, "moert_attend_sparsely", addressof(struct)))
+        self._compute(products, "moert_attend_sparsely", addressof(struct))
         return out
 
     def softplus(self, x: F32, bias: F32) -> F32:
-        x = np.ascontiguousarray(x)
-        out = np.empty_like(x)
-        self._compute(8 * x.size, "moert_softplus", *x.shape, _at(x), _at(bias), _at(out))
+        x, out = np.ascontiguousarray(x), np.empty(x.shape, np.float32)
+        self._compute(8 * x.size, "moert_softplus", *x.shape, _at(x), _at(bias), out)
         return out
 
     def sigmoid(self, x: F32) -> F32:
-        x = np.ascontiguousarray(x)
-        out = np.empty_like(x)
-        self._compute(4 * x.size, "moert_sigmoid", x.size, _at(x), _at(out))
+        x, out = np.ascontiguousarray(x), np.empty(x.shape, np.float32)
+        self._compute(4 * x.size, "moert_sigmoid", x.size, _at(x), out)
         return out
 
     def gated(self, x: F32, gate: F32, norm: NormWeights | None = None, groups: int = 1, last: bool = False) -> F32:
-        x, gate = np.ascontiguousarray(x), np.ascontiguousarray(gate)
-        out, place = np.empty_like(x), None if norm is None else self._place(norm, "norm", filled.norm)
-        self._compute(4 * x.size, "moert_gated", place, groups, last, *x.shape, _at(x), _at(gate), _at(out))
+        x, gate, out = np.ascontiguousarray(x), np.ascontiguousarray(gate), np.empty(x.shape, np.float32)
+        place = None if norm is None else self._norms[norm][0]
+        self._compute(4 * x.size, "moert_gated", place, groups, last, *x.shape, _at(x), _at(gate), out)
         return out
 
-    def _place(self, weights: _W, purpose: str, make: Callable[[_W], Structure]) -> int:
-        """Returns the address of the struct that stands for these weights, which are kept alive: made once for each
-        purpose."""
-        key = id(weights), purpose
-        if key not in self._made:
-            struct = make(weights)
-            self._made[key] = struct, addressof(struct), weights
-        return self._made[key][1]
-
-    def _act(self, spec: Ffn) -> int:
-        act = spec.act
-        if act not in self._acts:
-            limit = math.inf if act.limit is None else act.limit
-            self._acts[act] = structs.Act(ACTIVATIONS[act.name], limit, act.slope, act.plus)
-        return addressof(self._acts[act])
+    def _network(self, spec: Ffn) -> _Network:
+        act = _act(spec)
+        made = self._networks[id(spec)] = _Network(addressof(act), len(spec.projections) * spec.d_ff, (act, spec))
+        return made
 
     def _neurons(self, layout: NeuronLayout) -> int:
         key = layout.d_model, layout.d_ff, layout.per_block, layout.columns, *layout.rows.items()
         if key not in self._layouts:
-            self._layouts[key] = filled.neurons(layout)
+            self._layouts[key] = _neurons(layout)
         return addressof(self._layouts[key])
 
     def _kept(self, array: npt.NDArray[_Item]) -> npt.NDArray[_Item]:
@@ -420,7 +565,3 @@ class NativeBackend:
         room = self._arena.allocate(array.nbytes).view(array.dtype).reshape(array.shape)
         np.copyto(room, array)
         return room
-
-
-def _addresses(experts: Sequence[NativeExpert]) -> Any:
-    return (c_void_p * len(experts))(*[expert.address for expert in experts])

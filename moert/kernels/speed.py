@@ -82,7 +82,7 @@ def _speed(functions: Any, pool: object, weights: Weights, clock: Callable[[], f
     def one_pass() -> float:
         started = clock()
         for at in places:
-            check(functions.moert_linear(pool, 1, at, x.ctypes.data, 1, addressof(output)))
+            check(functions.moert_linear(pool, 1, at, x, 1, output))
         return clock() - started
 
     return len(places) * weights.nbytes / min(one_pass() for _ in range(PASSES))

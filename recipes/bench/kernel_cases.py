@@ -15,9 +15,9 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from moert.kernels.filled import keys_of
 from moert.kernels.library import Library, NativeFailed, check
 from moert.kernels.memory import Arena
+from moert.kernels.native import keys_of
 from moert.kernels.structs import (
     ACTIVATIONS,
     KINDS,
@@ -197,11 +197,11 @@ class Kernels:
         pointers = (c_void_p * len(matrices))(*map(addressof, matrices))
         output, linear, pool = (c_void_p * 1)(y.ctypes.data), self._call.moert_linear, self._pool
         calls = [addressof(pointers) + 8 * i for i in range(len(matrices))]
-        x_at, y_at = x.ctypes.data, addressof(output)
+        y_at = addressof(output)
 
         def run() -> None:
             for at in calls:
-                check(linear(pool, 1, at, x_at, tokens, y_at))
+                check(linear(pool, 1, at, x, tokens, y_at))
 
         macs = sum(matrix.rows * matrix.cols for matrix in matrices) * tokens
         alive = x, y, output, pointers, matrices
@@ -215,7 +215,7 @@ class Kernels:
         starts, token = (c_int32 * (size.top_k + 1))(*range(size.top_k + 1)), (c_int32 * size.top_k)()
         weights, x, out = np.full(size.top_k, 1 / size.top_k, np.float32), vector(size.d_model), vector(size.d_model)
         mixture, pool, act = self._call.moert_mixture, self._pool, Act(ACTIVATIONS["silu"], math.inf, 1)
-        places = [addressof(starts), addressof(token), weights.ctypes.data, x.ctypes.data, 1, out.ctypes.data]
+        places = [starts, token, weights, x, 1, out]
 
         def run() -> None:
             for call in range(calls):
@@ -238,16 +238,15 @@ class Kernels:
             blocks.append(block)
         part = Parts(size.heads, size.heads, dim, dim**-0.5, "whole", None, rope=None, buckets=None)
         cache = [kept_of(part, size.context) for _ in blocks]
-        keys = [keys_of(kept) for kept in cache]
-        each = [(byref(block), byref(kept)) for block, kept in zip(blocks, keys, strict=True)]
+        each = [(byref(block), keys_of(kept)[0]) for block, kept in zip(blocks, cache, strict=True)]
         attend, pool, last = self._call.moert_attend, self._pool, size.context - 1
         place = Positions(turns=turn.ctypes.data)
 
         def run() -> None:
             hidden = x.copy()
-            at, where = hidden.ctypes.data, byref(place)
+            where = byref(place)
             for block, kept in each:
-                check(attend(pool, block, 1, at, kept, last, size.context, where))
+                check(attend(pool, block, 1, hidden, kept, last, size.context, where))
 
         nbytes = sum(map(nbytes_of, matrices[: 4 * len(blocks)])) + len(blocks) * 4 * width * size.context
         return Case(name, run, len(blocks), nbytes, alive=(ones, turn, *cache))
@@ -261,8 +260,8 @@ class Kernels:
         scores, choose, pool = self._call.moert_scores, self._call.moert_choose, self._pool
         norm, softmax = Norm(ones.ctypes.data, None, size.eps), SCORES["softmax"]
         routers = [Router(norm=norm, matrix=each, score=softmax, top_k=size.top_k, factor=1) for each in matrices]
-        places = x.ctypes.data, hidden.ctypes.data, probabilities.ctypes.data
-        choice = probabilities.ctypes.data, 1, chosen.ctypes.data, weights.ctypes.data
+        places = x, hidden, probabilities
+        choice = probabilities, 1, chosen, weights
 
         def run() -> None:
             for router in routers:
@@ -280,7 +279,7 @@ class Kernels:
 
         def run() -> None:
             for matrix in heads:
-                check(head(pool, byref(norm), 1.0, 0.0, byref(matrix), 1, x.ctypes.data, y.ctypes.data))
+                check(head(pool, byref(norm), 1.0, 0.0, byref(matrix), 1, x, y))
 
         return Case(name, run, len(heads), sum(map(nbytes_of, heads)), alive=(ones, x, y))
 

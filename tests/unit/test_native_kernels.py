@@ -28,7 +28,7 @@ from native_problems import (
 )  # fmt: skip
 
 from moert.kernels import library
-from moert.kernels.filled import NativeMatrix
+from moert.kernels.native import NativeMatrix
 from moert.kernels.native import NativeBackend
 from moert.pack.codec import F32, QuantizedMatrix, pack_codes
 from tests.pairs import thinned
@@ -55,7 +55,7 @@ def together(backend: NativeBackend, x: F32, matrices: Sequence[NativeMatrix]) -
     outputs = [np.empty((len(x), matrix.rows), np.float32) for matrix in matrices]
     addresses = (c_void_p * len(matrices))(*[addressof(matrix.struct) for matrix in matrices])
     places = (c_void_p * len(matrices))(*[output.ctypes.data for output in outputs])
-    assert not backend._call.moert_linear(backend._pool, len(matrices), addresses, x.ctypes.data, len(x), places)
+    assert not backend._call.moert_linear(backend._pool, len(matrices), addresses, x, len(x), places)
     return np.concatenate(outputs, 1)
 
 

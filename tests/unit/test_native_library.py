@@ -265,6 +265,6 @@ def test_a_product_through_every_instruction_set() -> None:
         pool = functions.moert_pool_open(each.number, 2)
         y[:] = 0
         matrices, outputs = (ctypes.POINTER(Matrix) * 1)(ctypes.pointer(matrix)), (ctypes.c_void_p * 1)(y.ctypes.data)
-        assert functions.moert_linear(pool, 1, matrices, x.ctypes.data, 1, outputs) == 0
+        assert functions.moert_linear(pool, 1, matrices, x, 1, outputs) == 0
         functions.moert_pool_close(pool)
         assert y[0] == 5 * 127 - 5 + 3
