@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields
+from functools import cached_property
 from itertools import takewhile
 from typing import Literal, NamedTuple, TypedDict
 
@@ -226,12 +227,12 @@ class GenerationSettings(Adjustable):
     logit_bias: Mapping[int, float] | None = None
     logprobs: int | None = None
 
-    @property
+    @cached_property
     def adjusts(self) -> bool:
         """Whether logits are changed before a token is chosen."""
         return bool(self._changed("repeat_penalty", "presence_penalty", "frequency_penalty", "logit_bias"))
 
-    @property
+    @cached_property
     def stops(self) -> tuple[str, ...]:
         """Texts that end an answer."""
         return (self.stop,) if isinstance(self.stop, str) else tuple(self.stop)

@@ -7,11 +7,9 @@ import time
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
-from itertools import accumulate, chain
+from itertools import chain
 from types import TracebackType
 from typing import TYPE_CHECKING, Protocol
-
-import numpy as np
 
 from moert.engine.choosing import ENTRY_BYTES, GenerationOptions, GenerationSettings, Logprobs
 from moert.engine.generation import Generation, GenerationResult, Piece, StopReason, TextSource, Writing, writing
@@ -379,8 +377,10 @@ class Session:
             self._model.expects(chain((each._generation.prompt_ids for each in self._waiting), self._coming))
         for request in running:
             request._mark()
-        rows = np.split(logits, [*accumulate(len(each._states) for each in running)][:-1])
-        pieces = [(each, each._generation.take(of_each)) for each, of_each in zip(running, rows, strict=True)]
+        pieces, row = list[tuple[Request, Piece]](), 0
+        for request in running:
+            first, row = row, row + len(request._states)
+            pieces.append((request, request._generation.take(logits[first:row])))
         for request in running:
             request._go_on()
             request._first_s = request._first_s or request._so_far_s

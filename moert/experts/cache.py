@@ -9,7 +9,7 @@ from __future__ import annotations
 import threading
 import time
 from collections import defaultdict, deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from types import TracebackType
 from typing import Protocol
@@ -81,10 +81,14 @@ class Slot:
     leases: int = 0
 
 
-def count(used: Sequence[Slot], counters: ExpertCounters, unused: set[ExpertKey]) -> None:
-    """Counts experts that were used; `unused`: experts that were read ahead and not demanded yet."""
-    counters.requests += len(used)
-    for slot in used:
+def count(slots: Sequence[Slot], counters: ExpertCounters, unused: set[ExpertKey]) -> list[ExpertKey]:
+    """Counts the experts in memory, which were used, and returns them; `unused`: experts that were read ahead and not
+    demanded yet."""
+    used = []
+    for slot in slots:
+        if slot.expert is None:
+            continue
+        used.append(slot.key)
         if slot.missed:
             slot.missed = False
         else:
@@ -95,22 +99,14 @@ def count(used: Sequence[Slot], counters: ExpertCounters, unused: set[ExpertKey]
             unused.discard(slot.key)
             counters.prefetch_used += 1
             counters.prefetch_used_bytes += slot.buffer.nbytes
-
-
-class Lender(Protocol):
-    """The part of the expert cache that a lease calls (moert.experts.cache.ExpertCache)."""
-
-    def take(self, keys: Sequence[ExpertKey], following: Sequence[ExpertKey]) -> list[Slot]: ...
-
-    def give_back(self, slots: Sequence[Slot]) -> None: ...
-
-    def wait_for(self, slot: Slot) -> Expert: ...
+    counters.requests += len(used)
+    return used
 
 
 class Lease:
     """Experts of one layer, lent until the end of a with block; missing ones arrive meanwhile."""
 
-    def __init__(self, cache: Lender, keys: Sequence[ExpertKey], following: Sequence[ExpertKey]) -> None:
+    def __init__(self, cache: ExpertCache, keys: Sequence[ExpertKey], following: Sequence[ExpertKey]) -> None:
         self._cache, self._keys, self._following = cache, keys, following
         self._slots: Sequence[Slot] = ()
 
@@ -318,7 +314,7 @@ class ExpertCache:
             self._expect_nothing()
             self._residency.begin(demand)
             begun, self._begun = self._begun, []
-            missing = len([key for key in self._residency.needed if key not in self._slots])
+            missing = len(self._residency.needed - self._slots.keys())
             self._under_way -= 1
         return Arrivals(begun, missing)
 
@@ -372,7 +368,8 @@ class ExpertCache:
         """Leases each expert, and queues the reads of missing ones."""
         with self._lock:
             self._under_way += 1
-            taken = [self._lend(self._slots[key]) if key in self._slots else None for key in keys]
+            taken = list(map(self._slots.get, keys))
+            self._lend(filter(None, taken))
             if None in taken:
                 self._bring(keys, taken)
             for key in following[: self.loaders.most + 1]:
@@ -380,15 +377,13 @@ class ExpertCache:
                     break
             if self._queue and self._queue[-1].buffer.nbytes >= HANDED_OVER_BYTES:
                 self._wake(len(self._queue))
-        return [slot for slot in taken if slot is not None]
+        return list(filter(None, taken))
 
     def give_back(self, slots: Sequence[Slot]) -> None:
         """Ends leases; experts that are in memory by then count as used."""
         with self._lock:
             self._end_leases(slots)
-            used = [slot for slot in slots if slot.expert is not None]
-            count(used, self._counters, self._unused)
-            self._residency.used([slot.key for slot in used])
+            self._residency.used(count(slots, self._counters, self._unused))
             if self._predicted:
                 self._wake(1)  # there may be room now
             self._under_way -= 1
@@ -418,19 +413,20 @@ class ExpertCache:
             for place, key in enumerate(keys):
                 if taken[place] is None:
                     slot = self._demand(key) if victims is None else self._admit(key, self._store.nbytes(key), True)
-                    taken[place] = self._lend(slot)
+                    taken[place] = slot
+                    self._lend((slot,))
         except BaseException:
-            self._end_leases([lent for lent in taken if lent is not None])
+            self._end_leases(list(filter(None, taken)))
             raise
 
-    def _lend(self, slot: Slot) -> Slot:
-        if slot.expert is None and not slot.awaited:
-            slot.awaited = True
-            slot.in_flight = not slot.missed
-            self._waited_for += 1
-        slot.leases += 1
-        self._locked.add(slot.key)
-        return slot
+    def _lend(self, slots: Iterable[Slot]) -> None:
+        for slot in slots:
+            if slot.expert is None and not slot.awaited:
+                slot.awaited = True
+                slot.in_flight = not slot.missed
+                self._waited_for += 1
+            slot.leases += 1
+            self._locked.add(slot.key)
 
     def _end_leases(self, slots: Sequence[Slot]) -> None:
         for slot in slots:
@@ -484,10 +480,11 @@ class ExpertCache:
         """Forgets predicted experts, and queued reads that a failed layer has left behind."""
         self._likely = ()
         self._predicted.clear()
-        for slot in [queued for queued in self._queue if not queued.leases]:
-            self._queue.remove(slot)
-            self._waited_for -= 1
-            self._drop(slot)
+        for slot in list(self._queue):
+            if not slot.leases:
+                self._queue.remove(slot)
+                self._waited_for -= 1
+                self._drop(slot)
 
     def _wait_for_loaders(self) -> None:
         while self._reading:
@@ -580,7 +577,7 @@ class ExpertCache:
     def _move(self, slot: Slot, place: U8) -> None:
         """Moves an expert to its own buffer, without holding the lock meanwhile. A computation that uses the old place
         goes on using it."""
-        self._lend(slot)  # or its buffer could become another's
+        self._lend((slot,))  # or its buffer could become another's
         self._lock.release()
         try:
             slot.expert = self._moves.moved(slot, place)

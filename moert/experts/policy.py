@@ -7,7 +7,7 @@ recorded trace, and the policies, with EVICTION as their one registry.
 from __future__ import annotations
 
 from array import array
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from math import log2
 from typing import Any, NamedTuple, Protocol
@@ -26,7 +26,7 @@ class Demand(NamedTuple):
     experts: tuple[int, ...]
 
     def expert_keys(self) -> list[ExpertKey]:
-        return [self.at.expert(number) for number in self.experts]
+        return list(map(self.at.expert, self.experts))
 
 
 class Arrivals(NamedTuple):
@@ -125,7 +125,8 @@ class Usage:
     def visit(self, demand: Demand) -> None:
         """Records that a layer begins, with its demand."""
         place = place_of(demand.at)
-        self._know(place)
+        if place >= len(self._visits):
+            self._know(place)
         self.steps += 1
         since, visits = self.steps - self._visited_at[place], self._visits[place]
         if visits:
@@ -138,7 +139,7 @@ class Usage:
         """Counts a demand for an expert by the present visit of its layer."""
         self.demand_all((row,))
 
-    def demand_all(self, rows: Sequence[int]) -> None:
+    def demand_all(self, rows: Iterable[int]) -> None:
         """Counts a demand for the expert of each row, in this order."""
         place, recent, last_visit = self._place, self._recent, self._last_visit
         for row in rows:

@@ -110,8 +110,7 @@ class Recorder:
         """Records a demand, whole or not at all."""
         self.demands += len(demand.experts)
         if self.demands <= self._most:
-            place = place_of(demand.at) << 16
-            self._codes.extend([place | expert for expert in demand.experts])
+            self._codes.extend(map((place_of(demand.at) << 16).__or__, demand.experts))
 
     def __len__(self) -> int:
         """Returns the number of demanded experts that were recorded."""

@@ -89,7 +89,8 @@ class Residency:
         self.policy = policy
         self._usage = Usage()
         self._present: LayerKey | None = None
-        self._needed: set[ExpertKey] = set()
+        self.needed: set[ExpertKey] = set()
+        """Experts that the present layer has still to use."""
         self._resident: dict[ExpertKey, int] = {}  # key → row of the usage
         self._is_resident = bytearray()  # by row
         self._nbytes = array("q")  # by row
@@ -107,16 +108,11 @@ class Residency:
         """Begins a layer: its demand is guarded until it was used."""
         self._present = demand.at
         self._usage.visit(demand)
-        self._needed = set(demand.expert_keys())
-
-    @property
-    def needed(self) -> Collection[ExpertKey]:
-        """Experts that the present layer has still to use."""
-        return self._needed
+        self.needed = set(demand.expert_keys())
 
     def owes(self) -> bool:
         """Returns whether an expert that the present layer has still to use is not resident."""
-        return any(key not in self._resident for key in self._needed)
+        return any(key not in self._resident for key in self.needed)
 
     def demand(self, key: ExpertKey) -> None:
         """Counts a demand for `key`, which is resident."""
@@ -124,13 +120,12 @@ class Residency:
 
     def used(self, keys: Sequence[ExpertKey]) -> None:
         """Counts a demand for each of `keys`, which are resident; the present layer has used them, in this order."""
-        resident = self._resident
-        self._usage.demand_all([resident[key] for key in keys])
-        self._needed.difference_update(keys)
+        self._usage.demand_all(map(self._resident.__getitem__, keys))
+        self.needed.difference_update(keys)
 
     def done(self, key: ExpertKey) -> None:
         """Ends the guard of `key`, which the present layer has used: it may be evicted again."""
-        self._needed.discard(key)
+        self.needed.discard(key)
 
     def add(self, key: ExpertKey, nbytes: int) -> None:
         """Takes `key` in; there must be room. Raises ValueError if there is not."""
@@ -150,7 +145,7 @@ class Residency:
             self.begin(demand)
             for key in demand.expert_keys():
                 self.pass_by(key)
-        self._needed = set()
+        self.needed = set()
 
     def pass_by(self, key: ExpertKey) -> None:
         """Counts a demand for an expert that is not resident, as if it had been loaded for that alone."""
@@ -160,7 +155,7 @@ class Residency:
     def outlasts(self, key: ExpertKey) -> bool:
         """Returns whether an expert that was passed by, if it came now, would not be the first to leave."""
         row, present = self._usage.row(key), self._present
-        free = [at for resident, at in self._resident.items() if resident not in self._needed]
+        free = [at for resident, at in self._resident.items() if resident not in self.needed]
         if row is None or present is None or not free:
             return False
         worth = self.policy.worth(self._usage.candidates(np.array([*free, row])), present)
@@ -196,7 +191,7 @@ class Residency:
             return []
         if self._present is None:
             return None
-        chosen, missing = self._choose(missing, (locked, predicted, self._needed), self._present)
+        chosen, missing = self._choose(missing, (locked, predicted, self.needed), self._present)
         if missing > 0 and force:
             for key in self._last_resort(locked, predicted):
                 if missing > 0:
@@ -242,6 +237,6 @@ class Residency:
         return [keys[row] for row in rows], missing - sum([nbytes[row] for row in rows])
 
     def _last_resort(self, locked: Collection[ExpertKey], predicted: Sequence[ExpertKey]) -> list[ExpertKey]:
-        unlikely_first = [key for key in reversed(predicted) if key not in self._needed]
-        needed_last_first = sorted(self._needed, reverse=True)
+        unlikely_first = [key for key in reversed(predicted) if key not in self.needed]
+        needed_last_first = sorted(self.needed, reverse=True)
         return [key for key in (*unlikely_first, *needed_last_first) if key in self and key not in locked]

@@ -78,8 +78,7 @@ class CachedExperts:
         with self._cache.lease(keys) as lease:
             if self._ahead is not None:
                 self._ahead.look(at, np.array([experts]), x)
-            ready = lease.ready()
-            if self._overlaps and len(ready) < len(experts):
+            if self._overlaps and len(ready := lease.ready()) < len(experts):
                 self._run_as_they_come(lease, ready, hidden, weights, out)
             elif experts:
                 ones, first = [1] * len(experts), np.zeros(len(experts), np.int32)

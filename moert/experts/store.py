@@ -23,6 +23,7 @@ from moert.experts.io import (
     read_into,
     table_of,
 )
+from moert.experts.policy import Demand
 from moert.kernels.backend import Backend, Expert, ExpertView, ProjectionView
 from moert.kernels.library import crc32
 from moert.kernels.memory import FencedMapping, breaks, mapped
@@ -93,6 +94,7 @@ class ExpertStore:
         self._readers = Readers()
         self._sound: set[ExpertKey] = set()  # whose bytes, if they have the manifest's checksum, begin as they should
         self._mapped: WeakSet[FencedMapping] = WeakSet()
+        self._maps = False  # or has mapped experts
         self._lost: list[str] = []  # files that became shorter than the part that is mapped or copied
         self._breaks = breaks()
         self._views: dict[ExpertKey, Mapping[str, ProjectionView]] = {}
@@ -110,10 +112,10 @@ class ExpertStore:
         """Has files looked up again for a request that is about to begin: they may have changed since the last one."""
         self._files.expect()
 
-    def check(self) -> None:
+    def check(self, demand: Demand | None = None) -> None:
         """Raises FileTruncated if bytes of a mapped expert are gone: results computed with it since the last call are
-        worth nothing then. It is raised each time from then on."""
-        if not self._lost and self._mapped and self._breaks != (now := breaks()):
+        worth nothing then. It is raised each time from then on. A Listener of demands, too."""
+        if not self._lost and self._maps and self._breaks != (now := breaks()):
             self._breaks = now
             with self._lock:
                 self._lost += [mapping.path for mapping in self._mapped if mapping.is_broken]
@@ -211,6 +213,7 @@ class ExpertStore:
             return None
         mapping.path, mapping.lost = entry.path, self._lost
         with self._lock:
+            self._maps = True
             self._mapped.add(mapping)
         return place
 

@@ -59,6 +59,8 @@ class Holding:
         """Whether predicted experts are read from the drive."""
         self.copies: Copying | None = None
         """Copies predicted experts from memory to another place."""
+        self.now: Callable[[], float] = time.perf_counter
+        """Returns the time [s] that figures of this run are of."""
         self._pack = pack
 
     def needs(self, token_bytes: int) -> Needs | None:
@@ -71,7 +73,7 @@ class Holding:
 
     def runner(self, cache: ExpertCache, ahead: Lookahead | None, listeners: Iterable[Listener]) -> ListenedRunner:
         """Returns the runner of a model's experts. Raises PackError."""
-        return CachedExperts(self._pack, cache, self.backend, ahead, [*listeners, lambda _: self.whole.check()])
+        return CachedExperts(self._pack, cache, self.backend, ahead, [*listeners, self.whole.check])
 
     def cache_bytes(self, room_bytes: int) -> int:
         """Returns the part of a room for experts that the cache gets."""
@@ -104,10 +106,6 @@ class Holding:
     def io(self) -> str:
         """How experts are read."""
         return PAGE_CACHE if self.whole.leaves_page_cache else str(self.whole.io)
-
-    def now(self) -> float:
-        """Returns the time [s] that figures of this run are of."""
-        return time.perf_counter()
 
     def figures(self) -> dict[str, Any]:
         """Returns further arguments of moert.stats.run_stats."""

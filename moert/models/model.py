@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import accumulate, chain, pairwise
 from typing import Any, Protocol
 
 import numpy as np
@@ -256,56 +257,53 @@ class _Tower:
     def read(self, x: F32, lengths: Sequence[int], states: Sequence[State], prefixes: Sequence[int]) -> None:
         """Runs all layers on x [tokens, d_model] in place, sequences of `lengths` tokens one after the other.
         `prefixes`: for each sequence, how many of its first tokens see each other, where nothing was read before."""
-        starts = np.cumsum([0, *lengths])
-        sequences = [x[start : start + n] for start, n in zip(starts, lengths, strict=False)]
+        sequences = [x[start:end] for start, end in pairwise(accumulate(lengths, initial=0))]
+        known: dict[object, Positions] = {}
         for place, layer in enumerate(self.layers):
             for rows, state, prefix in zip(sequences, states, prefixes, strict=True):
                 own = state.own[place]
                 if layer.positions is not None:
                     layer.positions.add_from(rows, own.length)
-                self._mix(layer, rows, own, prefix)
+                if isinstance(own, Kept):
+                    self._attend(layer, rows, own, prefix, known)
+                elif layer.mixer is not None:
+                    layer.mixer.read(rows, own)
+                else:
+                    own.extend(len(rows))
                 if layer.cross is not None:
                     for piece in _pieces(rows):
                         self.backend.attend(layer.cross, piece, state.cross[place], 0, Positions())
             if layer.ffn is not None:
-                layer.ffn(x, lengths, _recent(states, layer.routed))
+                routed = layer.routed if states[0].recent else None
+                layer.ffn(x, lengths, () if routed is None else [state.recent[routed] for state in states])
             if layer.scale is not None:
                 x *= layer.scale
 
-    def _mix(self, layer: _Layer, rows: F32, kept: Remembered, prefix: int) -> None:
-        if isinstance(kept, Kept):
-            self._attend(layer, rows, kept, prefix)
-        elif layer.mixer is not None:
-            layer.mixer.read(rows, kept)
-        else:
-            kept.extend(len(rows))
-
-    def _attend(self, layer: _Layer, rows: F32, kept: Kept, prefix: int) -> None:
-        """Runs attention on a sequence's rows in place. Of tokens that see each other, all keys are there before the
-        first query looks."""
+    def _attend(self, layer: _Layer, rows: F32, kept: Kept, prefix: int, known: dict[object, Positions]) -> None:
+        """Runs attention on a sequence's rows in place, piece by piece. Of tokens that see each other, all keys are
+        there before the first query looks. `known`: the positions that layers of this pass have used."""
         assert layer.attention is not None
         assert layer.mutual is not None
-        if not layer.attention.causal:
-            prefix = len(rows)
-        if prefix:
-            assert kept.length == 0
-            self._attend_at_once(layer, layer.mutual, [rows[:prefix]], kept)
-        self._attend_at_once(layer, layer.attention, _pieces(rows[prefix:]), kept)
+        end, prefix = 0, prefix if layer.attention.causal else len(rows)
+        assert not (prefix and kept.length)
+        while end < len(rows):
+            first, mutual = end, end < prefix
+            end = prefix if mutual else min(first + ROWS, len(rows))
+            start = kept.extend(end - first)
+            key = layer.rope, layer.stretch, start, end - first
+            positions = known.get(key)
+            if positions is None:
+                positions = known[key] = self._positions(layer, start, end - first)
+            self.backend.attend(
+                layer.mutual if mutual else layer.attention, rows[first:end], kept, start, positions
+            )  # fmt: skip
 
-    def _attend_at_once(
-        self, layer: _Layer, weights: AttentionWeights[Matrix], pieces: Sequence[F32], kept: Kept
-    ) -> None:
-        for piece in pieces:
-            start = kept.extend(len(piece))
-            turns = None if layer.rope is None else self.ropes[layer.rope].turns(start, len(piece))
-            bias, zero = (None, 0) if self.bias is None else self.bias.by_distance(kept.length)
-            scales = None if layer.stretch is None else query_scales(layer.stretch, start, len(piece))
-            self.backend.attend(weights, piece, kept, start, Positions(turns, bias, zero, scales))
-
-
-def _recent(states: Sequence[State], place: int | None) -> list[Recent]:
-    """Returns the Recent of each state for the layer at this place among those with experts."""
-    return [state.recent[place] for state in states] if place is not None and states[0].recent else []
+    def _positions(self, layer: _Layer, start: int, tokens: int) -> Positions:
+        """Returns the positions of a sequence's tokens from `start` on, its last ones, for an attention."""
+        turns = None if layer.rope is None else self.ropes[layer.rope].turns(start, tokens)
+        bias, zero = (None, 0) if self.bias is None else self.bias.by_distance(start + tokens)
+        scales = None if layer.stretch is None else query_scales(layer.stretch, start, tokens)
+        return Positions(turns, bias, zero, scales)
 
 
 def _heard(states: Sequence[State]) -> list[Heard]:
@@ -389,8 +387,8 @@ class Model:
         """Appends to each state the tokens of its sequence, one or many; returns the logits [sequences, vocab] after
         the last of each. Tokens that see each other have to come at once, with the prefix_end behind them (see
         Tokens)."""
-        ends = np.cumsum([len(ids) for ids in sequences]) - 1
-        return self._logits(self._decode(sequences, states)[ends])
+        last = [end - 1 for end in accumulate(map(len, sequences))]
+        return self._logits(self._decode(sequences, states)[last])
 
     def step(self, state: State, token: int) -> F32:
         """Appends one token to the state; returns the logits [vocab] of the token after it."""
@@ -476,22 +474,21 @@ class Model:
 
     def _embedded(self, tower: _Tower, sequences: Sequence[Sequence[int]], starts: Sequence[int]) -> F32:
         """Returns the input of a tower for tokens from these positions on, [all tokens, d_model]."""
-        x = self.backend.rows(self.embed, [token for ids in sequences for token in ids])
+        x = self.backend.rows(self.embed, list(chain.from_iterable(sequences)))
         if self.spec.embed_scale != 1:
             x = x * np.float32(self.spec.embed_scale)
         if tower.positions is not None:
-            ends = np.cumsum([len(ids) for ids in sequences])
-            for ids, start, end in zip(sequences, starts, ends, strict=True):
+            for ids, start, end in zip(sequences, starts, accumulate(map(len, sequences)), strict=True):
                 tower.positions.add(x[end - len(ids) : end], ids, start)
         return x
 
     def _decode(self, sequences: Sequence[Sequence[int]], states: Sequence[State]) -> F32:
         """Runs the tokens of each sequence after those in its state; returns hidden states [all tokens, d_model]."""
-        x = self._embedded(self._decoder, sequences, [state.length for state in states])
-        lengths = [len(ids) for ids in sequences]
+        starts, lengths = [state.length for state in states], list(map(len, sequences))
+        x = self._embedded(self._decoder, sequences, starts)
         if self.foresight is not None:
             self.foresight.decodes(sequences, _heard(states))
-        prefixes = [0 if state.length else self._prefix(ids) for ids, state in zip(sequences, states, strict=True)]
+        prefixes = [0 if start else self._prefix(ids) for ids, start in zip(sequences, starts, strict=True)]
         self._decoder.read(x, lengths, states, prefixes)
         return x
 

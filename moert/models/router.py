@@ -115,26 +115,21 @@ class LearnedRouter:
         self.weights, self._capacity, self._backend = weights, weights.part.capacity, backend
 
     def route(self, x: F32, lengths: Sequence[int], recent: Sequence[Recent] = ()) -> Routed:
-        hidden, scores = self.scores(x)
+        hidden, scores = self._backend.scores(x, self.weights)
         return Routed(hidden, *self.choose(scores, lengths))
-
-    def scores(self, x: F32) -> tuple[F32, F32]:
-        """Returns the experts' input and the scores: see Backend."""
-        return self._backend.scores(x, self.weights)
 
     def choose(self, scores: F32, lengths: Sequence[int]) -> tuple[I64, F32]:
         """Returns experts and weights as in Routed for scores [tokens, experts]."""
-        n_experts = scores.shape[1]
         experts, weights = self._backend.choose(scores, self.weights)
         if self._capacity is not None and max(lengths) > self._capacity:
             parts = np.split(experts, np.cumsum(lengths)[:-1])
-            experts = np.concatenate([without_overflow(part, n_experts, self._capacity) for part in parts])
+            experts = np.concatenate([without_overflow(part, scores.shape[1], self._capacity) for part in parts])
         return experts, weights
 
     def guess(self, x: F32) -> F32:
         if len(x) > _GUESSED_FROM:
             x = np.ascontiguousarray(x[np.linspace(0, len(x) - 1, _GUESSED_FROM).astype(np.int64)])
-        scores: F32 = self.scores(x)[1].mean(axis=0)
+        scores: F32 = self._backend.scores(x, self.weights)[1].mean(axis=0)
         return scores if self.weights.choice_bias is None else scores + self.weights.choice_bias
 
 
@@ -155,7 +150,7 @@ class PreferringRouter:
 
     def route(self, x: F32, lengths: Sequence[int], recent: Sequence[Recent] = ()) -> Routed:
         self._latest = recent
-        hidden, scores = self._exact.scores(x)
+        hidden, scores = self._backend.scores(x, self._exact.weights)
         parts, start = [], 0
         for length, kept in zip(lengths, recent, strict=True):
             rows = scores[start : start + length]

@@ -505,7 +505,7 @@ class DeviceTier(Holding):
         """`backend`: the processor's. Raises PackError."""
         super().__init__(pack, whole, backend)
         self.device, self.counters = device, DeviceCounters()
-        self.store, self.apart = LendingStore(whole), True
+        self.store, self.apart, self.now = LendingStore(whole), True, device.clock.now
         self.others = device.backend(backend)
         self.reads_ahead = not device.simulated  # the experts read by now would depend on this machine
         self.others_there = _others_there(pack, device)
@@ -568,9 +568,6 @@ class DeviceTier(Holding):
     def elsewhere_bytes(self) -> int:
         """Returns the bytes on a simulated device, which stand for memory of a real one."""
         return self.device.used_bytes if self.device.simulated else 0
-
-    def now(self) -> float:
-        return self.device.clock.now()
 
     def figures(self) -> dict[str, Any]:
         device = self.device
