@@ -266,7 +266,9 @@ class Engine:
         closed."""
         with ExitStack() as opened:
             opened.enter_context(self._turns.turn())
-            session = Session(self.model, self.text, self._admission, self.times, opened.pop_all().close, self.holding.now)
+            session = Session(
+                self.model, self.text, self._admission, self.times, opened.pop_all().close, self.holding.now
+            )
             self._session = ref(session)
             return session
 

@@ -471,7 +471,10 @@ class NativeBackend:
 
     def fire(self, layout: NeuronLayout, base: U8, offsets: I64, x: F32, spec: Ffn) -> F32:
         x, offsets = np.ascontiguousarray(x), np.ascontiguousarray(offsets)
-        hidden, network = np.empty((len(x), layout.d_ff), np.float32), self._networks.get(id(spec)) or self._network(spec)
+        hidden, network = (
+            np.empty((len(x), layout.d_ff), np.float32),
+            self._networks.get(id(spec)) or self._network(spec),
+        )
         assert len(offsets) == layout.n_blocks
         assert x.shape[1] == layout.d_model
         self._compute(

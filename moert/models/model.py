@@ -33,7 +33,7 @@ from moert.models.ffn import (
     Routers,
     SharedExpert,
 )
-from moert.models.kv import Heard, Kept, Remembered, State, remembered
+from moert.models.kv import Heard, Kept, State, remembered
 from moert.models.mixers import MIXES, AddedPositions, DistanceBias, FixedMixer, Rotary, query_scales
 from moert.models.router import LearnedRouter, PreferringRouter, Recent, Router
 from moert.pack.codec import F32

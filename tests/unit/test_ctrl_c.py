@@ -14,8 +14,7 @@ import pytest
 from moert.engine.choosing import ordered
 from moert.kernels import open_backend
 from moert.kernels.backend import I64, AttentionWeights, Floats, NormWeights, Positions, RouterWeights
-from moert.kernels.native import NativeMatrix
-from moert.kernels.native import NativeBackend
+from moert.kernels.native import NativeBackend, NativeMatrix
 from moert.models.kv import Kept
 from moert.pack.codec import F32, U8
 from moert.pack.fence import heard

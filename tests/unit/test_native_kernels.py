@@ -28,8 +28,7 @@ from native_problems import (
 )  # fmt: skip
 
 from moert.kernels import library
-from moert.kernels.native import NativeMatrix
-from moert.kernels.native import NativeBackend
+from moert.kernels.native import NativeBackend, NativeMatrix
 from moert.pack.codec import F32, QuantizedMatrix, pack_codes
 from tests.pairs import thinned
 
