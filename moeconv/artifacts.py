@@ -133,8 +133,8 @@ class Step:
 class SweepCost:
     """The work of the sweep in expert rows (`flops`), beside the work of evaluating each probe in full (`naive_flops`).
 
-    `free_probes` are of experts that saw no token. `measured_share` is below 1 where racing stopped early. `near_ties`
-    counts outputs that hung on a tie that the order of summation decides.
+    `free_probes` are of experts that saw no token. `measured_share` is below 1 in some reports of earlier versions,
+    whose sweeps could stop early. `near_ties` counts outputs that hung on a tie that the order of summation decides.
     """
 
     probes: Count

@@ -28,12 +28,6 @@ TUNED = (
         default="kl", choices=("kl", "nll", "metric", "fisher"),
     ),
     Setting(
-        "racing", _WIDTHS, _CONVERSION,
-        "Stop measuring experts whose place in the ranking is settled, with this probability of an error, such as "
-        "5%.",
-        values="SHARE",
-    ),
-    Setting(
         "per_projection", _WIDTHS, _CONVERSION,
         "Measure gate, up and down separately, and give each its own width.", bool, False,
     ),

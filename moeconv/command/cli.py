@@ -145,7 +145,6 @@ def quantize(
     out = placed(out)
     own = dict(asked.values)
     own["margin"] = parse_share(own["margin"], said("margin"))
-    own["racing"] = None if own["racing"] is None else parse_share(own["racing"], said("racing"))
     settings = Settings(
         model, out, work or beside(out, "work"), target(loss, size, bits_per_weight),
         confidence=parse_confidence(confidence), calib=calib, heldout=heldout, fields=parse_fields(fields),

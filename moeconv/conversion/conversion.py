@@ -80,7 +80,7 @@ from moert.pack.writer import check_target
 MEASURES = 2  # goes up when quantizers or scorers change what they give, so that old journals are left alone
 _ASKED = (
     "margin", "confidence", "allocation", "signal", "per_projection", "bits", "samples", "sweep_samples",
-    "heldout_samples", "racing",
+    "heldout_samples",
 )  # fmt: skip
 """Settings that decide a conversion, beside its target and the subject of its journal."""
 
@@ -116,7 +116,8 @@ def directory_of(subject: dict[str, Any]) -> str:
 
 def conversion_of(subject: dict[str, Any], settings: Settings) -> str:
     """Returns the sha256 of all values that decide a conversion: equal for the same command, resumed or repeated."""
-    asked = {name: getattr(settings, name) for name in _ASKED} | {"target": asdict(settings.target)}
+    asked = {name: getattr(settings, name) for name in _ASKED}
+    asked |= {"racing": None, "target": asdict(settings.target)}  # racing: so that looks of earlier versions count
     if settings.resident:
         asked["resident"] = list(settings.resident)
     return hashlib.sha256(json.dumps([subject, asked]).encode()).hexdigest()

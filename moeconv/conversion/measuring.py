@@ -53,7 +53,7 @@ from moeconv.sweep.fisher import (
     scaled_as_one,
 )
 from moeconv.sweep.probes import blocks_for
-from moeconv.sweep.sensitivity import BASE_BITS, RaceRules, Sweep, SweepJob, SweepWorker, probes_for
+from moeconv.sweep.sensitivity import BASE_BITS, Sweep, SweepJob, SweepWorker, probes_for
 from moeconv.tuned import said
 from moert.pack.manifest import LossEstimate, in_words
 from moert.pack.model_spec import LayerKey, ModelSpec
@@ -120,7 +120,7 @@ class Bench:
         settings, spec = self.settings, self.spec
         if self.memory.layered or settings.signal == FISHER:
             return True
-        exact_was_asked = settings.signal != "kl" or settings.cluster is not None or settings.racing is not None
+        exact_was_asked = settings.signal != "kl" or settings.cluster is not None
         many = len(spec.expert_keys()) * len(set(widths)) > EXACT_PROBES
         return many and not exact_was_asked and have_gradients(self.coding.checkpoint.family, spec)
 
@@ -494,8 +494,6 @@ def _scaled(costs: LayerCosts, exact: Sequence[float], share: float) -> list[lis
 
 # The sweep of a conversion, run where its settings say and kept for later plans.
 
-RACING_BLOCKS, RACING_SPAN = 8, 0.1
-
 
 @dataclass(frozen=True)
 class Swept:
@@ -509,8 +507,6 @@ def job_of(coding: Coding, material: Material, moments: Path | None, memory: Mem
     """Returns the job of an exact sweep. Raises SettingsError for a memory in which no sweep fits."""
     settings = material.settings
     blocks = 1 if memory.layered else blocks_for(coding.spec, material.ranked, memory.sweep_bytes)
-    if settings.racing is not None:
-        blocks = min(max(blocks, RACING_BLOCKS), material.ranked.samples)
     return SweepJob(
         coding.checkpoint.path.absolute(), settings.coded_by, settings.group_size, moments, material.ranking,
         material.metric_name, material.extent(settings.sweep_samples), blocks, BASE_BITS,
@@ -547,8 +543,7 @@ def _exactly(
 ) -> tuple[SensitivityTable, SweepCost]:
     settings, material = bench.settings, bench.material
     probes = probes_for(bench.spec, widths, settings.per_projection)
-    rules = None if settings.racing is None else RaceRules(settings.signal, settings.racing, RACING_SPAN)
-    sweep = Sweep(bench.journal, job, material.metric, probes, rules)
+    sweep = Sweep(bench.journal, job, material.metric, probes)
     reads = [job.model, *([job.moments] if job.moments else []), *material.metric_file]
     with (
         account.step("sweep", bench.journal),

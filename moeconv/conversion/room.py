@@ -148,7 +148,6 @@ def check_layered(settings: Settings, memory: Memory, checkpoint: Checkpoint) ->
     for option, asked in (
         ("--resident", bool(settings.resident)), (said("route", "hash"), settings.by_hash),
         (said("neurons", "predicted"), settings.predicts),
-        (said("racing"), settings.racing is not None),
         (said("signal", settings.signal), settings.signal in ("metric", "nll")),
     ):  # fmt: skip
         if asked:

@@ -106,7 +106,7 @@ DEFAULT_LAYOUT, PREDICTED_LAYOUT = "expert", "neuron"
 LEAST_MEMORY = 10**6  # bytes; a smaller number is a share of the experts
 _OF_TEXT = (
     "margin", "confidence", "heldout", "fields", "metric", "signal", "per_projection", "samples", "sweep_samples",
-    "heldout_samples", "max_new_tokens", "memory_bytes", "racing", "cluster", "strict", "resident", "route", "neurons",
+    "heldout_samples", "max_new_tokens", "memory_bytes", "cluster", "strict", "resident", "route", "neurons",
 )  # fmt: skip
 """Settings that have no effect without calibration text. The seed and the context are kept in the pack all the same."""
 
@@ -119,14 +119,13 @@ class Settings:
     `heldout_samples` the text that the result is measured on (None: all of it): samples of input and target, or windows
     of `context` tokens of running text. `memory_bytes` bounds the whole process (None: all free memory, and
     DEFAULT_MEMORY for the sweep beside a model that fits). `dense_bits` is the width of all matrices outside the
-    experts, or of those with the named roles; the others are stored as they are. `racing` is the error probability of a
-    sweep that stops early. `strict` refuses, before the sweep, text that does not carry the confidence. `resident`: the
-    memory that routing is fitted to, as shares of the experts or, from LEAST_MEMORY on, as bytes for moert; the widths
-    are fitted to the first entry. `quantizer`: None for DEFAULT_QUANTIZER, or without calibration text
-    TEXTLESS_QUANTIZER. `layout`: how experts lie in the pack, one of LAYOUTS; `piece_bytes`: in a layout by neurons,
-    the most bytes of a block's columns (None, for both: the usual choice). `route`: one of ROUTES, the router or a
-    hash function. `neurons`: the neurons of an expert that are computed, one of NEURONS. `overwrite`: any pack that
-    stands at `out` may be replaced."""
+    experts, or of those with the named roles; the others are stored as they are. `strict` refuses, before the sweep,
+    text that does not carry the confidence. `resident`: the memory that routing is fitted to, as shares of the experts
+    or, from LEAST_MEMORY on, as bytes for moert; the widths are fitted to the first entry. `quantizer`: None for
+    DEFAULT_QUANTIZER, or without calibration text TEXTLESS_QUANTIZER. `layout`: how experts lie in the pack, one of
+    LAYOUTS; `piece_bytes`: in a layout by neurons, the most bytes of a block's columns (None, for both: the usual
+    choice). `route`: one of ROUTES, the router or a hash function. `neurons`: the neurons of an expert that are
+    computed, one of NEURONS. `overwrite`: any pack that stands at `out` may be replaced."""
 
     model: str
     out: Path
@@ -151,7 +150,6 @@ class Settings:
     context: int = DEFAULT_CONTEXT
     max_new_tokens: int | None = None
     memory_bytes: int | None = None
-    racing: float | None = None
     cluster: str | None = None
     dense_bits: int | Mapping[str, int] | None = None
     strict: bool = False
@@ -251,14 +249,6 @@ class Settings:
             raise SettingsError(f"{said('margin', f'{self.margin:g}')}: expected a share from 0 to less than 1")
         if self.confidence is not None and not 0.5 <= self.confidence < 1:
             raise SettingsError(f"--confidence {self.confidence:g}: expected 50% to less than 100%, or none")
-        if self.signal == FISHER and self.racing is not None:
-            raise SettingsError(
-                f"{said('racing')} goes with the exact sweep: leave it out, or take {said('signal', 'kl')}"
-            )
-        if self.racing is not None and not 0 < self.racing < 0.5:
-            raise SettingsError(
-                f"{said('racing', f'{self.racing:g}')}: expected an error probability below 50%, such as 5%"
-            )
         if self.strict and self.calib is not None and self.confidence is None:
             raise SettingsError(f"{said('strict')} has no effect with --confidence none: leave one of them out")
         if self.target.kind != "loss" and self.margin:
@@ -487,7 +477,6 @@ class Options(TypedDict, total=False):
     context: str | int
     max_new_tokens: str | int | None
     memory: str | int
-    racing: str | float
     cluster: str | None
     layout: str | None
     piece_bytes: str | int | None
@@ -523,7 +512,7 @@ def _resident_shares(value: Any) -> tuple[float, ...]:
 
 _PARSERS: Mapping[str, Parse] = {
     "loss": parse_share, "size": parse_bytes, "bits_per_weight": _plain_number, "margin": parse_share,
-    "racing": parse_share, "confidence": parse_confidence, "memory": parse_bytes, "dense_bits": parse_dense_bits,
+    "confidence": parse_confidence, "memory": parse_bytes, "dense_bits": parse_dense_bits,
 }  # fmt: skip
 """Entries that are numbers, or text as on the command line; (text, name of the entry) → value."""
 _FORMS: Mapping[str, Callable[[Any], Any]] = {

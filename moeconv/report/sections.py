@@ -243,7 +243,7 @@ def step_section(report: ConversionReport) -> Section:
         if cost.naive_flops:
             text += f"; it spent {percent(cost.flops / cost.naive_flops)} of the expert operations of full evaluations"
         if cost.measured_share < 1:
-            text += f"; racing measured {percent(cost.measured_share, 0)} of all samples"
+            text += f"; it measured {percent(cost.measured_share, 0)} of all samples"
         text += "."
     steps = sorted(report.steps, key=lambda step: -_whole(step))[:_SLOWEST]
     if not steps:

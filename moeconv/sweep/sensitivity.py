@@ -14,8 +14,8 @@ import torch
 
 from moeconv.artifacts import Bits, Probe, SensitivityTable, SweepCost, uniform
 from moeconv.calibration import Sample, samples_digest
-from moeconv.errors import ConversionError, SettingsError
-from moeconv.measure.metrics import F64, Metric, find_metric
+from moeconv.errors import ConversionError
+from moeconv.measure.metrics import Metric, find_metric
 from moeconv.measure.scorers import ReferenceRows, Scores
 from moeconv.measure.scoring import Extent, TextScorer, build_scorers, load_tokenizer
 from moeconv.measure.trial import Evaluation, LoadedModel, Trial, joined
@@ -27,8 +27,6 @@ from moeconv.quantizers.moments import Moments
 from moeconv.source.checkpoint import Checkpoint
 from moeconv.sweep.cluster import Runner
 from moeconv.sweep.probes import Prober, Seq2SeqProber, TextProber
-from moeconv.sweep.racing import Race
-from moeconv.tuned import said
 from moert.pack.layout import Neurons
 from moert.pack.manifest import Dense
 from moert.pack.model_spec import ExpertKey, ModelSpec
@@ -176,16 +174,6 @@ PROBES_A_TASK = 16
 SweepRunner = Runner[SweepJob, Task, list[dict[str, Any]]]
 
 
-@dataclass(frozen=True)
-class RaceRules:
-    """The promise of a race: with probability 1 - `delta`, no probe's place in the ranking by `signal` is off by more
-    than `span` of all places."""
-
-    signal: str
-    delta: float
-    span: float
-
-
 def probes_for(spec: ModelSpec, widths: Sequence[int], per_projection: bool) -> list[Probe]:
     """Returns the probes of every expert at each width but the base's: whole, or one of its projections at a time."""
     n = len(spec.moe.ffn.projections)
@@ -202,61 +190,31 @@ def probes_for(spec: ModelSpec, widths: Sequence[int], per_projection: bool) -> 
 class Sweep:
     """The measurements of one list of probes: those that the journal lacks are run, then all are read from it."""
 
-    def __init__(
-        self, journal: Journal, job: SweepJob, metric: Metric, probes: Sequence[Probe], rules: RaceRules | None
-    ) -> None:
-        self.journal, self.job, self.metric, self.probes, self.rules = journal, job, metric, probes, rules
+    def __init__(self, journal: Journal, job: SweepJob, metric: Metric, probes: Sequence[Probe]) -> None:
+        self.journal, self.job, self.metric, self.probes = journal, job, metric, probes
         about = [*astuple(job.extent), job.blocks, job.base_bits]
         self._about = identity(samples_digest(job.samples), job.metric, *about)
-        self._blocks_of = {probe: list(range(job.blocks)) for probe in probes}  # fewer where racing stopped early
 
     def missing(self) -> int:
         """Returns the number of measurements of a full sweep that the journal lacks."""
         return sum(self._get(block, probe) is None for probe in self.probes for block in range(self.job.blocks))
 
     def run(self, runner: SweepRunner, bar: Bar) -> None:
-        """Runs the sweep into the journal. Raises SettingsError for a metric that a race can't rank by."""
-        if self.rules is not None and self.rules.signal == "metric" and self.metric.columns > 2:
-            raise SettingsError(
-                f"{said('racing')} by {self.metric.name} can't be done, sample by sample: use {said('signal', 'kl')}"
-            )
-        if self.rules is None:
-            self._do(
-                runner, bar, [task for block in range(self.job.blocks) for task in self._tasks(block, self.probes)]
-            )
-        else:
-            self._race(runner, bar, self.rules)
+        """Makes the measurements that the journal lacks."""
+        tasks = [task for block in range(self.job.blocks) for task in self._tasks(block)]
+        for task, found in runner(self.job, tasks) if tasks else ():
+            names = [self._name(task.block, probe) for probe in task.probes] or [self._name(task.block)]
+            self.journal.add_all(dict(zip(names, found, strict=True)))
+            bar.update(len(task.probes))
 
-    def _race(self, runner: SweepRunner, bar: Bar, rules: RaceRules) -> None:
-        """Runs the sweep as races, one for the probes of each kind (the same widths)."""
-        self._do(runner, bar, [Task(block) for block in range(self.job.blocks) if self._get(block) is None])
-        sizes = [len(self._base(block).nats) for block in range(self.job.blocks)]
-        kinds: dict[Bits, list[Probe]] = {}
-        for probe in self.probes:
-            kinds.setdefault(probe.bits, []).append(probe)
-        races = {bits: Race(len(found), sizes, delta=rules.delta, span=rules.span) for bits, found in kinds.items()}
-        measured: dict[Probe, list[int]] = {probe: [] for probe in self.probes}
-        for block in range(self.job.blocks):
-            still = {bits: race.open() for bits, race in races.items()}
-            wanted = {kinds[bits][place] for bits, places in still.items() for place in places}
-            self._do(runner, bar, self._tasks(block, [probe for probe in self.probes if probe in wanted]))
-            bar.update(sum(self._get(block, probe) is None for probe in self.probes if probe not in wanted))
-            for bits, places in still.items():
-                found = {place: self._rises(block, kinds[bits][place], rules.signal) for place in places}
-                if found:
-                    races[bits].add(found)
-            for probe in wanted:
-                measured[probe].append(block)
-        self._blocks_of = measured
-
-    def _tasks(self, block: int, probes: Sequence[Probe]) -> list[Task]:
-        """Returns the tasks for those of these probes, and of the block's own figures, that the journal lacks.
+    def _tasks(self, block: int) -> list[Task]:
+        """Returns the tasks for those of the probes, and of the block's own figures, that the journal lacks.
 
         Probes are bundled in the same way each time, and a bundle that lacks one is done again as a whole: the last
         digits of a result may depend on the rest of its batch, and a resumed run should end in the same bytes.
         """
         kinds: dict[tuple[str, int, Bits], list[Probe]] = {}
-        for probe in probes:
+        for probe in self.probes:
             kinds.setdefault((probe.key.stack, probe.key.layer, probe.bits), []).append(probe)
         bundles = [
             tuple(found[start : start + PROBES_A_TASK])
@@ -266,84 +224,54 @@ class Sweep:
         own = [] if self._get(block) is not None else [Task(block)]
         return own + [Task(block, bundle) for bundle in bundles if any(self._get(block, one) is None for one in bundle)]
 
-    def _do(self, runner: SweepRunner, bar: Bar, tasks: list[Task]) -> None:
-        if not tasks:
-            return
-        for task, found in runner(self.job, tasks):
-            names = [self._name(task.block, probe) for probe in task.probes] or [self._name(task.block)]
-            self.journal.add_all(dict(zip(names, found, strict=True)))
-            bar.update(len(task.probes))
-
     # Results ----------------------------------------------------------------------------------------------------------
 
     def table(self) -> SensitivityTable:
-        blocks = range(self.job.blocks)
-        base = joined([self._base(block) for block in blocks])
-        measured = base.summary(self.metric, joined([self._reference(block) for block in blocks]))
-        costs = {probe: self._cost(probe) for probe in self.probes}
-        return SensitivityTable(self.job.base_bits, measured, costs, self._coverage())
+        reference = joined(self._evaluations("reference"))
+        base = joined(self._evaluations("base")).summary(self.metric, reference)
+        costs = {}
+        for probe in self.probes:
+            found = joined(self._evaluations(probe)).summary(self.metric, reference)
+            costs[probe] = (found.loss - base.loss, found.nll - base.nll, found.kl - base.kl)
+        return SensitivityTable(self.job.base_bits, base, costs, self._coverage())
 
     def cost(self) -> SweepCost:
         """Returns the cost of the sweep, in this run and before, beside full evaluations of every probe on all
         samples."""
-        found = {probe: [self._evaluation(block, probe) for block in self._blocks_of[probe]] for probe in self.probes}
-        blocks = [(self._reference(block), self._base(block)) for block in range(self.job.blocks)]
-        spent = [record for records in found.values() for record in records] + [base for _, base in blocks]
+        spent = [record for probe in self.probes for record in self._evaluations(probe)] + self._evaluations("base")
         coverage = self._coverage()
         return SweepCost(
             probes=len(self.probes),
             free_probes=sum(coverage[probe.key] == 0 for probe in self.probes),
-            measured_share=sum(map(len, found.values())) / max(1, len(self.probes) * self.job.blocks),
+            measured_share=1.0,
             flops=sum(record.flops for record in spent),
-            naive_flops=len(self.probes) * sum(reference.flops for reference, _ in blocks),
+            naive_flops=len(self.probes) * sum(record.flops for record in self._evaluations("reference")),
             seconds=sum(record.seconds for record in spent),
             near_ties=sum(record.near_ties for record in spent),
         )
 
     def reference_value(self) -> float:
         """Returns the metric of the unquantized model on the sweep's samples."""
-        return self.metric.value(joined([self._reference(block) for block in range(self.job.blocks)]).columns())
-
-    def _cost(self, probe: Probe) -> tuple[float, float, float]:
-        """Returns the rise of each of SIGNALS above the base, in their order."""
-        blocks = self._blocks_of[probe]
-        reference = joined([self._reference(block) for block in blocks])
-        base = joined([self._base(block) for block in blocks]).summary(self.metric, reference)
-        found = joined([self._evaluation(block, probe) for block in blocks]).summary(self.metric, reference)
-        return found.loss - base.loss, found.nll - base.nll, found.kl - base.kl
-
-    def _rises(self, block: int, probe: Probe, signal: str) -> F64:
-        """Returns the signal of each sample above the base's [samples]."""
-        base, found = self._base(block), self._evaluation(block, probe)
-        if signal == "metric":
-            rise = found.columns()[:, 0] - base.columns()[:, 0]
-            return -rise if self.metric.higher_is_better else rise
-        name = {"nll": "nats", "kl": "kls"}[signal]
-        return np.asarray(getattr(found, name), np.float64) - np.asarray(getattr(base, name), np.float64)
+        return self.metric.value(joined(self._evaluations("reference")).columns())
 
     def _coverage(self) -> dict[ExpertKey, int]:
         totals = {probe.key: 0 for probe in self.probes}
         for block in range(self.job.blocks):
-            entry = self._get(block)
-            assert entry is not None
-            for key in totals:
-                with self.journal.believed():
-                    totals[key] += int(entry["rows"][str(key.at)][key.expert])
+            with self.journal.believed():
+                rows = self._measured(block)["rows"]
+                for key in totals:
+                    totals[key] += int(rows[str(key.at)][key.expert])
         return totals
 
-    def _base(self, block: int) -> Evaluation:
+    def _evaluations(self, of: Probe | str) -> list[Evaluation]:
+        """Returns an evaluation for each block: of a probe, or the block's own "base" or "reference"."""
         with self.journal.believed():
-            return Evaluation.from_json(self._known(block)["base"])
+            return [
+                Evaluation.from_json(self._measured(block)[of] if isinstance(of, str) else self._measured(block, of))
+                for block in range(self.job.blocks)
+            ]
 
-    def _reference(self, block: int) -> Evaluation:
-        with self.journal.believed():
-            return Evaluation.from_json(self._known(block)["reference"])
-
-    def _evaluation(self, block: int, probe: Probe) -> Evaluation:
-        with self.journal.believed():
-            return Evaluation.from_json(self._known(block, probe))
-
-    def _known(self, block: int, probe: Probe | None = None) -> dict[str, Any]:
+    def _measured(self, block: int, probe: Probe | None = None) -> dict[str, Any]:
         entry = self._get(block, probe)
         assert entry is not None, f"{probe} was not measured on block {block}"
         return entry

@@ -20,7 +20,7 @@ from moeconv.calibration import RANKING_SHARE, divide, load_splits
 from moeconv.command.recipe import Recipe
 from moeconv.conversion.conversion import directory_of, subject_of
 from moeconv.conversion.material import Coding, Material
-from moeconv.conversion.measuring import RACING_BLOCKS, RACING_SPAN, Bench
+from moeconv.conversion.measuring import Bench
 from moeconv.conversion.settings import Settings
 from moeconv.measure.metrics import F64, Metric, default_metric, find_metric
 from moeconv.measure.scorers import Scores
@@ -31,7 +31,6 @@ from moeconv.quantizers import QUANTIZERS
 from moeconv.quantizers.coder import ExpertCoder
 from moeconv.source.checkpoint import Checkpoint
 from moeconv.sweep.probes import Found, Seq2SeqProber, TextProber
-from moeconv.sweep.racing import Race
 from moeconv.sweep.sensitivity import BASE_BITS
 from moert.pack.codec import WIDTHS
 from moert.pack.model_spec import ExpertKey, LayerKey
@@ -50,9 +49,8 @@ def opened(settings: Settings) -> Iterator[Bench]:
         yield Bench(coding, material, work.journal(directory), coding.moments_in(work.path))
 
 
-# How well do the sweep's signals rank experts, and what would racing have measured? From scores of every probe.
+# How well do the sweep's signals rank experts? From scores of every probe.
 
-RACING = 0.05
 HALVINGS = 20
 
 Places = npt.NDArray[np.integer[Any]]
@@ -94,7 +92,7 @@ class Signals:
         for one, other in (("metric", "nll"), ("metric", "kl"), ("nll", "kl")):
             rows.append(Row(f"{self.name}: {one} and {other}", correlation(whole[one], whole[other]),
                             "rank correlation"))  # fmt: skip
-        return rows + self._racing("kl")
+        return rows
 
     def _halves(self, signal: str) -> tuple[list[float], list[float]]:
         """By random halves of the samples: the signal against itself, and against the metric."""
@@ -106,24 +104,6 @@ class Signals:
             alike.append(correlation(here, self.rises(signal, second)))
             foretells.append(correlation(here, self.rises("metric", second)))
         return alike, foretells
-
-    def _racing(self, signal: str) -> list[Row]:
-        """How much a race would have measured, and by how many places its ranking is off."""
-        count = min(RACING_BLOCKS, self.samples)
-        blocks = [np.arange(block, self.samples, count) for block in range(count)]
-        race = Race(len(self.found), [len(block) for block in blocks], delta=RACING, span=RACING_SPAN)
-        columns = self._above_base(signal)
-        for block in blocks:
-            still = race.open()
-            if not still:
-                break
-            race.add({probe: columns[probe][block] for probe in still})
-        off = np.abs(rankdata(race.means()) - rankdata(columns.mean(axis=1))).max() / len(self.found)
-        name = f"{self.name}: racing by {signal} at {RACING:.0%}"
-        return [
-            Row(f"{name}, measured", race.measured_share(), "of all"),
-            Row(f"{name}, furthest from its place", float(off), "of all places").at_most(RACING_SPAN),
-        ]
 
 
 def correlation(one: F64, other: F64) -> float:

@@ -13,7 +13,7 @@ one of the first few tokens of each window is hit, and of L layers those behind 
 
 The three signals are compared by rank correlation over all probes: each with itself on the other half of the samples
 (which one would rank alike on other text?), each with the metric on the other half (which one foretells it?), and with
-each other. Racing is replayed on the same measurements.
+each other.
 """
 
 from __future__ import annotations

@@ -142,7 +142,6 @@ def test_what_takes_a_model_in_memory_is_refused(
     memory = tight(monkeypatch)
     for family, changes, says in (
         ("olmoe", {"signal": "nll"}, "--tune signal=nll takes a model in memory"),
-        ("olmoe", {"racing": 0.05}, "--tune racing takes a model in memory"),
         ("switch", {}, "is converted in memory, which takes at least"),
     ):
         with pytest.raises(SettingsError, match=says):

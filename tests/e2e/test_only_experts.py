@@ -81,10 +81,10 @@ def test_another_plan_of_the_same_measurements(done: Done) -> None:
         {"bits": (4,), "calib": None},
         {"bits": (2, 4), "signal": "fisher", "loss": 0.5},
         {"bits": (2, 4), "per_projection": True, "loss": 0.5},
-        {"bits": (4, 8), "racing": 0.05, "loss": 0.5, "dense_bits": 4},
+        {"bits": (4, 8), "loss": 0.5, "dense_bits": 4},
         {"bits": (2, 4), "target": Target("bits", 5.0), "layout": "layer"},
     ],
-    ids=["without text", "gradients", "projections", "racing, other matrices at 4 bits", "a file for each layer"],
+    ids=["without text", "gradients", "projections", "other matrices at 4 bits", "a file for each layer"],
 )
 def test_other_ways_to_convert(source: Path, sources: dict[str, Path], changes: dict[str, Any], tmp_path: Path) -> None:
     out = Done(settings_for({**sources, "opt": source}, "opt", tmp_path, **changes)).settings.out

@@ -32,7 +32,7 @@ EXAMPLES: Mapping[str, str] = {
     "fields": '{input = "question", target = "answer"}', "metric": '"rouge2"', "quantizer": '"gptq"',
     "group_size": "64", "allocation": '"knapsack"', "signal": '"kl"', "per_projection": "true", "bits": "[2, 3, 4, 8]",
     "dense_bits": '"attention=8,head=8"', "samples": "2000", "sweep_samples": "400", "heldout_samples": "4000",
-    "context": "256", "max_new_tokens": "64", "memory": '"4GB"', "racing": '"5%"', "cluster": '"auto"',
+    "context": "256", "max_new_tokens": "64", "memory": '"4GB"', "cluster": '"auto"',
     "layout": '"layer"', "piece_bytes": "4096", "route": '"hash"', "neurons": '"predicted"', "seed": "0",
     "profile_paths": "true", "expect": "{heldout_loss_at_most = 0.05}",
 }  # fmt: skip

@@ -73,7 +73,7 @@ INSIDE = {
     "moeconv.measure": [
         ("metrics", "workdir"), ("scorers",), ("scoring",), ("firing",), ("passes",), ("trial", "codes"),
     ],
-    "moeconv.sweep": [("probes", "racing", "cluster", "fisher"), ("sensitivity",)],
+    "moeconv.sweep": [("probes", "cluster", "fisher"), ("sensitivity",)],
     "moeconv.plan": [("problem",), ("knapsack",), ("outlook", "search"), ("forecast",)],
     "moeconv.promise": [("bound",), ("judging",)],
     "moeconv.packing": [("emit", "packed", "paths")],
@@ -142,7 +142,6 @@ PURE = [
     "moert/beside/gpu/residents.py",
     "moeconv/plan",
     "moeconv/promise/bound.py",
-    "moeconv/sweep/racing.py",
 ]
 
 # The one module of the core that names packages beside it, and imports them, inside of its functions.

@@ -1,4 +1,4 @@
-"""The sweep: what the journal lacks is measured, by any runner, in blocks, or in a race; and within its memory."""
+"""The sweep: what the journal lacks is measured, by any runner, in blocks, and within its memory."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from moeconv.measure.scoring import Extent, Volume, volume
 from moeconv.measure.trial import Evaluation, Trial
 from moeconv.measure.workdir import Journal
 from moeconv.sweep.probes import batch_bytes, blocks_for, kept_bytes
-from moeconv.sweep.sensitivity import BASE_BITS, RaceRules, Sweep, SweepJob, SweepWorker, Task, probes_for
+from moeconv.sweep.sensitivity import BASE_BITS, Sweep, SweepJob, SweepWorker, Task, probes_for
 
 TinyModel = Callable[[str, str], Path]
 
@@ -66,11 +66,10 @@ def job_of(trial: Trial, samples: Sequence[Sample], metric: str, blocks: int = 1
 
 
 def sweep_of(
-    trial: Trial, path: Path, job: SweepJob, *, rules: RaceRules | None = None, widths: Sequence[int] = (2, 8),
-    per_projection: bool = False,
-) -> Sweep:  # fmt: skip
+    trial: Trial, path: Path, job: SweepJob, *, widths: Sequence[int] = (2, 8), per_projection: bool = False
+) -> Sweep:
     probes = probes_for(trial.spec, widths, per_projection)
-    return Sweep(Journal(path, "subject"), job, find_metric(job.metric), probes, rules)
+    return Sweep(Journal(path, "subject"), job, find_metric(job.metric), probes)
 
 
 @pytest.fixture(scope="module")
@@ -198,31 +197,6 @@ def test_costs_are_rises_above_the_base(olmoe: Trial, tmp_path: Path) -> None:
     assert cost.seconds > 0
     assert table.base_bits == 4
     json.dumps(json.loads((tmp_path / "j").read_text().splitlines()[0]))
-
-
-@pytest.mark.parametrize("signal", SIGNALS)
-def test_a_race_measures_no_more_and_leaves_out_no_probe(signal: str, olmoe: Trial, tmp_path: Path) -> None:
-    job = job_of(olmoe, running(40), "perplexity", blocks=6)
-    full = sweep_of(olmoe, tmp_path / "full", job, widths=[2])
-    full.run(Runner(olmoe), Bar())
-    runner, bar = Runner(olmoe), Bar()
-    race = sweep_of(olmoe, tmp_path / "race", job, widths=[2], rules=RaceRules(signal, 0.4, 0.3))
-    race.run(runner, bar)
-    table, cost = race.table(), race.cost()
-    assert table.costs.keys() == full.table().costs.keys()
-    assert bar.total == 6 * len(race.probes)
-    assert cost.measured_share == pytest.approx(len(runner.measured()) / (6 * len(race.probes)))
-    assert cost.measured_share < 1
-    again, nothing = (
-        sweep_of(olmoe, tmp_path / "race", job, widths=[2], rules=RaceRules(signal, 0.4, 0.3)),
-        Runner(olmoe),
-    )
-    again.run(nothing, Bar())
-    assert nothing.done == []
-    assert again.table() == table
-    finished = sweep_of(olmoe, tmp_path / "race", job, widths=[2])
-    finished.run(Runner(olmoe), Bar())
-    assert_close(finished.table(), full.table(), 1e-6)
 
 
 # Memory ---------------------------------------------------------------------------------------------------------------

@@ -162,7 +162,6 @@ def settings(**change: object) -> Settings:
         ({"calib": None, "bits": (4,), "allocation": "greedy"}, "--tune allocation has no effect on one width"),
         ({"calib": None, "bits": (16,), "signal": "nll"}, "--tune signal has no effect without --calib"),
         ({"calib": None, "bits": (16,), "per_projection": True}, "--tune per-projection has no effect without --calib"),
-        ({"calib": None, "bits": (16,), "racing": 0.05}, "--tune racing has no effect without --calib"),
         ({"calib": None, "bits": (16,), "cluster": "auto"}, "--tune cluster has no effect without --calib"),
         ({"calib": None, "bits": (16,), "memory_bytes": 1 << 20}, "--memory has no effect without --calib"),
         ({"dense_bits": 5}, "--dense-bits 5: expected a width among 2, 3, 4, 8, 16"),
@@ -180,8 +179,6 @@ def settings(**change: object) -> Settings:
         ({"memory_bytes": 0}, "--memory 0: expected more than 0 bytes"),
         ({"confidence": 0.4}, "--confidence 0.4: expected 50%"),
         ({"confidence": 1.0}, "--confidence 1"),
-        ({"racing": 0.0}, "--tune racing=0"),
-        ({"racing": 0.5}, "--tune racing=0.5: expected an error probability below 50%"),
         ({"target": Target("loss", 1.0)}, "--loss 1: expected a share"),
         ({"target": Target("loss", math.nan)}, "--loss nan"),
         ({"target": Target("size", 0.0)}, "--size 0: expected a number of bytes above 0"),
@@ -202,7 +199,6 @@ def test_bad_settings(change: dict[str, object], says: str) -> None:
 def test_good_settings() -> None:
     assert settings(target=Target("loss", 0.04), margin=0.25).planned_loss == pytest.approx(0.03)
     assert settings(confidence=None).confidence is None
-    assert settings(racing=0.05).racing == 0.05
     assert settings(calib=None, bits=(16,)).bits == (16,)
     assert settings(calib=None, bits=(16,), seed=3, context=64).context == 64, "the pack keeps both"
     assert settings(target=Target("bits", 16.0)).target.value == 16
