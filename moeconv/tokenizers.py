@@ -1,25 +1,31 @@
-"""Tokenizers of checkpoints: a tokenizer.json made from tiktoken's file, and transformers' class for chat templates."""
+"""Tokenizers of checkpoints: a tokenizer.json made of tiktoken's or SentencePiece's file, and transformers' class for
+chat templates."""
 
 from __future__ import annotations
 
 import ast
 import base64
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
+from moeconv.sentencepiece import TokenizerDamaged, read_pieces, text_of, tokenizer_json
 from moeconv.strict_json import NotJson, bounded, parse
 from moert.pack.fence import locked
 from moert.pack.tensors import TOKENIZER
-from moert.pack.text import TokenizerUnfit, check_tokenizer_in
+from moert.pack.text import TokenizerUnfit, check_tokenizer, check_tokenizer_in
 
-# A tokenizer.json for a checkpoint that has none: transformers' converter makes it from the tiktoken file.
-# One pattern is read from the checkpoint's own code; none of this code runs.
+if TYPE_CHECKING:
+    from tokenizers import Tokenizer
 
-CONFIG = "tokenizer_config.json"
+# A tokenizer.json for a checkpoint that has none, made of a file of tiktoken (by transformers' converter; one pattern
+# is read from the checkpoint's own code, none of which runs) or of SentencePiece.
+
+CONFIG, MODEL_CONFIG = "tokenizer_config.json", "config.json"
 _TIKTOKEN = ("tiktoken.model", "*.tiktoken")
+_PIECES = ("tokenizer.model", "spiece.model", "sentencepiece.bpe.model")
 _CODE, _PATTERNS = "tokenization_*.py", ("pat_str", "pattern", "pat")
 MOST_BYTES, _MOST_CODE = 1 << 26, 1 << 20
 _LONGEST = 512  # bytes of a token, all ways to cut which are tried
@@ -28,19 +34,58 @@ _SPECIAL = ("bos_token", "eos_token", "pad_token", "unk_token")
 
 def made(folder: Path) -> str | None:
     """Returns the text of a tokenizer.json; None if the folder has one, or no file that it can be made from. Raises
-    TokenizerUnfit if it would not be the same tokenizer."""
-    files = (file for pattern in _TIKTOKEN for file in sorted(folder.glob(pattern)) if file.is_file())
-    if (folder / TOKENIZER).is_file() or (ranks := next(files, None)) is None:
+    TokenizerDamaged, or TokenizerUnfit if it would not be the same tokenizer."""
+    if (folder / TOKENIZER).is_file():
         return None
+    for patterns, make in ((_TIKTOKEN, _of_tiktoken), (_PIECES, _of_pieces)):
+        files = (file for pattern in patterns for file in sorted(folder.glob(pattern)) if file.is_file())
+        if (file := next(files, None)) is not None:
+            return _made(folder, file, make)
+    return None
+
+
+def _made(folder: Path, file: Path, make: Callable[[Path, Path], Tokenizer]) -> str:
     try:
-        return _of_tiktoken(folder, ranks)
+        found = make(folder, file)
     except TokenizerUnfit:
         raise
     except Exception as error:  # the libraries raise nothing more precise
         raise TokenizerUnfit(f"can't be made ({' '.join(str(error).split())[:200] or type(error).__name__})") from None
+    config = _config(folder)
+    for name in _SPECIAL:
+        token = text_of(config.get(name))
+        if token and found.token_to_id(token) is None:
+            raise TokenizerUnfit(f"can't be made of {file.name}: {CONFIG} has no id for its {name} {token[:60]!r}")
+    return str(found.to_str())
 
 
-def _of_tiktoken(folder: Path, ranks: Path) -> str:
+def _of_pieces(folder: Path, file: Path) -> Tokenizer:
+    from tokenizers import Tokenizer
+
+    try:
+        found = read_pieces(bounded(file, MOST_BYTES))
+    except (TokenizerDamaged, NotJson, OSError) as error:
+        why = str(error).removeprefix("it ")
+        raise TokenizerDamaged(f"{file.name} can't be used as a tokenizer, it {why}") from None
+    config, settings = _config(folder), _json(folder / MODEL_CONFIG)
+    table = tokenizer_json(found, config, str(settings.get("model_type")), _added(folder, config))
+    body = json.dumps(table, ensure_ascii=False).encode()
+    check_tokenizer(body)
+    return locked(lambda: Tokenizer.from_buffer(body))
+
+
+def _added(folder: Path, config: Mapping[str, Any]) -> Mapping[int, Mapping[str, Any]]:
+    """Returns id → token for all that the checkpoint adds, by the file that transformers reads first."""
+    listed = config.get("added_tokens_decoder")
+    if listed:
+        return {int(number): {**token, "content": text_of(token)} for number, token in listed.items()}
+    named = {text_of(config.get(name)) for name in _SPECIAL}
+    named.update(map(text_of, config.get("additional_special_tokens") or ()))
+    found = _json(folder / "added_tokens.json")
+    return {int(number): {"content": text, "special": text in named} for text, number in found.items()}
+
+
+def _of_tiktoken(folder: Path, ranks: Path) -> Tokenizer:
     from transformers.convert_slow_tokenizer import TikTokenConverter
 
     class Converter(TikTokenConverter):
@@ -53,18 +98,14 @@ def _of_tiktoken(folder: Path, ranks: Path) -> str:
             return found
 
     config = _config(folder)
-    added = {int(number): _content(token) for number, token in (config.get("added_tokens_decoder") or {}).items()}
+    added = {int(number): text_of(token) for number, token in (config.get("added_tokens_decoder") or {}).items()}
     start = max(Converter.load_tiktoken_bpe(str(ranks)).values()) + 1
     special = [added.get(number, f"<|reserved_token_{number}|>") for number in range(start, max(added, default=0) + 1)]
     pattern = _pattern(folder, config)
     options = {} if pattern is None else {"pattern": pattern}
     converter: Any = Converter
-    found = converter(vocab_file=str(ranks), extra_special_tokens=special, **options).converted()
-    for name in _SPECIAL:
-        token = _content(config.get(name))
-        if token and found.token_to_id(token) is None:
-            raise TokenizerUnfit(f"can't be made of {ranks.name}: {CONFIG} has no id for its {name} {token[:60]!r}")
-    return str(found.to_str())
+    found: Tokenizer = converter(vocab_file=str(ranks), extra_special_tokens=special, **options).converted()
+    return found
 
 
 def _pattern(folder: Path, config: Mapping[str, Any]) -> str | None:
@@ -94,17 +135,17 @@ def _text(value: ast.expr | None) -> Iterator[str]:
 
 
 def _config(folder: Path) -> Mapping[str, Any]:
+    return _json(folder / CONFIG)
+
+
+def _json(file: Path) -> Mapping[str, Any]:
     try:
-        found = parse(bounded(folder / CONFIG, MOST_BYTES), finite=False)
+        found = parse(bounded(file, MOST_BYTES), finite=False)
     except FileNotFoundError:
         return {}
     except (OSError, NotJson) as error:
-        raise TokenizerUnfit(f"can't be made: {CONFIG} is not JSON ({error})") from None
+        raise TokenizerUnfit(f"can't be made: {file.name} is not JSON ({error})") from None
     return found if isinstance(found, dict) else {}
-
-
-def _content(token: Any) -> str:
-    return str(token.get("content", "")) if isinstance(token, dict) else str(token or "")
 
 
 # A checkpoint's tokenizer as a class of transformers, for the chat template that came with it.

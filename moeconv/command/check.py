@@ -30,8 +30,8 @@ _HEADING = (
 
 @dataclass(frozen=True)
 class Checked:
-    """The result of a check. `notes`: on config.json; `left_out`: on parts of the checkpoint that the pack will not
-    have; `certain` where the names of its tensors could be read."""
+    """The result of a check. `notes`: on config.json and the tokenizer; `left_out`: on parts of the checkpoint that the
+    pack will not have; `certain` where the names of its tensors could be read."""
 
     model: str
     spec: ModelSpec
@@ -55,10 +55,12 @@ def check(model: str, host: Host, layout: str = DEFAULT_LAYOUT) -> Checked:
     mxfp4 = outline.description.mxfp4
     storage = Storage(group_size, mxfp4, neurons_of(layout, spec, mxfp4))
     denses = [dense_of(spec, bits) for bits in DENSE_BITS]
+    unmade = outline.tokenizer_notes if isinstance(outline, Checkpoint) else []
     left_out = [*dict.fromkeys(outline.description.left_out.values())] if left is None else left
     return Checked(
         model, spec, parameters(spec, computed), DEFAULT_QUANTIZER, layout,
-        outlooks(spec, storage, denses, computed, host), [*outline.description.notes, *absent_notes(outline)],
+        outlooks(spec, storage, denses, computed, host),
+        [*outline.description.notes, *unmade, *absent_notes(outline)],
         left_out, left is not None,
     )  # fmt: skip
 

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import numpy.typing as npt
 
+from moeconv.sentencepiece import TokenizerDamaged
 from moeconv.source.archs import Description, Family
 from moeconv.source.archs.config import ShapeDiffers
 from moeconv.source.archs.description import Source
@@ -77,8 +78,12 @@ class Checkpoint:
     @property
     def notes(self) -> list[str]:
         """The notes for a person before the conversion, a line each."""
-        why = [self._made[1]] if self.spelled is None and self._made[1] else []
-        return [*self.description.notes, *self.left_out, *why]
+        return [*self.description.notes, *self.left_out, *self.tokenizer_notes]
+
+    @property
+    def tokenizer_notes(self) -> list[str]:
+        """The reason if the tokenizer's files make no tokenizer.json. Raises CheckpointError for a damaged file."""
+        return [self._made[1]] if self.spelled is None and self._made[1] else []
 
     @property
     def left_out(self) -> list[str]:
@@ -100,9 +105,12 @@ class Checkpoint:
 
     @cached_property
     def _made(self) -> tuple[str | None, str]:
-        """A tokenizer.json made of the tokenizer's other files, and the reason if none can be made."""
+        """A tokenizer.json made of the tokenizer's other files, and the reason if none can be made. Raises
+        CheckpointError for a damaged file."""
         try:
             return made(self.path), ""
+        except TokenizerDamaged as error:
+            raise CheckpointError(f"{self.path}: {error}") from None
         except TokenizerUnfit as error:
             return None, f"{TOKENIZER} {error}"
 

@@ -39,7 +39,7 @@ MOERT = [
 MOECONV = [
     ("moert.pack", "moert.described"),
     ("moeconv.errors", "moeconv.progress", "moeconv.tuned"),
-    ("moeconv.strict_json",),
+    ("moeconv.strict_json", "moeconv.sentencepiece"),
     ("moeconv.artifacts", "moeconv.tokenizers"),
     ("moeconv.source", "moeconv.calibration", "moeconv.plan", "moeconv.report"),
     ("moeconv.quantizers",),
