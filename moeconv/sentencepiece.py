@@ -7,6 +7,7 @@ import math
 import struct
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import islice
 from typing import Any, NamedTuple
 
 from moert.pack.text import BYTES, TokenizerUnfit
@@ -154,13 +155,13 @@ _LLAMA, _GEMMA, _T5, _NLLB = "LlamaTokenizer", "GemmaTokenizer", "T5Tokenizer", 
 _GENERIC = ("", "PreTrainedTokenizer", "TokenizersBackend", "SentencePieceBackend")
 _FAMILIES = {"switch_transformers": _T5, "nllb-moe": _NLLB, "gemma4": _GEMMA, "gemma4_text": _GEMMA}
 _FAIRSEQ = ("<s>", "<pad>", "</s>", "<unk>")  # NLLB's first ids
-_MOST_ADDED = 1 << 16
+_MOST_ADDED, _MOST_MERGES = 1 << 16, 1 << 20  # Gemma 3 has half as many pairs
 
 Table = Mapping[str, Any]
 
 
 def tokenizer_json(found: Pieces, config: Table, family: str, added: Mapping[int, Table]) -> dict[str, Any]:
-    """Returns a tokenizer.json as a JSON object. Spaces become what the file says, which transformers' classes do not
+    """Returns a tokenizer.json as a JSON object. The file's rules for spaces hold, which transformers' classes do not
     always heed. `config`: tokenizer_config.json; `family`: the model's type; `added`: id → token with its content, that
     the checkpoint adds. Raises TokenizerUnfit for a class of tokenizer that is not known here, or for tokens that can't
     be added."""
@@ -261,7 +262,7 @@ def _normalizers(found: Pieces, prefix: bool) -> Iterator[dict[str, Any]]:
 
 
 def _cuts(found: Pieces, prefix: bool, every: bool) -> Iterator[dict[str, Any]]:
-    """Yields what puts the prefix before a text, or before `every` part of it between added tokens, and cuts it."""
+    """Yields the steps that put the prefix before a text, or before `every` part of it, and cut it into words."""
     inner = any(_SPACE in piece.text[1:] for piece in found.pieces if piece.kind == _NORMAL)
     scheme = ("always" if every else "first") if prefix else "never"
     yield {"type": "Metaspace", "replacement": _SPACE, "prepend_scheme": scheme, "split": not inner}
@@ -338,11 +339,14 @@ def _merges(pieces: Sequence[Piece]) -> list[list[str]]:
     """Returns the pairs of pieces that become one piece, the best first: SentencePiece merges the two neighbours whose
     whole has the highest score, wherever it is cut."""
     scores = {piece.text: piece.score for piece in pieces if piece.kind == _NORMAL}
-    found = [
+    pairs = (
         (score, cut, text)
         for text, score in scores.items()
         for cut in range(1, len(text))
         if text[:cut] in scores and text[cut:] in scores
-    ]
+    )
+    found = list(islice(pairs, _MOST_MERGES + 1))
+    if len(found) > _MOST_MERGES:
+        raise TokenizerUnfit(f"can't be made: over {_MOST_MERGES:,} pairs of its pieces become one")
     found.sort(key=lambda each: (-each[0], -each[1]))  # of equal ones the smaller id
     return [[text[:cut], text[cut:]] for _, cut, text in found]

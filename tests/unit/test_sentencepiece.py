@@ -339,9 +339,15 @@ def test_a_damaged_file_is_named(body: bytes, named: str, tmp_path: Path) -> Non
 
 
 def test_too_many_pieces_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("moeconv.sentencepiece._MOST_PIECES", 300)
-    with pytest.raises(TokenizerDamaged, match=f"it has {len(ALL)} pieces, at most 300 are read"):
+    monkeypatch.setattr("moeconv.sentencepiece._MOST_PIECES", 200)
+    with pytest.raises(TokenizerDamaged, match=f"it has {len(ALL)} pieces, at most 200 are read"):
         read_pieces(model(ALL))
+
+
+def test_too_many_pairs_are_refused(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr("moeconv.sentencepiece._MOST_MERGES", 9)
+    with pytest.raises(TokenizerUnfit, match="over 9 pairs of its pieces become one"):
+        made(write(tmp_path / "hf", model(ALL)))
 
 
 def test_every_file_that_ends_too_early_is_refused() -> None:
