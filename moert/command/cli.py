@@ -17,9 +17,13 @@ from moert.command.options import (
     CHAT_NEW_TOKENS,
     DriveOption,
     InputOption,
+    LinesOption,
     PackArgument,
+    PacksArgument,
+    StartOption,
     StatsOption,
     SystemOption,
+    TokensOption,
     check_shown,
     check_unused,
     engine_settings,
@@ -318,18 +322,13 @@ def chat(
 @taking("bench")
 def bench(
     context: typer.Context,
-    packs: Annotated[list[Path], typer.Argument(metavar="PACK...", help="Folders of packs.", show_default=False)],
-    prompt: Annotated[
-        str | None,
-        typer.Option("--prompt", help="Text to start from; by default some built-in texts.", rich_help_panel=PROMPTS),
-    ] = None,
+    packs: PacksArgument,
+    prompt: StartOption = None,
     input_path: InputOption = None,
     asked: Asked = NOTHING,
-    max_new_tokens: Annotated[
-        int, typer.Option(min=1, help="Number of tokens to write after each prompt; an end token does not end it.")
-    ] = 32,
+    max_new_tokens: TokensOption = 32,
     drive: DriveOption = False,
-    as_json: Annotated[bool, typer.Option("--json", help="Print only one line of JSON for each pack.")] = False,
+    as_json: LinesOption = False,
 ) -> None:
     """Measure how fast packs run on this device, and how near that is to what is possible."""
     if drive:

@@ -29,6 +29,15 @@ grouped = partial(command_class, SETTINGS)
 
 
 PackArgument = Annotated[Path, typer.Argument(metavar="PACK", help="Folder of the pack.", show_default=False)]
+PacksArgument = Annotated[list[Path], typer.Argument(metavar="PACK...", help="Folders of packs.", show_default=False)]
+StartOption = Annotated[
+    str | None,
+    typer.Option("--prompt", help="Text to start from; by default some built-in texts.", rich_help_panel=PROMPTS),
+]
+TokensOption = Annotated[
+    int, typer.Option(min=1, help="Number of tokens to write after each prompt; an end token does not end it.")
+]
+LinesOption = Annotated[bool, typer.Option("--json", help="Print only one line of JSON for each pack.")]
 DriveOption = Annotated[
     bool,
     typer.Option(

@@ -13,6 +13,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from recipes.bench import race as races
+from recipes.bench.program import as_program, need
 from recipes.bench.race import CACHE, DEVICES, INT4_LRU, MOERT, alive, race, read_ahead
 from recipes.bench.result import Row, context, row_of_runs, table, write
 from recipes.bench.shaped import DENSE, write_pack
@@ -69,8 +70,7 @@ def result_rows(names: Sequence[str], failed: list[str]) -> list[Row]:
 def main() -> int:
     if lacking := missing(reads=Path(__file__)):
         raise SystemExit(f"bench-ahead imitates drives with control groups, but {lacking}")
-    if not (DEMO / "wiki.pack").exists():
-        raise SystemExit("bench-ahead takes widths and routing of the wiki model's pack: run `make demo`")
+    need([DEMO / "wiki.pack"], "demo")
     failed = list[str]()
     with read_ahead(DEMO) as ahead_kb:
         rows = result_rows(NAMES, failed)
@@ -82,4 +82,4 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    as_program(main, __doc__)

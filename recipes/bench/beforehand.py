@@ -13,6 +13,7 @@ from collections.abc import Iterator, Sequence
 from moert.engine.engine import Engine
 from recipes.bench.controls import opened
 from recipes.bench.hash_measures import FOLDER, SUBJECTS, Subject, inputs, routings, with_function
+from recipes.bench.program import as_program
 from recipes.bench.result import Row, context, row_of_runs, table, write
 from recipes.bench.sized import sized
 from recipes.bench.streamed import THREADS
@@ -67,4 +68,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    as_program(main)

@@ -14,6 +14,7 @@ from pathlib import Path
 
 from moert.pack.manifest import in_words
 from recipes.bench import picture
+from recipes.bench.program import as_program
 from recipes.bench.result import Result, Row, read
 from recipes.bench.tables import Block, Line, Part, mechanisms, quality, speed
 
@@ -275,4 +276,4 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    raise SystemExit(main())
+    as_program(main, __doc__)

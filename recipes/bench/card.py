@@ -18,6 +18,7 @@ import numpy as np
 
 from moert.engine.engine import Engine
 from moert.pack.reader import is_pack
+from recipes.bench.program import as_program
 from recipes.bench.result import Row, context, row_of_runs, table, write
 from recipes.bench.shaped import DENSE, OLMOE_SHAPE, write_pack
 from recipes.bench.shaped import NARROW_SHAPE as NARROW
@@ -143,4 +144,4 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    as_program(main)

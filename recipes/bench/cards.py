@@ -36,6 +36,7 @@ from moert.pack.files import atomic_write
 from moert.pack.model_spec import LayerKey
 from moert.stats import ExpertCounters
 from recipes.bench import routing
+from recipes.bench.program import as_program, need
 from recipes.bench.result import Row, context, row_of_runs, table, write
 from recipes.bench.sized import sized
 from recipes.bench.stream_packs import DEMO
@@ -548,6 +549,7 @@ PARTS = {
 
 def main() -> int:
     pack = Path(sys.argv[1]) if len(sys.argv) > 1 else DEMO / "wiki.pack"
+    need([pack], "demo")
     bench = Bench(pack)
     rows: list[Row] = []
     for part in PARTS.values():
@@ -563,4 +565,4 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    as_program(main, __doc__, "[PACK]")

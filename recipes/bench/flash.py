@@ -57,6 +57,7 @@ from recipes.bench.flash_measures import (
     today_rows,
     write_texts,
 )
+from recipes.bench.program import as_program
 from recipes.bench.race import DEVICES, Entry, alive, of_setting, race, read_ahead, tell
 from recipes.bench.result import Row, context, table, write
 from recipes.bench.runner import Runner
@@ -339,4 +340,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    as_program(main)

@@ -22,6 +22,7 @@ from moeconv.command.recipe import Recipe
 from moeconv.conversion.conversion import Conversion
 from moeconv.progress import unseen
 from recipes.bench.conversions import correlation
+from recipes.bench.program import as_program
 from recipes.bench.result import Row, context, table, write
 from recipes.bench.sized import sized
 
@@ -121,4 +122,4 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    as_program(main)

@@ -45,6 +45,7 @@ from recipes.bench.hash_measures import (
     say,
     with_function,
 )
+from recipes.bench.program import as_program
 from recipes.bench.race import DEVICES, PROCESS_BYTES, Device, Entry, Outcome, alive, of_setting, race, read_ahead
 from recipes.bench.result import Row, context, row_of_runs, table, write
 from recipes.bench.routing import Replaced
@@ -344,4 +345,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    as_program(main)

@@ -23,6 +23,7 @@ from moert.pack.files import write_atomically
 from moert.pack.model_spec import ExpertKey, ModelSpec
 from moert.pack.paths import TRACE, Trace
 from moert.pack.reader import Pack
+from recipes.bench.program import as_program
 
 OUT = Path("moeconv/plan") / HIT_RATES
 SHARES = (0.05, 0.1, 0.15, 0.2, 0.25, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 0.95)
@@ -99,4 +100,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    as_program(main)

@@ -15,6 +15,7 @@ from pathlib import Path
 
 from recipes.bench import blocks, picture
 from recipes.bench.blocks import BLOCKS, PER_KIND, RESULTS, ROOT, rendered
+from recipes.bench.program import as_program
 from recipes.bench.result import FOLDER, Result, read, write
 
 MOST_BYTES = 200_000
@@ -100,4 +101,4 @@ def main(sources: Sequence[Path]) -> int:
 
 
 if __name__ == "__main__":
-    raise SystemExit(main(sorted(FOLDER.glob("*.json"))))
+    as_program(lambda: main(sorted(FOLDER.glob("*.json"))), __doc__)

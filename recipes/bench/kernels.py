@@ -22,6 +22,7 @@ from moert.kernels import library
 from moert.kernels.library import Library
 from moert.pack.codec import U8
 from recipes.bench.kernel_cases import FLOATS, Case, Kernels, Material, Olmoe, Shape, Widths, buffer, reader, vector
+from recipes.bench.program import as_program
 from recipes.bench.result import Row, context, isa, row_of_runs, table, write
 from recipes.bench.sized import sized
 
@@ -312,4 +313,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    as_program(main)

@@ -25,6 +25,7 @@ from moert.pack.reader import Pack
 from recipes.bench import race as races
 from recipes.bench import routing
 from recipes.bench.llama import file_of
+from recipes.bench.program import as_program
 from recipes.bench.race import Device, race, read_ahead
 from recipes.bench.result import Row, context, row_of_runs, table, write
 from recipes.bench.shape_numbers import config_of, described
@@ -176,4 +177,4 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    as_program(main)

@@ -48,6 +48,7 @@ from moert.pack.reader import MANIFEST, Pack
 from recipes.bench import routing as recorded
 from recipes.bench.conversions import opened
 from recipes.bench.llama import file_of
+from recipes.bench.program import as_program, need
 from recipes.bench.race import MOERT, RESIDENT, Device, Entry, Outcome, of_llama, of_setting, race, read_ahead
 from recipes.bench.result import Row, context, row_of_runs, table, write
 from recipes.bench.shaped import OLMOE
@@ -596,8 +597,7 @@ def main() -> None:
     arguments = parser.parse_args()
     if lacking := missing(reads=Path(__file__)):
         raise SystemExit(f"bench-less imitates drives with control groups, but {lacking}")
-    if absent := [str(path) for path in PLAIN.values() if not path.is_dir()]:
-        raise SystemExit(f"{' and '.join(absent)} missing: run `make demo` and `make report`")
+    need(PLAIN.values(), "demo report")
     started, failed, rows = time.perf_counter(), list[str](), list[Row]()
     made: dict[str, tuple[Path, ConversionReport]] = {name: converted(name) for name in PLAIN}
     found = {name: levels(name) for name in ASKED}
@@ -621,4 +621,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    as_program(main)

@@ -25,6 +25,7 @@ import numpy as np
 from moert.pack.codec import F32, U8
 from moert.pack.files import atomic_write
 from moert.pack.model_spec import ExpertKey, ModelSpec
+from recipes.bench.program import as_program
 from recipes.bench.runner import serve
 from recipes.bench.shaped import FOLDER, OLMOE, SEED, THREADS, projection, weight
 from tests.shapes import THETA, shapes_of
@@ -318,4 +319,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    as_program(main, __doc__, "make | built | like PACK KIND OUT | FILE [--long] [--no-repack] [--no-mmap]")

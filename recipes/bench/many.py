@@ -19,6 +19,7 @@ from moert.machine import held_bytes
 from moert.pack.manifest import Files
 from moert.pack.model_spec import ModelSpec
 from moert.pack.reader import Pack
+from recipes.bench.program import as_program
 from recipes.bench.result import Row, context, row_of_runs, table, write
 from recipes.bench.sized import sized
 from tests.shapes import Shape
@@ -110,4 +111,4 @@ def spec_of(layers: int, experts: int) -> ModelSpec:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    as_program(main, __doc__, "[--start PACK]")

@@ -29,6 +29,7 @@ from moeconv.plan.search import uniform_bytes, weights_of
 from moeconv.promise.judging import estimate
 from moert.pack.manifest import LossEstimate
 from recipes.bench.conversions import opened
+from recipes.bench.program import as_program
 from recipes.bench.result import Row, context, table, write
 from recipes.bench.sized import sized
 
@@ -135,4 +136,4 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    as_program(main)

@@ -17,6 +17,7 @@ from moeconv.plan.outlook import mixture
 from moeconv.plan.problem import Storage
 from moert.pack.manifest import Dense
 from recipes.bench.outlook_machine import BITS_PER_WEIGHT, RESULTS, work_of
+from recipes.bench.program import as_program
 from recipes.bench.result import Result, Row, context, read, table, write
 from recipes.bench.shaped import DENSE, GROUP, OLMOE
 
@@ -144,4 +145,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    as_program(main, __doc__)

@@ -21,6 +21,7 @@ from moeconv.plan.outlook import Host, mixture
 from moeconv.plan.problem import Storage
 from moeconv.source.outline import CONFIG, Outline
 from moert.pack.files import write_atomically
+from recipes.bench.program import as_program
 from recipes.bench.result import Result, read
 
 OUT = Path("moeconv/plan") / MACHINE
@@ -88,4 +89,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    as_program(main, __doc__)

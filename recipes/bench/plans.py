@@ -31,6 +31,7 @@ from moeconv.progress import unseen
 from moeconv.promise.judging import estimate
 from moert.pack.model_spec import ExpertKey
 from recipes.bench.conversions import opened
+from recipes.bench.program import as_program
 from recipes.bench.result import Row, context, row_of_runs, table, write
 from recipes.bench.sized import sized
 
@@ -122,4 +123,4 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    as_program(main)

@@ -47,6 +47,7 @@ from moeconv.errors import TargetMissed
 from moeconv.measure.metrics import F64, METRICS
 from moeconv.progress import bar
 from moeconv.promise.bound import Evidence, Terms, upper_bounds
+from recipes.bench.program import as_program
 from recipes.bench.result import FOLDER, Row, context, row_of_runs, table, write
 from recipes.bench.sized import sized
 
@@ -375,4 +376,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    as_program(main)

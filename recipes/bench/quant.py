@@ -23,6 +23,7 @@ import torch
 
 from moeconv.quantizers import QUANTIZERS, Inputs
 from moert.pack.codec import F32, dequantize
+from recipes.bench.program import as_program
 from recipes.bench.quantizers import (
     DOCUMENTS,
     FITTING,
@@ -345,4 +346,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    as_program(main, __doc__, "[MODEL...]")

@@ -10,7 +10,6 @@ import json
 import math
 import random
 import statistics
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -24,6 +23,7 @@ from moert.kernels.backend import opaque
 from moert.kernels.reference import ReferenceBackend
 from moert.pack.codec import F32
 from moert.pack.reader import Pack
+from recipes.bench.program import as_program, need
 from recipes.bench.result import Row, context, table, write
 from recipes.bench.sized import sized
 from tests.kept_keys import NarrowKeys, WideKeys
@@ -35,10 +35,7 @@ PACKS = {"g2p": Path("build/demo/g2p.pack"), "wiki": Path("build/demo/wiki.pack"
 
 
 def main() -> int:
-    missing = [str(path) for path in PACKS.values() if not path.is_dir()]
-    if missing:
-        print(f"{' and '.join(missing)} missing: make demo makes them", file=sys.stderr)
-        return 2
+    need(PACKS.values(), "demo")
     rows = wiki_rows(PACKS["wiki"]) + g2p_rows(PACKS["g2p"])
     for name, path in PACKS.items():
         rows += key_rows(name, Pack.open(path))
@@ -151,4 +148,4 @@ def _interval(losses: list[tuple[float, float]]) -> tuple[float, float]:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    as_program(main, __doc__)

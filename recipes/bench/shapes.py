@@ -21,6 +21,7 @@ from tqdm import tqdm
 from moeconv.source.outline import CONFIG, GENERATION_CONFIG
 from moeconv.source.tensors import INDEX
 from moert.pack.files import write_atomically
+from recipes.bench.program import as_program
 from recipes.bench.shape_numbers import MODELS, Stored, config_of
 from recipes.bench.virtual import SEED, VirtualTensors, mark
 
@@ -157,4 +158,4 @@ def _refused(why: str) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    as_program(main)

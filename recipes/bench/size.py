@@ -36,6 +36,7 @@ from moeconv.source.tensors import INDEX
 from moert.pack.errors import PackError
 from moert.pack.model_spec import ExpertKey
 from moert.pack.reader import Pack
+from recipes.bench.program import as_program
 from recipes.bench.result import Row, context, table, write
 from recipes.bench.shape_numbers import described
 from recipes.bench.shapes import depth_of, write_outline
@@ -461,4 +462,4 @@ def bound_rows(bounds: Bounds) -> list[Row]:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    as_program(main)

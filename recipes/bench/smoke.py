@@ -19,6 +19,7 @@ import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
+from recipes.bench.program import as_program
 from tests.cgroups import missing
 
 ROOT = Path(__file__).absolute().parents[2]
@@ -146,4 +147,4 @@ def say(what: str, since: float) -> None:
 
 
 if __name__ == "__main__":
-    raise SystemExit(main(sys.argv[1:]))
+    as_program(lambda: main(sys.argv[1:]), __doc__, "[TARGET...]")

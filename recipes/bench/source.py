@@ -11,6 +11,7 @@ import time
 from typing import Any
 
 from recipes.bench.ours import THREADS
+from recipes.bench.program import as_program
 from recipes.bench.runner import serve
 
 
@@ -44,4 +45,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    as_program(main, __doc__, "DIR")

@@ -33,6 +33,7 @@ from moert.models.kv import state_bytes
 from moert.pack.reader import Pack
 from recipes.bench.kernel_cases import read_bandwidth
 from recipes.bench.llama import file_of
+from recipes.bench.program import as_program, need
 from recipes.bench.result import Row, context, row_of_runs, table, write
 from recipes.bench.runner import ProgramEnded, Runner, ending
 from recipes.bench.shaped import FOLDER, OLMOE, SEED, THREADS, write_pack
@@ -443,8 +444,6 @@ def settings(sizes: Sizes, failures: Sequence[str], seconds: float) -> dict[str,
 
 
 def main() -> None:
-    if not LLAMA.exists() or not (DEMO / "summary.json").exists():
-        raise SystemExit("llama.cpp or the demo's packs are missing: run `make bench-peers`")
     failures: list[str] = []
     parts: dict[str, Callable[[Sizes, float], list[Row]]] = {
         name: lambda sizes, bandwidth, level=level: level_rows(level, sizes, bandwidth, failures)
@@ -459,6 +458,7 @@ def main() -> None:
     arguments = parser.parse_args()
     if unknown := [name for name in arguments.parts if name not in parts]:
         parser.error(f"no such part: {', '.join(unknown)}; there are {', '.join(parts)}")
+    need([LLAMA, DEMO / "summary.json"], "bench-peers")
     started, sizes = time.perf_counter(), sized(Sizes(), QUICK)
     make_peers_files(failures)
     bandwidth = read_bandwidth(THREADS)
@@ -475,4 +475,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    as_program(main)

@@ -26,6 +26,7 @@ from moert.pack.manifest import BACKBONE
 from moert.pack.reader import Pack
 from recipes.bench import race as races
 from recipes.bench.llama import file_of
+from recipes.bench.program import as_program, need
 from recipes.bench.race import (
     BUDGETED,
     DEVICES,
@@ -195,8 +196,7 @@ def main() -> None:
     arguments = parser.parse_args()
     if lacking := missing(reads=Path(__file__)):
         raise SystemExit(f"bench-stream imitates devices with control groups, but {lacking}")
-    if not (DEMO / "summary.json").exists():
-        raise SystemExit("bench-stream runs the demo's packs, and they are missing: run `make demo`")
+    need([DEMO / "summary.json"], "demo")
     started = time.perf_counter()
     sizes = Sizes(arguments.seconds, min(arguments.seconds, Sizes.reference_seconds), arguments.rounds)
     with read_ahead(DEMO) as ahead_kb:
@@ -216,4 +216,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    as_program(main)

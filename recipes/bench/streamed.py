@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from moert.beside.flash.keeping import DEFAULT_KEEPING
 from moert.beside.flash.runner import EXACT
+from recipes.bench.program import as_program
 from recipes.bench.runner import serve
 from recipes.bench.stream_packs import PIECE
 
@@ -339,4 +340,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    as_program(main, __doc__, "SETTING")

@@ -36,6 +36,7 @@ from moeconv.sweep.probes import Found, Seq2SeqProber, TextProber
 from moeconv.sweep.sensitivity import BASE_BITS, PROBES_A_TASK
 from moert.pack.model_spec import LayerKey
 from recipes.bench.conversions import Agreement, Signals, Subject
+from recipes.bench.program import as_program
 from recipes.bench.result import Row, context, row_of_runs, table, write
 from recipes.bench.sized import sized
 
@@ -200,4 +201,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    as_program(main)

@@ -29,6 +29,10 @@ from moert.command.description import system_facts
 from moert.command.options import (
     DriveOption,
     InputOption,
+    LinesOption,
+    PacksArgument,
+    StartOption,
+    TokensOption,
     check_unused,
     engine_settings,
     grouped,
@@ -418,29 +422,26 @@ app = typer.Typer(add_completion=False, rich_markup_mode=None, pretty_exceptions
 @taking("bench")
 def main(
     context: typer.Context,
-    packs: Annotated[list[Path], typer.Argument(metavar="PACK...", help="Directories of packs.", show_default=False)],
-    prompt: Annotated[
-        str | None, typer.Option("--prompt", help="Text to start from; by default some built-in ones.")
-    ] = None,
+    packs: PacksArgument,
+    prompt: StartOption = None,
     input_path: InputOption = None,
     asked: Asked = NOTHING,
-    max_new_tokens: Annotated[
-        int, typer.Option(min=1, help="Tokens to write after each prompt; an end token does not stop it.")
-    ] = 32,
+    max_new_tokens: TokensOption = 32,
     plot: Annotated[
         str | None,
         typer.Option(
             "--plot",
             metavar="DIR",
-            help="Also run over cache sizes and with parts of the engine left out, see which experts tokens go to, and "
-            "draw figures of it all into this folder.",
+            help="Also run over cache sizes and with parts of the engine left out, count the experts that tokens go "
+            "to, and draw figures of all this into the folder.",
         ),
     ] = None,
     overwrite: Annotated[
-        bool, typer.Option("--overwrite", help="With --plot: also into a folder with other pictures, and over them.")
+        bool,
+        typer.Option("--overwrite", help="With --plot: draw into a folder with other pictures too, and replace them."),
     ] = False,
     drive: DriveOption = False,
-    as_json: Annotated[bool, typer.Option("--json", help="Print nothing but one line of JSON for each pack.")] = False,
+    as_json: LinesOption = False,
 ) -> None:
     """Measure packs under every setting of the engine, over cache sizes and part by part, and draw the figures."""
     if drive:

@@ -10,6 +10,7 @@ import os
 import sys
 
 from moeconv.command import cli
+from recipes.bench.program import as_program
 
 
 def main() -> None:
@@ -26,4 +27,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    as_program(main, __doc__, "COUNT ARGUMENTS...")
