@@ -9,7 +9,8 @@ from typing import Protocol
 import numpy as np
 
 from moert.kernels.backend import I64, ROWS, Backend, Expert, Matrix, NormWeights
-from moert.models.router import Recent, Router
+from moert.models.kv import Recent
+from moert.models.router import Router
 from moert.pack.codec import F32
 from moert.pack.model_spec import LayerKey
 from moert.pack.parts import Ffn

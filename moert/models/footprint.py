@@ -8,8 +8,7 @@ from dataclasses import dataclass
 
 from moert.kernels.backend import ROWS
 from moert.kernels.pages import KvBits
-from moert.models.kv import BLOCK_TOKENS, fixed_bytes, growth_bytes, state_bytes
-from moert.models.router import recent_bytes
+from moert.models.kv import BLOCK_TOKENS, fixed_bytes, growth_bytes, recent_bytes, state_bytes
 from moert.pack.model_spec import Layer, ModelSpec
 from moert.pack.parts import Attention, Experts, Ffn, FixedState, GatedDelta, Latent, Mamba, Mamba2, ShortConv
 

@@ -40,8 +40,9 @@ from moeconv.progress import bar
 from moert.bench.measure import bound_s
 from moert.engine.choosing import GenerationSettings
 from moert.engine.engine import Engine
+from moert.models.kv import Recent
 from moert.models.model import Model
-from moert.models.router import PreferringRouter, Recent
+from moert.models.router import PreferringRouter
 from moert.pack.files import atomic_write, write_atomically
 from moert.pack.manifest import PREFERRING_MINOR, Preference, dump_manifest
 from moert.pack.reader import MANIFEST, Pack

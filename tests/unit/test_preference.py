@@ -18,7 +18,7 @@ from moert.engine.registry import ROUTINGS
 from moert.engine.session import Continued, Prefix
 from moert.errors import SettingInvalid
 from moert.kernels import library
-from moert.models.router import Recent, recent_bytes
+from moert.models.kv import Recent, recent_bytes
 from moert.pack.manifest import Preference
 from moert.pack.model_spec import ModelSpec
 
