@@ -10,8 +10,8 @@ if TYPE_CHECKING:
     from typing_extensions import Unpack
 
     from moert.chat.conversation import Conversation, Reply
-    from moert.engine.choosing import GenerationSettings
     from moert.engine.engine import Engine
+    from moert.engine.generation import GenerationSettings
     from moert.engine.session import Answer, Interrupted
     from moert.engine.settings import EngineOptions, EngineSettings
     from moert.errors import RunError
@@ -21,7 +21,7 @@ __version__ = "0.1.0"
 _PLACES = {  # imported at their first use, since most take numpy
     "Answer": "moert.engine.session", "Conversation": "moert.chat.conversation", "Engine": "moert.engine.engine",
     "EngineSettings": "moert.engine.settings", "Error": "moert.pack.errors",
-    "GenerationSettings": "moert.engine.choosing", "Interrupted": "moert.engine.session",
+    "GenerationSettings": "moert.engine.generation", "Interrupted": "moert.engine.session",
     "PackError": "moert.pack.errors", "Reply": "moert.chat.conversation", "RunError": "moert.errors",
 }  # fmt: skip
 __all__ = [

@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from moert.engine.choosing import GenerationSettings
 from moert.engine.engine import Engine
+from moert.engine.generation import GenerationSettings
 from moert.errors import BudgetTooSmall
 
 

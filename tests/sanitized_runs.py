@@ -22,8 +22,8 @@ from typing import Any
 
 import numpy as np
 
-from moert.engine.choosing import GenerationSettings
 from moert.engine.engine import Engine
+from moert.engine.generation import GenerationSettings
 from moert.errors import BudgetTooSmall, RunError
 from moert.kernels import library, open_backend
 from moert.kernels.backend import Floats

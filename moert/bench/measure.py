@@ -14,8 +14,8 @@ import numpy.typing as npt
 
 from moert.beside.gpu.device import DeviceUse
 from moert.beside.gpu.simulated import PROFILES
-from moert.engine.choosing import GenerationSettings
 from moert.engine.engine import Engine
+from moert.engine.generation import GenerationSettings
 from moert.engine.regulator import Notify
 from moert.engine.settings import EngineSettings
 from moert.experts.policy import Demand

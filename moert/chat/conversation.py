@@ -7,8 +7,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
 
 from moert.chat.renderer import Renderer
-from moert.engine.choosing import GenerationOptions, GenerationSettings
-from moert.engine.generation import longest_beginning
+from moert.engine.generation import GenerationOptions, GenerationSettings, longest_beginning
 from moert.engine.session import Answer, Continued, Interrupted, Prefix, Session
 from moert.engine.text import Text
 from moert.errors import InputInvalid

@@ -13,8 +13,8 @@ from moert.chat.conversation import Conversation, Part, Reply
 from moert.chat.renderer import MAX_REQUEST_BYTES
 from moert.command import console
 from moert.command.prompts import Longest, logprobs_of
-from moert.engine.choosing import GenerationSettings
 from moert.engine.engine import Engine
+from moert.engine.generation import GenerationSettings
 from moert.engine.session import Answer, Interrupted
 from moert.errors import InputInvalid, PromptTooLong, RunError
 from moert.pack.documents import parsed
@@ -23,8 +23,8 @@ from moert.pack.files import write_atomically
 from moert.pack.messages import json_line
 
 if TYPE_CHECKING:
-    from moert.engine.choosing import GenerationSettings
     from moert.engine.engine import Engine
+    from moert.engine.generation import GenerationSettings
     from moert.engine.session import Answer
 
 

@@ -40,8 +40,8 @@ from moert.pack.errors import PackError
 from moert.pack.messages import in_one_line, json_line
 
 if TYPE_CHECKING:
-    from moert.engine.choosing import GenerationSettings
     from moert.engine.engine import Engine
+    from moert.engine.generation import GenerationSettings
     from moert.engine.scoring import Likelihood, Score
 
 

@@ -15,7 +15,7 @@ from moert.command.tuning import Asked, command_class, with_settings
 from moert.errors import RunError, said
 
 if TYPE_CHECKING:
-    from moert.engine.choosing import GenerationSettings
+    from moert.engine.generation import GenerationSettings
     from moert.engine.settings import EngineSettings
 
 
@@ -77,7 +77,7 @@ def engine_settings(asked: Asked) -> EngineSettings:
 
 def generation_settings(asked: Asked) -> GenerationSettings:
     """Returns the settings of the generation. Raises SettingInvalid, RunError."""
-    from moert.engine.choosing import GenerationOptions, GenerationSettings
+    from moert.engine.generation import GenerationOptions, GenerationSettings
 
     found = asked.of(GenerationOptions.__annotations__)
     found |= {"logit_bias": bias_of(found["logit_bias"]), "stop": tuple(found["stop"] or ())}

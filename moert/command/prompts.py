@@ -21,9 +21,8 @@ from moert.pack.errors import PackError
 from moert.pack.messages import json_line
 
 if TYPE_CHECKING:
-    from moert.engine.choosing import GenerationSettings
     from moert.engine.engine import Engine
-    from moert.engine.generation import GenerationResult
+    from moert.engine.generation import GenerationResult, GenerationSettings
     from moert.engine.session import Answer
 
 STDIN = Path("-")

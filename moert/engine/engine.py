@@ -20,8 +20,7 @@ from moert.engine.budget import (
     room_within,
     share_text,
 )
-from moert.engine.choosing import GenerationOptions, GenerationSettings
-from moert.engine.generation import room
+from moert.engine.generation import GenerationOptions, GenerationSettings, room
 from moert.engine.registry import ROUTINGS, Beside
 from moert.engine.regulator import Admission, Bounds, Notify, Regulator
 from moert.engine.scoring import Score, Scorer
@@ -31,10 +30,9 @@ from moert.engine.text import LONG_TEXT, Text, several
 from moert.errors import SettingInvalid, memory_shortage, said
 from moert.experts.ahead import Further, Lookahead, Worth
 from moert.experts.cache import ExpertCache
-from moert.experts.io import DEFAULT_THREADS, IoSettings
 from moert.experts.names import Policies
 from moert.experts.policy import Demand
-from moert.experts.store import ExpertStore
+from moert.experts.store import DEFAULT_THREADS, ExpertStore, IoSettings
 from moert.experts.streaming import Streaming
 from moert.kernels import AUTO_KERNELS, open_backend
 from moert.kernels.backend import Backend, Keeps

@@ -10,9 +10,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from moert.engine import choosing
-from moert.engine.choosing import log_likelihoods
-from moert.engine.generation import check_ids
+from moert.engine import generation
+from moert.engine.generation import check_ids, log_likelihoods
 from moert.engine.session import Gate
 from moert.engine.text import LONG_TEXT, Encoded, Text
 from moert.errors import InputInvalid, PromptTooLong, SettingInvalid, memory_shortage, said
@@ -156,7 +155,7 @@ class Scorer:
         for rows in self._model.rows(ids, read, self._rows):
             rows = rows[: len(targets) - len(found)]  # nobody needs the row behind the last token
             for at, row in enumerate(rows):
-                choosing.check(row, len(found) + at + 1, "text")
+                generation.check_finite(row, len(found) + at + 1, "text")
             found += log_likelihoods(rows, targets[len(found) :][: len(rows)]).tolist()
         return found
 

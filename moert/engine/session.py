@@ -11,8 +11,19 @@ from itertools import chain
 from types import TracebackType
 from typing import TYPE_CHECKING, Protocol
 
-from moert.engine.choosing import ENTRY_BYTES, GenerationOptions, GenerationSettings, Logprobs
-from moert.engine.generation import Generation, GenerationResult, Piece, StopReason, TextSource, Writing, writing
+from moert.engine.generation import (
+    ENTRY_BYTES,
+    Generation,
+    GenerationOptions,
+    GenerationResult,
+    GenerationSettings,
+    Logprobs,
+    Piece,
+    StopReason,
+    TextSource,
+    Writing,
+    writing,
+)
 from moert.engine.text import LONG_TEXT, Text, given_ids
 from moert.errors import BudgetTooSmall, Busy, Closed, SettingInvalid, memory_shortage
 from moert.models.footprint import Load, Loads

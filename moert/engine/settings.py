@@ -9,8 +9,8 @@ from typing import TypedDict
 from moert.engine.budget import AUTO_ROUTING, CacheLimit, MemoryLimit, check_routing, parse_cache, parse_memory
 from moert.engine.registry import ALL_NEURONS, KEPT_NEURONS, NO_DEVICE, PREDICTS, ROUTINGS, check_parts, check_place
 from moert.errors import Adjustable, SettingInvalid, said
-from moert.experts.io import IoSettings, parse_io
 from moert.experts.names import DEFAULT_EVICTION, DEFAULT_PREDICTOR, EVICTIONS
+from moert.experts.store import IoSettings, parse_io
 from moert.kernels import AUTO_KERNELS
 from moert.kernels.pages import KvBits
 from moert.pack.messages import NotASize, parse_size

@@ -1,1 +1,1 @@
-"""Experts in memory: from the disk (store), kept within a budget (cache), and run (runner)."""
+"""Experts in memory: from the disk (store), kept within a budget (cache), and run (streaming)."""

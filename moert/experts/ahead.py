@@ -243,7 +243,7 @@ _UNWEIGHED = 2  # without a Worth: at most this many times top_k predicted exper
 
 
 class Guesses(Protocol):
-    """The part of a router (moert.models.router.Router) that is called before its layer runs."""
+    """The part of a router (moert.models.ffn.Router) that is called before its layer runs."""
 
     def guess(self, x: F32) -> F32: ...
 

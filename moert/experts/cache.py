@@ -16,8 +16,7 @@ from typing import Protocol
 
 import numpy as np
 
-from moert.experts.policy import Arrivals, Demand, EvictionPolicy
-from moert.experts.residency import Residency
+from moert.experts.policy import Arrivals, Demand, EvictionPolicy, Residency
 from moert.kernels.backend import Expert
 from moert.kernels.memory import PAGE_BYTES, Arena, forget
 from moert.pack.codec import U8

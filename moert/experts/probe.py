@@ -17,7 +17,7 @@ import numpy as np
 import numpy.typing as npt
 
 from moert.errors import RunError
-from moert.experts.io import (
+from moert.experts.store import (
     DEFAULT_THREADS,
     PAGE_BYTES,
     READ,

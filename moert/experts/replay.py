@@ -16,8 +16,7 @@ from itertools import islice
 import numpy as np
 import numpy.typing as npt
 
-from moert.experts.policy import EVICTION, I64, Demand, EvictionPolicy, Succession, place_of
-from moert.experts.residency import Residency
+from moert.experts.policy import EVICTION, I64, Demand, EvictionPolicy, Residency, Succession, place_of
 from moert.pack.model_spec import ExpertKey, LayerKey, ModelSpec
 from moert.pack.paths import DROPPED, EVICTION_SHARES, Trace
 

@@ -9,7 +9,7 @@ from functools import cache
 
 from moert.kernels import library
 from moert.kernels.backend import I32
-from moert.kernels.structs import Feedback
+from moert.kernels.library import Feedback
 from moert.pack.codec import F32
 
 

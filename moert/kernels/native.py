@@ -19,7 +19,7 @@ from typing import Any, NamedTuple, TypeVar
 import numpy as np
 import numpy.typing as npt
 
-from moert.kernels import structs
+from moert.kernels import library
 from moert.kernels.backend import (
     I32,
     I64,
@@ -32,10 +32,9 @@ from moert.kernels.backend import (
     RouterWeights,
     Stored,
 )
-from moert.kernels.library import Library, NativeFailed, check
+from moert.kernels.library import ACTIVATIONS, KINDS, SCORES, Library, Matrix, NativeFailed, check
 from moert.kernels.memory import Arena
 from moert.kernels.pages import KeptPage, PageLayout
-from moert.kernels.structs import ACTIVATIONS, KINDS, SCORES, Matrix
 from moert.pack.codec import F32, MX_GROUP, U8, QuantizedMatrix
 from moert.pack.fence import heard
 from moert.pack.layout import MatrixPlace, NeuronLayout, group_of
@@ -73,7 +72,7 @@ class NativeExpert:
 
     __slots__ = ("_alive", "_ffn", "address")
 
-    def __init__(self, ffn: structs.Ffn | I64, address: int, alive: object) -> None:
+    def __init__(self, ffn: library.Ffn | I64, address: int, alive: object) -> None:
         self._ffn, self.address, self._alive = ffn, address, alive
 
 
@@ -113,7 +112,7 @@ class Kinds:
 
 def _words(projections: Mapping[str, ProjectionView], start: int) -> I64:
     """Returns the words of the struct of an expert that lies at address `start`."""
-    ffn = structs.Ffn()
+    ffn = library.Ffn()
     for name, part in projections.items():
         places = [start + at for at in part.places]
         kind = part.bits if part.form is None else KINDS[part.form]
@@ -125,14 +124,14 @@ def _words(projections: Mapping[str, ProjectionView], start: int) -> I64:
     return np.frombuffer(bytes(ffn), np.int64)
 
 
-def _norm(of: NormWeights) -> structs.Norm:
+def _norm(of: NormWeights) -> library.Norm:
     weight, bias = (None if each is None else _at(each) for each in (of.weight, of.bias))
-    return structs.Norm(weight, bias, of.eps)
+    return library.Norm(weight, bias, of.eps)
 
 
-def _heads(weights: AttentionWeights[NativeMatrix]) -> structs.Heads:
+def _heads(weights: AttentionWeights[NativeMatrix]) -> library.Heads:
     part, sinks = weights.part, weights.sinks
-    made = structs.Heads(
+    made = library.Heads(
         None if sinks is None else _at(sinks), part.n, part.kv, part.dim, part.value_dim, causal=weights.causal,
         window=part.window or 0, scale=part.scale,
     )  # fmt: skip
@@ -152,11 +151,11 @@ def _fill(struct: _S, weights: AttentionWeights[NativeMatrix], norms: Sequence[s
     return struct
 
 
-def _attention(weights: AttentionWeights[NativeMatrix], with_keys: bool) -> structs.Attention:
+def _attention(weights: AttentionWeights[NativeMatrix], with_keys: bool) -> library.Attention:
     """Returns the struct of an attention, without the matrices of keys and values where these are there already."""
     part = weights.part
     assert isinstance(part, Attention)
-    block = structs.Attention(
+    block = library.Attention(
         heads=_heads(weights), norm=_norm(weights.norms["before"]), rope_dims=weights.rope_dims,
         norm_each=part.qk_norm == "head", norm_turned=part.norm_turned,
         clip=math.inf if part.clip is None else part.clip, add=weights.add,
@@ -165,12 +164,12 @@ def _attention(weights: AttentionWeights[NativeMatrix], with_keys: bool) -> stru
     return _fill(block, weights, ("q", "k", "v", "after"), matrices)
 
 
-def _with_keys(weights: AttentionWeights[NativeMatrix]) -> structs.Attention:
+def _with_keys(weights: AttentionWeights[NativeMatrix]) -> library.Attention:
     return _attention(weights, with_keys=True)
 
 
-def _latent(weights: AttentionWeights[NativeMatrix]) -> structs.Latent:
-    block = structs.Latent(
+def _latent(weights: AttentionWeights[NativeMatrix]) -> library.Latent:
+    block = library.Latent(
         heads=_heads(weights), norm=_norm(weights.norms["before"]), rope_dims=weights.part.turning, add=weights.add
     )
     return _fill(block, weights, ("q", "kv", "after"), ("q_a", "q", "q_turn", "kv_a", "k_turn", "keys", "values", "o"))
@@ -180,7 +179,7 @@ class _Attending(NamedTuple):
     """The struct of an attention for the function of the library with this name, and the products that it makes of a
     token: with each key, and with all matrices for each of its features."""
 
-    struct: structs.Attention | structs.Latent
+    struct: library.Attention | library.Latent
     place: int
     function: str
     of_key: int
@@ -196,10 +195,10 @@ def _attending(weights: AttentionWeights[NativeMatrix]) -> _Attending:
     )  # fmt: skip
 
 
-def _router(weights: RouterWeights[NativeMatrix]) -> structs.Router:
+def _router(weights: RouterWeights[NativeMatrix]) -> library.Router:
     part, groups = weights.part, weights.part.groups
     optional = {"choice_bias": weights.choice_bias, "expert_scale": weights.expert_scale}
-    made = structs.Router(
+    made = library.Router(
         norm=_norm(weights.norm), matrix=weights.matrix.struct, score=SCORES[part.score], top_k=part.top_k,
         renormalise=part.renormalise, factor=part.factor * weights.factor, jitter=part.jitter,
         **{name: _at(values) for name, values in optional.items() if values is not None},
@@ -211,30 +210,30 @@ def _router(weights: RouterWeights[NativeMatrix]) -> structs.Router:
     return made
 
 
-def _act(of: Ffn) -> structs.Act:
+def _act(of: Ffn) -> library.Act:
     act = of.act
-    return structs.Act(ACTIVATIONS[act.name], math.inf if act.limit is None else act.limit, act.slope, act.plus)
+    return library.Act(ACTIVATIONS[act.name], math.inf if act.limit is None else act.limit, act.slope, act.plus)
 
 
-def _neurons(layout: NeuronLayout) -> structs.Neurons:
+def _neurons(layout: NeuronLayout) -> library.Neurons:
     places = {name: _place(each, layout.d_model) for name, each in layout.rows.items()}
-    return structs.Neurons(
+    return library.Neurons(
         down=_place(layout.columns, layout.d_model), d_model=layout.d_model, d_ff=layout.d_ff,
         block_rows=layout.per_block, **places,
     )  # fmt: skip
 
 
-def _place(matrix: MatrixPlace, cols: int) -> structs.Place:
+def _place(matrix: MatrixPlace, cols: int) -> library.Place:
     assert matrix.form16 != "MXFP4" or matrix.bits < 16
     data, scale, minimum = matrix.places if matrix.bits < 16 else (matrix.places[0], 0, 0)
     kind = KINDS[matrix.form16] if matrix.bits == 16 else matrix.bits
     group, bias = cols if matrix.bits == 16 else group_of(cols, matrix.group_size), matrix.bias_place
-    return structs.Place(data, scale, minimum, -1 if bias is None else bias, kind, group, matrix.power)
+    return library.Place(data, scale, minimum, -1 if bias is None else bias, kind, group, matrix.power)
 
 
-def _positions(of: Positions) -> structs.Positions:
+def _positions(of: Positions) -> library.Positions:
     turns, bias, scale = of.turns, of.bias, of.query_scale
-    return structs.Positions(
+    return library.Positions(
         None if turns is None else _at(turns),
         None if bias is None else _at(bias) + bias.itemsize * of.zero,
         0 if bias is None else bias.shape[1],
@@ -247,7 +246,7 @@ def keys_of(kept: KeptKeys) -> tuple[int, object]:
     objects that it points to but for the pages."""
     _, *others, head = kept.layout.places
     table = (c_void_p * len(kept.pages))(*[page.address for page in kept.pages])
-    struct = structs.Keys(addressof(table), head, *others, kept.layout.bits == 8)
+    struct = library.Keys(addressof(table), head, *others, kept.layout.bits == 8)
     made = kept.place = addressof(struct), (struct, table)
     return made
 
@@ -297,9 +296,9 @@ class NativeBackend:
 
     widens = False
 
-    def __init__(self, library: Library, isa: int, threads: int) -> None:
-        self.name, self.threads = library.instruction_sets[isa].name, threads
-        self._call: Any = library.functions
+    def __init__(self, loaded: Library, isa: int, threads: int) -> None:
+        self.name, self.threads = loaded.instruction_sets[isa].name, threads
+        self._call: Any = loaded.functions
         self._pool = self._call.moert_pool_open(isa, threads)
         if not self._pool:
             raise NativeFailed(f"no memory for {threads} threads")
@@ -311,8 +310,8 @@ class NativeBackend:
         self._attending = _Made(_attending)
         self._keeping = _placed(_with_keys)
         self._networks: dict[int, _Network] = {}
-        self._layouts: dict[tuple[object, ...], structs.Neurons] = {}
-        self._positions = Positions(), structs.Positions()  # of the last call
+        self._layouts: dict[tuple[object, ...], library.Neurons] = {}
+        self._positions = Positions(), library.Positions()  # of the last call
 
     def close(self) -> None:
         """Ends the threads. No method may be called after that."""
@@ -441,7 +440,7 @@ class NativeBackend:
         return self._kinds.expert(view)
 
     def dense(self, gate: NativeMatrix | None, up: NativeMatrix, down: NativeMatrix) -> NativeExpert:
-        ffn = structs.Ffn(up=up.struct, down=down.struct)
+        ffn = library.Ffn(up=up.struct, down=down.struct)
         if gate is not None:
             ffn.gate = gate.struct
         return NativeExpert(ffn, addressof(ffn), (gate, up, down))
@@ -499,21 +498,21 @@ class NativeBackend:
     def conv(self, x: F32, taps: F32, bias: F32 | None, state: F32, silu: bool) -> F32:
         x, taps = np.ascontiguousarray(x), np.ascontiguousarray(taps)
         out, (k, channels) = np.empty(x.shape, np.float32), taps.shape
-        struct = structs.Taps(_at(taps), None if bias is None else _at(bias), channels, k, silu)
+        struct = library.Taps(_at(taps), None if bias is None else _at(bias), channels, k, silu)
         self._compute(x.size * (k + 2), "moert_convolve", addressof(struct), len(x), _at(x), _in_place(state), out)
         return out
 
     def delta(self, q: F32, k: F32, v: F32, decay: F32, beta: F32, state: F32) -> F32:
         given = [np.ascontiguousarray(each) for each in (q, k, v, decay, beta)]
         out, (tokens, heads, dv), (_, key_heads, dk) = np.empty(v.shape, np.float32), v.shape, k.shape
-        struct = structs.Delta(*map(_at, given), _in_place(state), _at(out), tokens, key_heads, heads, dk, dv)
+        struct = library.Delta(*map(_at, given), _in_place(state), _at(out), tokens, key_heads, heads, dk, dv)
         self._compute(3 * v.size * dk, "moert_delta_rule", addressof(struct))
         return out
 
     def scan(self, x: F32, dt: F32, a: F32, b: F32, c: F32, d: F32, state: F32) -> F32:
         given = [np.ascontiguousarray(each) for each in (x, dt, a, b, c, d)]
         out, (tokens, heads, p), (_, groups, n) = np.empty(x.shape, np.float32), x.shape, b.shape
-        struct = structs.Scan(*map(_at, given), _in_place(state), _at(out), tokens, heads, groups, p, n, a.shape[1])
+        struct = library.Scan(*map(_at, given), _in_place(state), _at(out), tokens, heads, groups, p, n, a.shape[1])
         self._compute(2 * x.size * n, "moert_scan_tokens", addressof(struct))
         return out
 
@@ -521,14 +520,14 @@ class NativeBackend:
         given, lengths = [np.ascontiguousarray(each) for each in (inputs, recurrent)], (c_int32 * len(counts))(*counts)
         out, sizes = np.empty((len(inputs), len(recurrent)), np.float32), (len(counts), len(recurrent), backward)
         assert (len(inputs), *state.shape) == (sum(counts), len(counts), 2, len(recurrent))
-        struct = structs.Lstm(*map(_at, given), addressof(lengths), _in_place(state), _at(out), *sizes)
+        struct = library.Lstm(*map(_at, given), addressof(lengths), _in_place(state), _at(out), *sizes)
         self._compute(inputs.size * len(recurrent), "moert_lstm_tokens", addressof(struct))
         return out
 
     def attend_sparsely(self, queries: F32, keys: F32, values: F32, spans: I32) -> F32:
         given = [np.ascontiguousarray(each) for each in (queries, keys, values, spans)]
         out = np.empty(queries.shape, np.float32)
-        struct = structs.Sparse(*map(_at, given), _at(out), *queries.shape)
+        struct = library.Sparse(*map(_at, given), _at(out), *queries.shape)
         products = 2 * queries.shape[1] * int(np.diff(given[3]).sum(dtype=np.int64))
         self._compute(products, "moert_attend_sparsely", addressof(struct))
         return out

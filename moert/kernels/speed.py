@@ -14,9 +14,8 @@ from typing import Any
 
 import numpy as np
 
-from moert.kernels.library import Library, NativeFailed, check
+from moert.kernels.library import KINDS, Library, Matrix, NativeFailed, check
 from moert.kernels.memory import Arena
-from moert.kernels.structs import KINDS, Matrix
 from moert.pack.codec import U8, n_groups, row_bytes
 
 WIDTHS = (2, 3, 4, 8, 16)

@@ -26,16 +26,18 @@ from moert.models.ffn import (
     BesideExperts,
     DenseFfn,
     ExpertRunner,
+    LearnedRouter,
     MoeFfn,
     MoeJoin,
     NarrowExperts,
     Network,
+    PreferringRouter,
+    Router,
     Routers,
     SharedExpert,
 )
 from moert.models.kv import Heard, Kept, Recent, State, remembered
 from moert.models.mixers import MIXES, AddedPositions, DistanceBias, FixedMixer, Rotary, query_scales
-from moert.models.router import LearnedRouter, PreferringRouter, Router
 from moert.pack.codec import F32
 from moert.pack.manifest import Preference
 from moert.pack.model_spec import Layer, LayerKey, ModelSpec, Stack, StackName

@@ -13,8 +13,8 @@ from moert.bench.measure import BenchRun, prompts_of, silent
 from moert.engine.engine import Engine
 from moert.errors import BudgetTooSmall
 from moert.kernels.backend import I64
+from moert.models.ffn import Routed, Router
 from moert.models.kv import Recent
-from moert.models.router import Routed, Router
 from moert.pack.codec import F32
 from moert.pack.model_spec import ModelSpec, StackName
 

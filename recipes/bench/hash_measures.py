@@ -23,8 +23,8 @@ from moert.experts.policy import EVICTION, F64, Demand
 from moert.experts.predictors import GateAhead, Predictor, Situation, Transitions
 from moert.experts.replay import demands_of, reads_of_belady, replay
 from moert.kernels.backend import I64
+from moert.models.ffn import Routed
 from moert.models.kv import Recent
-from moert.models.router import Routed
 from moert.pack.codec import F32
 from moert.pack.hash import HASH, HashFunction
 from moert.pack.model_spec import LayerKey, StackName

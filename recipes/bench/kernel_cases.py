@@ -15,10 +15,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from moert.kernels.library import Library, NativeFailed, check
-from moert.kernels.memory import Arena
-from moert.kernels.native import keys_of
-from moert.kernels.structs import (
+from moert.kernels.library import (
     ACTIVATIONS,
     KINDS,
     SCORES,
@@ -26,11 +23,16 @@ from moert.kernels.structs import (
     Attention,
     Ffn,
     Heads,
+    Library,
     Matrix,
+    NativeFailed,
     Norm,
     Positions,
     Router,
+    check,
 )
+from moert.kernels.memory import Arena
+from moert.kernels.native import keys_of
 from moert.models.kv import Kept
 from moert.pack.codec import F32, n_groups, row_bytes
 from moert.pack.parts import Attention as Parts

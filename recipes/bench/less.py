@@ -38,11 +38,11 @@ from moeconv.plan.problem import Plan
 from moeconv.plan.search import MeasuredPlan, search
 from moeconv.progress import bar
 from moert.bench.measure import bound_s
-from moert.engine.choosing import GenerationSettings
 from moert.engine.engine import Engine
+from moert.engine.generation import GenerationSettings
+from moert.models.ffn import PreferringRouter
 from moert.models.kv import Recent
 from moert.models.model import Model
-from moert.models.router import PreferringRouter
 from moert.pack.files import atomic_write, write_atomically
 from moert.pack.manifest import PREFERRING_MINOR, Preference, dump_manifest
 from moert.pack.reader import MANIFEST, Pack
@@ -510,7 +510,7 @@ def _as_little(pack: Path, share: float, part: float) -> Preference:
 def _asked(pack: Path, preference: Preference) -> int:
     """How often an expert was asked for that was not among those used last, in TOKENS tokens."""
     from moert.engine.engine import Engine
-    from moert.models.router import PreferringRouter
+    from moert.models.ffn import PreferringRouter
 
     counts: list[int] = []
 

@@ -23,13 +23,13 @@ class Ours:
         self._reading = ExitStack()
 
     def generate(self, ids: list[int], new_tokens: int) -> tuple[list[int], float, float]:
-        from moert.engine.choosing import GenerationSettings
+        from moert.engine.generation import GenerationSettings
 
         answer = self._engine.generate(ids, GenerationSettings(max_new_tokens=new_tokens, ignore_eos=True))
         return answer.result.tokens, answer.time_to_first_token_s, answer.total_s
 
     def read(self, ids: list[int], room: int) -> None:
-        from moert.engine.choosing import GenerationSettings
+        from moert.engine.generation import GenerationSettings
 
         self._session = self._reading.enter_context(self._engine.session())
         self._session.add(ids, GenerationSettings(max_new_tokens=1 + room, ignore_eos=True))

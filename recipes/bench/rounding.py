@@ -17,8 +17,8 @@ import numpy as np
 import numpy.typing as npt
 from tokenizers import Tokenizer
 
-from moert.engine.choosing import GenerationSettings
 from moert.engine.engine import Engine
+from moert.engine.generation import GenerationSettings
 from moert.kernels.backend import opaque
 from moert.kernels.reference import ReferenceBackend
 from moert.pack.codec import F32

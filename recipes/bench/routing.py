@@ -21,9 +21,8 @@ from moert.pack.model_spec import LayerKey, ModelSpec
 
 if TYPE_CHECKING:
     from moert.kernels.backend import I64
-    from moert.models.ffn import Routers
+    from moert.models.ffn import Routed, Router, Routers
     from moert.models.kv import Recent
-    from moert.models.router import Routed, Router
 
 DATA = Path("build/data/wiki")
 WINDOW = 256  # tokens: as far as the wiki model reads

@@ -81,8 +81,8 @@ def memory_bytes(packs: Packs, share: float) -> int:
 def disk_bytes_per_s(path: Path) -> float:
     """How fast the experts of a pack are read here without a limit, many at once if that is faster; small ones come
     slower than large ones."""
-    from moert.experts.io import IoSettings
     from moert.experts.probe import read_for
+    from moert.experts.store import IoSettings
 
     pack = Pack.open(path)
     files = itertools.cycle([pack.file(entry.path) for entry in pack.manifest.experts])

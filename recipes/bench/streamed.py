@@ -213,7 +213,7 @@ class Streamed:
 
         from moert.bench.measure import read_all
         from moert.engine.budget import parse_cache
-        from moert.experts.io import parse_io
+        from moert.experts.store import parse_io
         from recipes.bench.controls import opened
         from recipes.bench.routing import ReplayedRouting
 

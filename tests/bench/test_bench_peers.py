@@ -16,8 +16,8 @@ import numpy as np
 import pytest
 import torch
 
-from moert.engine.choosing import GenerationSettings
 from moert.engine.engine import Engine
+from moert.engine.generation import GenerationSettings
 from moert.kernels import library
 from moert.pack.codec import QuantizedMatrix, dequantize
 from recipes.bench import card, kernel_cases, kernels, llama, smoke, speed

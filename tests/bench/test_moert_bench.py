@@ -25,14 +25,14 @@ from moert.bench.drive import FIRING
 from moert.bench.measure import TEXTS, BenchRun, FurthestFirst, Sample, bound_s, furthest_first, least_bytes, measure
 from moert.command.prompts import Longest
 from moert.engine.budget import CacheLimit, MemoryLimit, parse_cache, parse_memory
-from moert.engine.choosing import GenerationSettings
 from moert.engine.engine import Engine
+from moert.engine.generation import GenerationSettings
 from moert.engine.session import Request, Session
 from moert.errors import InputInvalid, PathsMissing
-from moert.experts.io import IoSettings
 from moert.experts.policy import EVICTION, Demand
 from moert.experts.probe import CHUNKS, IN_FLIGHT, Curve, best_piece
 from moert.experts.replay import replay
+from moert.experts.store import IoSettings
 from moert.machine import usable_cores
 from moert.pack.errors import ManifestMissing, PackError
 from moert.pack.model_spec import ExpertKey, LayerKey

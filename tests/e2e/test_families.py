@@ -19,8 +19,8 @@ from moeconv.packing.packed import PackedModel, verify
 from moeconv.quantizers import QUANTIZERS
 from moeconv.quantizers.coder import ExpertCoder
 from moeconv.source.checkpoint import Checkpoint
-from moert.engine.choosing import GenerationSettings
 from moert.engine.engine import Engine
+from moert.engine.generation import GenerationSettings
 from moert.experts.policy import EVICTION
 from moert.kernels.backend import opaque
 from moert.pack.paths import PATHS, build

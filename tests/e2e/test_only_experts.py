@@ -22,8 +22,8 @@ from moeconv.progress import unseen
 from moeconv.report.writer import write_report
 from moeconv.source.checkpoint import Checkpoint
 from moert.command.description import description_lines
-from moert.engine.choosing import GenerationSettings
 from moert.engine.engine import Engine
+from moert.engine.generation import GenerationSettings
 from moert.experts.names import EVICTIONS
 from moert.kernels import REFERENCE
 from moert.kernels.backend import opaque

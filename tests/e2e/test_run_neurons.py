@@ -14,7 +14,7 @@ from tiny_packs import LATE, PROMPTS, SWITCH, run_greedy, write_pack
 
 from moert.beside.flash.keeping import KEEPING
 from moert.engine.engine import Engine
-from moert.experts import io as reads
+from moert.experts import store as reads
 from moert.kernels.backend import opaque
 from moert.pack.codec import F32
 from moert.pack.errors import FileTruncated, HashMismatch

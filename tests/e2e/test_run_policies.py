@@ -21,15 +21,15 @@ from moeconv.source.checkpoint import Checkpoint
 from moert.command import cli
 from moert.engine import engine as engine_module
 from moert.engine.budget import Budget
-from moert.engine.choosing import GenerationSettings
 from moert.engine.engine import Engine
+from moert.engine.generation import GenerationSettings
 from moert.engine.registry import PREDICTS
 from moert.experts import cache as cache_module
-from moert.experts import runner as executor_module
 from moert.experts import store as store_module
-from moert.experts.io import IoSettings, is_direct, open_expert, read_into
+from moert.experts import streaming as executor_module
 from moert.experts.names import EVICTIONS
-from moert.experts.runner import CachedExperts
+from moert.experts.store import IoSettings, is_direct, open_expert, read_into
+from moert.experts.streaming import CachedExperts
 from moert.pack.paths import PATHS, build
 from moert.pack.reader import Pack
 from moert.pack.writer import add_to_pack

@@ -17,7 +17,7 @@ from tiny_packs import DECODER_SHAPE, LATE, PROMPTS, SWITCH_SHAPE, run_greedy, w
 from moert.beside.flash.keeping import KEEPING
 from moert.engine.engine import Engine
 from moert.errors import PredictorMissing, SettingInvalid
-from moert.experts import io as reads
+from moert.experts import store as reads
 from moert.kernels.backend import I64
 from moert.pack.codec import F32
 from moert.pack.errors import FileTruncated, HashMismatch, HeaderInvalid

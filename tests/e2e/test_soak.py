@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from moert.engine.choosing import GenerationSettings
 from moert.engine.engine import Engine
+from moert.engine.generation import GenerationSettings
 from moert.errors import BudgetTooSmall
 from moert.machine import held_bytes, return_freed
 from moert.stats import RunStats

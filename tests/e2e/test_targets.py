@@ -22,8 +22,8 @@ from moeconv.plan.problem import Storage
 from moeconv.plan.search import check_budget, uniform_bytes, weights_of
 from moeconv.source.checkpoint import Checkpoint
 from moert.command.description import description_lines
-from moert.engine.choosing import GenerationSettings
 from moert.engine.engine import Engine
+from moert.engine.generation import GenerationSettings
 from moert.pack.reader import Pack
 
 

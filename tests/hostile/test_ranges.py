@@ -19,8 +19,8 @@ from hypothesis import strategies as st
 from random_packs import SPECS
 from tiny_packs import DECODER_SHAPE, write_pack
 
-from moert.engine.choosing import GenerationSettings
 from moert.engine.engine import Engine
+from moert.engine.generation import GenerationSettings
 from moert.errors import NotFinite
 from moert.pack.documents import Above, Between, Within, plain, read
 from moert.pack.errors import ManifestInvalid, PackError

@@ -15,8 +15,8 @@ import pytest
 from tiny_packs import DECODER_SHAPE, PROMPTS, write_pack
 
 from moert.command import cli
-from moert.engine.choosing import GenerationSettings
 from moert.engine.engine import Engine
+from moert.engine.generation import GenerationSettings
 from moert.pack.manifest import BACKBONE
 from moert.pack.reader import Pack
 

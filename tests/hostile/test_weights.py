@@ -20,8 +20,8 @@ from safetensors.torch import load, save
 from tiny_packs import DECODER_SHAPE, MIXERS_SHAPE, write_pack
 
 from moeconv.packing.packed import verify
-from moert.engine.choosing import GenerationSettings
 from moert.engine.engine import Engine
+from moert.engine.generation import GenerationSettings
 from moert.errors import NotFinite
 from moert.kernels import library
 from moert.models.backbone import load_backbone

@@ -13,8 +13,7 @@ from moeconv.packing.emit import Label, emit
 from moeconv.quantizers import QUANTIZERS
 from moeconv.quantizers.coder import ExpertCoder
 from moeconv.source.checkpoint import Checkpoint
-from moert.experts.io import IoSettings
-from moert.experts.store import ExpertStore
+from moert.experts.store import ExpertStore, IoSettings
 from moert.kernels import REFERENCE, open_backend
 from moert.kernels.backend import I64, Backend, Expert
 from moert.kernels.pages import KvBits

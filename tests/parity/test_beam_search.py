@@ -12,8 +12,7 @@ from test_reference_models import model_folder, prompts
 from tokenizers import Tokenizer
 
 from moeconv.source.checkpoint import Checkpoint
-from moert.engine.choosing import EarlyStopping
-from moert.engine.generation import GenerationResult
+from moert.engine.generation import EarlyStopping, GenerationResult
 from moert.engine.session import Session
 from moert.kernels.backend import opaque
 from moert.models.model import Model

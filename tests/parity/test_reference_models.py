@@ -13,8 +13,8 @@ from packs import pack_of, reference_greedy
 from tokenizers import Tokenizer
 
 from moeconv.source.checkpoint import Checkpoint
-from moert.engine.choosing import GenerationSettings
 from moert.engine.engine import Engine
+from moert.engine.generation import GenerationSettings
 
 ROOT = Path(__file__).resolve().parents[2]
 PROMPTS, FEW, MAX_NEW, PROMPT_TOKENS = 100, 10, 24, 48

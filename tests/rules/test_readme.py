@@ -28,8 +28,8 @@ from moeconv.conversion.settings import ENTRIES
 from moeconv.source.archs import FAMILIES
 from moeconv.tuned import TUNED
 from moert.command.settings import SETTINGS
-from moert.engine.choosing import GenerationSettings
 from moert.engine.engine import Engine
+from moert.engine.generation import GenerationSettings
 from moert.engine.settings import EngineSettings
 
 README = ROOT / "README.md"

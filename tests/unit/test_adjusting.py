@@ -16,8 +16,8 @@ from tiny_packs import SPECS, VOCAB, with_ends, write_pack
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import LogitsProcessorList, RepetitionPenaltyLogitsProcessor, SequenceBiasLogitsProcessor
 
-from moert.engine.choosing import GenerationSettings, adjusted, log_softmax
 from moert.engine.engine import Engine
+from moert.engine.generation import GenerationSettings, adjusted, log_softmax
 from moert.engine.text import Detokenizer
 from moert.errors import SettingInvalid
 from moert.models.footprint import Footprint, Load

@@ -18,7 +18,7 @@ from tiny_packs import SPECS, write_pack
 from transformers.models.t5.modeling_t5 import T5Attention
 
 from moert.engine.engine import Engine
-from moert.experts import runner as executor
+from moert.experts import streaming as executor
 from moert.kernels import library
 from moert.kernels.backend import Backend, opaque
 from moert.kernels.pages import PageLayout, pages_of

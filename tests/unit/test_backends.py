@@ -11,12 +11,11 @@ from native_problems import F64, FLOATS, Dtype, Projections, floats, normal, pla
 from tiny_packs import DECODER, write_pack
 
 from moert.experts import cache as cache_module
-from moert.experts import runner as executor_module
+from moert.experts import streaming as executor_module
 from moert.experts.cache import ExpertCache, Slot
-from moert.experts.io import IoSettings
 from moert.experts.policy import EVICTION
-from moert.experts.runner import CachedExperts
-from moert.experts.store import ExpertStore
+from moert.experts.store import ExpertStore, IoSettings
+from moert.experts.streaming import CachedExperts
 from moert.kernels import library, open_backend
 from moert.kernels.backend import ROWS, Backend
 from moert.kernels.library import InstructionSetInvalid

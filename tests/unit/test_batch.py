@@ -11,16 +11,16 @@ from tiny_packs import SHAPES, SPECS, VOCAB, with_capacity, with_ends, write_pac
 
 from moert.command import cli
 from moert.command.prompts import PromptRecord, followed, grouped
-from moert.engine.choosing import GenerationSettings
 from moert.engine.engine import Engine
+from moert.engine.generation import GenerationSettings
 from moert.engine.regulator import Bounds, Regulator
 from moert.engine.session import Answer, Interrupted
 from moert.errors import InputInvalid
 from moert.kernels.backend import Floats, NormWeights, RouterWeights, opaque
 from moert.kernels.reference import ReferenceBackend
+from moert.models.ffn import LearnedRouter, Routed
 from moert.models.footprint import Footprint, Load
 from moert.models.kv import rounded
-from moert.models.router import LearnedRouter, Routed
 from moert.pack.codec import F32
 from moert.pack.parts import Router
 from tests.pairs import thinned

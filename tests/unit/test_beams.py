@@ -17,8 +17,8 @@ from random_hash import add_hash
 from test_preference import preferences
 from tiny_packs import DECODER, SPECS, VOCAB, with_ends, write_pack
 
-from moert.engine.choosing import BeamRules, Beams, EarlyStopping, GenerationSettings, largest, log_softmax
 from moert.engine.engine import Engine
+from moert.engine.generation import BeamRules, Beams, EarlyStopping, GenerationSettings, largest, log_softmax
 from moert.engine.session import Continued, Prefix
 from moert.errors import SettingInvalid
 from moert.kernels import library

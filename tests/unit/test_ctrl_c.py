@@ -11,7 +11,7 @@ from functools import partial
 import numpy as np
 import pytest
 
-from moert.engine.choosing import ordered
+from moert.engine.generation import ordered
 from moert.kernels import open_backend
 from moert.kernels.backend import I64, AttentionWeights, Floats, NormWeights, Positions, RouterWeights
 from moert.kernels.native import NativeBackend, NativeMatrix

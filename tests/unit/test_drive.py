@@ -10,8 +10,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from moert.errors import RunError
-from moert.experts import io as drive
-from moert.experts.io import PAGE_BYTES, IoSettings, is_direct, open_expert, parse_io, read_into
+from moert.experts import store as drive
+from moert.experts.store import PAGE_BYTES, IoSettings, is_direct, open_expert, parse_io, read_into
 
 
 def aligned(nbytes: int, shift: int = 0) -> np.ndarray:

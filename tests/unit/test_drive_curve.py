@@ -11,7 +11,6 @@ import pytest
 
 from moert.bench.drive import Neurons, piece_times
 from moert.experts import probe as module
-from moert.experts.io import Table
 from moert.experts.probe import (
     CHUNKS,
     IN_FLIGHT,
@@ -20,6 +19,7 @@ from moert.experts.probe import (
     best_piece,
     curve_of,
 )
+from moert.experts.store import Table
 
 REQUEST_S, BYTES_PER_S = 1e-5, 1e9
 

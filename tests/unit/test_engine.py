@@ -15,17 +15,17 @@ from random_hash import add_hash
 from tiny_packs import DECODER, PROMPTS, SPECS, damage_expert, record_routes, run_greedy, write_pack
 
 from moert.engine.budget import Budget, CacheLimit
-from moert.engine.choosing import GenerationSettings
 from moert.engine.engine import Engine
+from moert.engine.generation import GenerationSettings
 from moert.engine.registry import PREDICTS
 from moert.engine.settings import EngineSettings
 from moert.errors import BudgetTooSmall, InputInvalid, PathsMissing, SettingInvalid, TokenizerMissing
-from moert.experts import io as io_module
 from moert.experts import store
-from moert.experts.io import IoSettings, open_expert
+from moert.experts import store as io_module
 from moert.experts.names import Policies
 from moert.experts.policy import EVICTION, Demand
 from moert.experts.replay import replay
+from moert.experts.store import IoSettings, open_expert
 from moert.kernels import open_backend
 from moert.pack.codec import F32
 from moert.pack.errors import FileMissing, HashMismatch, HeaderInvalid

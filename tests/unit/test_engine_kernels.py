@@ -11,8 +11,8 @@ from random_packs import RICH
 from tiny_packs import PROMPTS, SPECS, run_greedy, write_pack
 
 from moert.engine.budget import CacheLimit
-from moert.engine.choosing import GenerationSettings
 from moert.engine.engine import Engine
+from moert.engine.generation import GenerationSettings
 from moert.kernels import library
 from moert.kernels.library import InstructionSetInvalid
 from moert.pack.codec import F32

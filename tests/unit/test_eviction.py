@@ -9,8 +9,17 @@ from hypothesis import strategies as st
 from tiny_packs import DECODER_SHAPE as SHAPE
 
 from moert.experts import policy as succession
-from moert.experts.policy import EVICTION, FORGETTING, Candidates, Demand, PaperEviction, Succession, Usage, place_of
-from moert.experts.residency import Residency
+from moert.experts.policy import (
+    EVICTION,
+    FORGETTING,
+    Candidates,
+    Demand,
+    PaperEviction,
+    Residency,
+    Succession,
+    Usage,
+    place_of,
+)
 from moert.pack.model_spec import ExpertKey, LayerKey, StackName
 from moert.pack.paths import record
 from recipes.bench.controls import FirstInFirstOut, LastInFirstOut

@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 from tiny_packs import DECODER, PROMPTS, write_pack
 
-from moert.engine.choosing import GenerationSettings
 from moert.engine.engine import Engine
+from moert.engine.generation import GenerationSettings
 from moert.pack.errors import HashMismatch
 from moert.pack.paths import TRACE, record
 from moert.pack.reader import Pack

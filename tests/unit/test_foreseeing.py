@@ -22,9 +22,8 @@ from moert.engine.engine import Engine
 from moert.engine.session import Continued, Prefix
 from moert.errors import HashMissing, NotFinite, SettingInvalid
 from moert.experts import names as names_module
-from moert.experts.policy import Demand
+from moert.experts.policy import Demand, Residency
 from moert.experts.predictors import of_one_token
-from moert.experts.residency import Residency
 from moert.kernels import library, open_backend
 from moert.kernels.backend import Floats, opaque
 from moert.kernels.reference import ReferenceBackend, sparsemax

@@ -14,9 +14,8 @@ from hypothesis import strategies as st
 from tiny_packs import DECODER_SHAPE
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
-from moert.engine import choosing
-from moert.engine.choosing import GenerationSettings
-from moert.engine.generation import Generation, GenerationResult, TextSource
+from moert.engine import generation
+from moert.engine.generation import Generation, GenerationResult, GenerationSettings, TextSource
 from moert.engine.session import Session
 from moert.engine.text import Detokenizer
 from moert.errors import InputInvalid, SettingInvalid
@@ -184,7 +183,7 @@ def test_settings_out_of_range_are_named(name: str, value: Any) -> None:
 
 
 def test_greedy_takes_the_first_of_equals() -> None:
-    assert choosing.likeliest(np.array([0.0, 2.0, 2.0, -1.0], np.float32)) == 1
+    assert generation.likeliest(np.array([0.0, 2.0, 2.0, -1.0], np.float32)) == 1
 
 
 LOGITS: F32 = 3 * np.random.default_rng(3).standard_normal(97, np.float32)
@@ -212,9 +211,9 @@ def test_filters_equal_those_of_transformers(settings: GenerationSettings) -> No
         expected = TopPLogitsWarper(settings.top_p)(None, expected)
     if settings.min_p:
         expected = MinPLogitsWarper(settings.min_p)(None, expected)
-    np.testing.assert_array_equal(choosing.filtered(LOGITS, settings), expected[0].numpy())
+    np.testing.assert_array_equal(generation.filtered(LOGITS, settings), expected[0].numpy())
     chance, n = np.random.default_rng(11), 4000
-    drawn = [choosing.choose(LOGITS, settings, chance) for _ in range(n)]
+    drawn = [generation.choose(LOGITS, settings, chance) for _ in range(n)]
     shares, wanted = np.bincount(drawn, minlength=len(LOGITS)) / n, expected[0].double().softmax(-1).numpy()
     assert (shares[wanted == 0] == 0).all()
     assert (np.abs(shares - wanted) <= 5 * np.sqrt(wanted * (1 - wanted) / n) + 1e-3).all()
@@ -234,7 +233,7 @@ class Fixed:
 def test_no_number_draws_what_a_filter_refused(number: float, token: int) -> None:
     logits = np.array([-5, 1, 1.5, 1, -5], np.float32)
     settings = GenerationSettings(temperature=1.0, top_k=3)
-    assert choosing.choose(logits, settings, Fixed(number)) == token  # type: ignore[arg-type]
+    assert generation.choose(logits, settings, Fixed(number)) == token  # type: ignore[arg-type]
 
 
 @pytest.mark.filterwarnings("error")
@@ -242,13 +241,13 @@ def test_no_number_draws_what_a_filter_refused(number: float, token: int) -> Non
 @pytest.mark.parametrize("filters", [{}, {"top_k": 5}, {"top_p": 0.9}, {"min_p": 0.1}])
 def test_the_coldest_draws_are_the_likeliest(temperature: float, filters: dict[str, Any]) -> None:
     settings = GenerationSettings(temperature=temperature, **filters)
-    assert choosing.choose(LOGITS, settings, np.random.default_rng(1)) == int(LOGITS.argmax())
+    assert generation.choose(LOGITS, settings, np.random.default_rng(1)) == int(LOGITS.argmax())
 
 
 @pytest.mark.filterwarnings("error")
 def test_the_hottest_draws_are_all_alike() -> None:
     settings, chance = GenerationSettings(temperature=1e300), np.random.default_rng(1)
-    assert len({choosing.choose(LOGITS, settings, chance) for _ in range(2000)}) == len(LOGITS)
+    assert len({generation.choose(LOGITS, settings, chance) for _ in range(2000)}) == len(LOGITS)
 
 
 def test_the_seed_decides_what_is_drawn() -> None:

@@ -9,8 +9,16 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from moert.experts.policy import EVICTION, FORGETTING, FORGOTTEN, Demand, EvictionPolicy, Succession, place_of
-from moert.experts.residency import Residency
+from moert.experts.policy import (
+    EVICTION,
+    FORGETTING,
+    FORGOTTEN,
+    Demand,
+    EvictionPolicy,
+    Residency,
+    Succession,
+    place_of,
+)
 from moert.kernels import library
 from moert.pack.model_spec import ExpertKey, LayerKey
 

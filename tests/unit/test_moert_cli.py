@@ -27,8 +27,8 @@ from moert.beside.gpu.opening import NO_DEVICE, PROCESSOR
 from moert.beside.gpu.opening import check_settings as gpu_settings
 from moert.command import cli
 from moert.engine import registry
-from moert.engine.choosing import GenerationSettings
 from moert.engine.engine import Engine
+from moert.engine.generation import GenerationSettings
 from moert.engine.registry import PREDICTS
 from moert.engine.settings import EngineSettings
 from moert.errors import RunError, SettingInvalid

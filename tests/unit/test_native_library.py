@@ -14,9 +14,8 @@ import numpy as np
 import pytest
 from setuptools import Distribution, Extension
 
-from moert.kernels import build, library, structs
-from moert.kernels.library import InstructionSet, InstructionSetInvalid, Library
-from moert.kernels.structs import ACTIVATIONS, KINDS, SCORES, Matrix
+from moert.kernels import build, library
+from moert.kernels.library import ACTIVATIONS, KINDS, SCORES, InstructionSet, InstructionSetInvalid, Library, Matrix
 
 CSRC = Path(library.__file__).with_name("csrc")
 HEADER = (CSRC / "moert.h").read_text(encoding="utf-8")
@@ -35,7 +34,7 @@ def test_every_function_of_the_header_is_declared() -> None:
     assert re.search(rf"#define MOERT_ABI {library.ABI}\b", HEADER)
 
 
-STRUCTS = {kind.__name__.lower(): kind for kind in vars(structs).values() if isinstance(kind, type(ctypes.Structure))}
+STRUCTS = {kind.__name__.lower(): kind for kind in vars(library).values() if isinstance(kind, type(ctypes.Structure))}
 del STRUCTS["structure"]
 
 

@@ -15,7 +15,7 @@ from moert.beside.flash.keeping import all_to_blocks
 from moert.beside.flash.runner import Scores, blocks_with, neurons_in
 from moert.engine.budget import Budget
 from moert.errors import NotFinite
-from moert.experts.runner import by_expert
+from moert.experts.streaming import by_expert
 from moert.kernels import open_backend
 from moert.pack.layout import NeuronLayout, Neurons, neuron_layout
 from moert.pack.model_spec import LayerKey

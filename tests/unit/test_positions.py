@@ -11,8 +11,8 @@ import numpy as np
 import pytest
 from tiny_packs import DECODER, EOS, PAD, PROMPTS, SWITCH, VOCAB, write_pack
 
-from moert.engine.choosing import GenerationSettings
 from moert.engine.engine import Engine
+from moert.engine.generation import GenerationSettings
 from moert.errors import PromptTooLong, SettingInvalid
 from moert.kernels.backend import Floats
 from moert.models.kv import state_bytes

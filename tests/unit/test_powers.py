@@ -24,8 +24,8 @@ from moeconv.quantizers.quantizer import dense_of
 from moeconv.source.checkpoint import Checkpoint
 from moert.beside.gpu.torch_backend import TorchBackend
 from moert.beside.gpu.torch_matrices import TorchMemory
-from moert.engine.choosing import GenerationSettings
 from moert.engine.engine import Engine
+from moert.engine.generation import GenerationSettings
 from moert.engine.settings import EngineSettings
 from moert.kernels.backend import opaque
 from moert.kernels.native import NativeBackend

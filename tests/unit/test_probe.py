@@ -11,7 +11,6 @@ from pathlib import Path
 import pytest
 
 from moert.experts import probe as module
-from moert.experts.io import DEFAULT_THREADS, IoSettings, is_direct, open_expert
 from moert.experts.probe import (
     PROBE_S,
     Drive,
@@ -24,6 +23,7 @@ from moert.experts.probe import (
     read_for,
     settings_for,
 )
+from moert.experts.store import DEFAULT_THREADS, IoSettings, is_direct, open_expert
 
 DIRECT = [IoSettings(True, threads) for threads in (1, 2, 4)]
 BUFFERED = [IoSettings(False, threads) for threads in (1, 2, 4)]

@@ -16,7 +16,7 @@ import tiny_packs
 
 import moert
 from moert.command import cli
-from moert.engine.choosing import GenerationOptions
+from moert.engine.generation import GenerationOptions
 from moert.engine.settings import EngineOptions
 from moert.errors import RunError
 from moert.machine import held_bytes

@@ -17,8 +17,8 @@ import numpy as np
 import pytest
 from memory_store import PATIENCE_S, Model
 
-from moert.experts import io
-from moert.experts.io import NativeReader, PlainReader, Read, Reader, is_direct, open_expert, open_reader, table_of
+from moert.experts import store
+from moert.experts.store import NativeReader, PlainReader, Read, Reader, is_direct, open_expert, open_reader, table_of
 from moert.kernels import library
 from tests.pairs import thinned
 
@@ -71,7 +71,7 @@ def room(nbytes: int) -> np.ndarray:
     return np.frombuffer(mmap.mmap(-1, max(nbytes, 1)), np.uint8)[:nbytes]
 
 
-def outcomes(table: io.Table) -> list[tuple[int, int, int]]:
+def outcomes(table: store.Table) -> list[tuple[int, int, int]]:
     return [tuple(row) for row in table[["found", "error", "wrong"]].tolist()]
 
 
@@ -107,7 +107,7 @@ def test_neighbours_are_one_request(path: Path, monkeypatch: pytest.MonkeyPatch)
         pytest.skip("only Linux counts, and only the native library puts them together")
     fd, reader, places = open_expert(path, False), open_reader(1, by_ring=False), room(64 * PIECE).reshape(64, PIECE)
 
-    def calls(table: io.Table) -> int:
+    def calls(table: store.Table) -> int:
         before = _read_calls()
         assert reader.read_many(table) == 0
         return _read_calls() - before
@@ -195,7 +195,7 @@ def test_what_was_read_stays_in_the_page_cache_unless_it_is_to_go(reader: Reader
         os.fsync(handle.fileno())
         os.posix_fadvise(handle.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
         assert reader.read_many(table_of([Read(handle.fileno(), 0, room(PIECE), forget=forget)])) == 0
-    assert io.in_page_cache(path) == (not forget)
+    assert store.in_page_cache(path) == (not forget)
 
 
 def test_two_threads_with_a_reader_each(path: Path, body: bytes) -> None:
@@ -259,8 +259,8 @@ def test_without_fast_checksums_in_the_processor_zlib_checks(
 REFUSED = """
 import ctypes, struct, sys, zlib, mmap
 import numpy as np
-from moert.experts.io import open_reader, table_of, Read
-from moert.experts.io import open_expert
+from moert.experts.store import open_reader, table_of, Read
+from moert.experts.store import open_expert
 SETUP = 425
 load, equal, give = 0x20, 0x15, 0x06
 rules = [(load, 0, 0, 0), (equal, 0, 1, SETUP), (give, 0, 0, 0x50000 | int(sys.argv[1])), (give, 0, 0, 0x7FFF0000)]

@@ -11,8 +11,7 @@ import pytest
 from moert.beside.gpu.device import STAGING_BUFFERS, DeviceFull, DeviceMissing, Held
 from moert.beside.gpu.opening import device_named, known_devices, open_device
 from moert.beside.gpu.simulated import PROFILES, SimulatedDevice
-from moert.experts.io import DEFAULT_THREADS, IoSettings
-from moert.experts.store import ExpertStore
+from moert.experts.store import DEFAULT_THREADS, ExpertStore, IoSettings
 from moert.kernels import open_backend
 from moert.kernels.backend import Backend, ExpertView
 from moert.pack.reader import Pack

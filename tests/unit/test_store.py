@@ -18,12 +18,11 @@ from memory_store import read_ahead_at_once, wait_until
 from tiny_packs import SPECS, damage_expert, write_pack
 
 from moert.engine import engine as engine_module
-from moert.engine.choosing import GenerationSettings
 from moert.engine.engine import Engine
+from moert.engine.generation import GenerationSettings
 from moert.experts import store as store_module
 from moert.experts.cache import Buffers
-from moert.experts.io import IoSettings, in_page_cache, is_direct, open_expert, read_into
-from moert.experts.store import ExpertStore
+from moert.experts.store import ExpertStore, IoSettings, in_page_cache, is_direct, open_expert, read_into
 from moert.kernels import open_backend
 from moert.kernels.reference import ReferenceBackend
 from moert.pack.errors import FileMissing, FileTruncated, HashMismatch, HeaderInvalid, PackError

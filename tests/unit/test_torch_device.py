@@ -16,8 +16,7 @@ from random_packs import QUANTIZATION, RICH, SPECS, write_pack
 from moert.beside.gpu import torch_device
 from moert.beside.gpu.device import DeviceFull, DeviceMissing, Held
 from moert.beside.gpu.torch_device import TorchDevice
-from moert.experts.io import IoSettings
-from moert.experts.store import ExpertStore
+from moert.experts.store import ExpertStore, IoSettings
 from moert.kernels.backend import Backend, ExpertView
 from moert.kernels.reference import ReferenceBackend
 from moert.kernels.speed import WIDTHS

@@ -22,7 +22,7 @@ from moert.beside.gpu.residents import KEEPS
 from moert.command import cli
 from moert.command.settings import SETTINGS
 from moert.described import Misasked, Setting, completed, listed, values_of
-from moert.engine.choosing import GenerationSettings
+from moert.engine.generation import GenerationSettings
 from moert.engine.registry import PREDICTS
 from moert.engine.settings import EngineSettings
 from moert.experts.names import EVICTIONS

@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 from tiny_packs import DECODER, PROMPTS, write_pack
 
-from moert.engine.choosing import GenerationSettings
 from moert.engine.engine import Engine
+from moert.engine.generation import GenerationSettings
 from moert.engine.session import Turns
 from moert.errors import Busy
 

@@ -24,13 +24,11 @@ from moert.beside.wishes import Wishes
 from moert.errors import NotFinite, PredictorMissing, SettingInvalid, said
 from moert.experts.ahead import Lookahead
 from moert.experts.cache import ExpertCache
-from moert.experts.io import IoSettings
 from moert.experts.names import AUTO_PREDICTOR
 from moert.experts.policy import Demand, Listener
 from moert.experts.replay import AUTO_EVICTION
-from moert.experts.runner import announce, by_expert
-from moert.experts.store import ExpertStore
-from moert.experts.streaming import Holding, Needs
+from moert.experts.store import ExpertStore, IoSettings
+from moert.experts.streaming import Holding, Needs, announce, by_expert
 from moert.kernels.backend import I32, I64, ROWS, Backend, Floats
 from moert.machine import return_freed
 from moert.pack.codec import F32

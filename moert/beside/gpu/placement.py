@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 
 from moert.beside.gpu.device import DeviceCosts, HostCosts
 from moert.kernels import library
-from moert.kernels.structs import PLACING, Placing
+from moert.kernels.library import PLACING, Placing
 
 IN_MEMORY, ON_DEVICE = 1, 2
 """Where an expert lies, added up: 0 is on the drive alone. An expert on its way to the device counts as there."""

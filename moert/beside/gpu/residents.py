@@ -16,10 +16,10 @@ from moert.experts.policy import (
     ExpectedWait,
     LayerOrder,
     LeastRecentOfLayer,
+    Residency,
     Succession,
     place_of,
 )
-from moert.experts.residency import Residency
 from moert.kernels.backend import ExpertView
 from moert.pack.model_spec import ExpertKey, LayerKey, ModelSpec
 from moert.pack.paths import DROPPED, Trace

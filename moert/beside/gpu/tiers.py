@@ -45,9 +45,8 @@ from moert.experts.policy import Demand, Listener
 from moert.experts.predictors import Prediction
 from moert.experts.probe import remembered
 from moert.experts.replay import demands_of
-from moert.experts.runner import WAVE_BYTES, ByExpert, by_expert
 from moert.experts.store import ExpertStore
-from moert.experts.streaming import Holding
+from moert.experts.streaming import WAVE_BYTES, ByExpert, Holding, by_expert
 from moert.kernels.backend import I32, I64, Backend, Expert, ExpertView
 from moert.pack.codec import F32, U8
 from moert.pack.errors import PackError

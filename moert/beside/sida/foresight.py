@@ -26,8 +26,8 @@ from moert.experts.policy import Demand
 from moert.experts.predictors import Prediction, Situation, of_any_token, of_one_token, ranked
 from moert.kernels import reference
 from moert.kernels.backend import Backend, Matrix
+from moert.models.ffn import LearnedRouter, Routed, Router
 from moert.models.kv import Recent
-from moert.models.router import LearnedRouter, Routed, Router
 from moert.pack.codec import F32
 from moert.pack.hash import HASH, HashFunction
 from moert.pack.model_spec import LayerKey, ModelSpec, StackName
