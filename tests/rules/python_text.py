@@ -1,4 +1,4 @@
-"""docs/python.md: what Python programs can ask for, made of docstrings and of what the options' help says.
+"""docs/python.md: the interface for Python programs, made of docstrings and of what the options' help says.
 
 `python tests/rules/python_text.py --write` brings it up to date; without --write it only says whether it differs.
 """
@@ -28,9 +28,9 @@ PYTHON = Path(__file__).resolve().parents[2] / "docs" / "python.md"
 HEAD = """\
 # Python
 
-All that the commands do, programs can do without them. Settings have the names of the options, and are arguments by
-name of whatever takes them; type checkers know them. Every mistake is a `moert.Error`, whose text is one line that says
-what was wrong and what to do. This page is made of docstrings (`make readme`).
+Python programs can do everything that the commands do. Settings are keyword arguments with the names of the options; type
+checkers know them. Every mistake raises a `moert.Error`: one line that says what was wrong and what to do. This page is
+made from docstrings (`make readme`).
 
     import asyncio
     import moert

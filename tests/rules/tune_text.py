@@ -18,16 +18,16 @@ TUNE = Path(__file__).resolve().parents[2] / "docs" / "tune.md"
 HEAD = """\
 # Settings by `--tune`
 
-What few people change is no option of its own: `--tune NAME=VALUE` gives it, once for each setting, and
-`moert run --tune help` lists what a command takes. A setting that is true or false needs no value: `--tune raw`. In
-Python, and in recipes, each is an argument by the same name, with `_` for `-`. This page is made of the descriptions
-that commands and completion are made of (`make readme`).
+Settings that few people change are not options of their own. `--tune NAME=VALUE` gives one, and may be repeated;
+`moert run --tune help` lists the settings of a command. A setting that is true or false needs no value: `--tune raw`. In
+Python and in recipes each is an argument with the same name, with `_` for `-`. This page is made from the descriptions
+that the commands use (`make readme`).
 
     moert run model.pack "some text" --tune cache=50% --tune eviction=lru
     moeconv quantize MODEL --calib TEXT --tune signal=fisher
 
-A shell completes names and values after `eval "$(_MOERT_COMPLETE=source_bash moert)"`, and for moeconv after the same
-with `_MOECONV_COMPLETE` and its name; zsh and fish are called alike.
+After `eval "$(_MOERT_COMPLETE=source_bash moert)"` a shell completes names and values; for moeconv use
+`_MOECONV_COMPLETE` and its name. zsh and fish work in the same way.
 """
 
 
