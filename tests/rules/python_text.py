@@ -28,9 +28,9 @@ PYTHON = Path(__file__).resolve().parents[2] / "docs" / "python.md"
 HEAD = """\
 # Python
 
-Python programs can do everything that the commands do. Settings are keyword arguments with the names of the options; type
-checkers know them. Every mistake raises a `moert.Error`: one line that says what was wrong and what to do. This page is
-made from docstrings (`make readme`).
+Python programs can do everything that the commands do. Settings are keyword arguments with the names of the options;
+type checkers know them. Every mistake raises a `moert.Error`: one line that says what was wrong and what to do. This
+page is made from docstrings (`make readme`).
 
     import asyncio
     import moert

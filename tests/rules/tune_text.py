@@ -19,9 +19,9 @@ HEAD = """\
 # Settings by `--tune`
 
 Settings that few people change are not options of their own. `--tune NAME=VALUE` gives one, and may be repeated;
-`moert run --tune help` lists the settings of a command. A setting that is true or false needs no value: `--tune raw`. In
-Python and in recipes each is an argument with the same name, with `_` for `-`. This page is made from the descriptions
-that the commands use (`make readme`).
+`moert run --tune help` lists the settings of a command. A setting that is true or false needs no value: `--tune raw`.
+In Python and in recipes each is an argument with the same name, with `_` for `-`. This page is made from the
+descriptions that the commands use (`make readme`).
 
     moert run model.pack "some text" --tune cache=50% --tune eviction=lru
     moeconv quantize MODEL --calib TEXT --tune signal=fisher
