@@ -5,10 +5,11 @@ from __future__ import annotations
 import json
 import math
 import os
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
-from typing import IO, Any
+from typing import Any
 
 from moeconv.artifacts import LEAST_SEEN, SensitivityTable, Standing
 from moeconv.calibration import RANKING_SHARE
@@ -33,6 +34,7 @@ from moeconv.promise.bound import (
 )
 from moeconv.strict_json import NotJson, bounded, parse
 from moeconv.tuned import said
+from moert.pack.files import write_atomically
 from moert.pack.manifest import LossEstimate
 
 # The judge of plans, on calibration text that took no part in ranking experts.
@@ -196,10 +198,10 @@ def check_reference(name: str, value: float, what: str) -> None:
 # Looks: the conversions that were judged on the same text, since a promise holds for one of them and not for the
 # best.
 # `looks.jsonl` at the root of the work directory has a line for each conversion that was judged there: its digest,
-# digests of the texts it was judged on, and a seal, which is a digest of the line and of the seal before it. A
-# conversion that has any of the texts in common with this one was a look at the same text, whatever its seed,
-# quantizer or target. The same command, resumed or repeated, is the same look. A line that a crash cut short is
-# left out.
+# digests of the texts it was judged on, and a seal, which is a digest of the line and of the seal before it. The last
+# line counts the others and has a seal too, so that no line can be cut off unnoticed. A conversion that has any of the
+# texts in common with this one was a look at the same text, whatever its seed, quantizer or target. The same command,
+# resumed or repeated, is the same look.
 
 try:
     import fcntl
@@ -219,17 +221,28 @@ def look(root: Path, conversion: str, texts: Iterable[str]) -> int:
     path, wanted = root / LOOKS, set(texts)
     try:
         root.mkdir(parents=True, exist_ok=True)
-        with path.open("ab") as stream:
-            if fcntl is not None:
-                fcntl.flock(stream, fcntl.LOCK_EX)  # conversions with other settings may share the root
-            whole, every = _read(path)
+        with _locked(root):
+            every = _read(path)
             found = {one["conversion"] for one in every if wanted & set(one["texts"])}
             if conversion not in found:
-                seal = every[-1]["seal"] if every else ""
-                _append(stream, whole, _sealed(seal, conversion, sorted(wanted)))
+                every.append(_sealed(every[-1]["seal"] if every else "", conversion, sorted(wanted)))
+                lines = (json.dumps(one) + "\n" for one in (*every, _end(every)))
+                write_atomically(path, "".join(lines).encode())
     except OSError as error:
         raise ConversionError(f"can't use {path}: {error.strerror or error}; free it or give another --work") from None
     return len(found | {conversion})
+
+
+@contextmanager
+def _locked(root: Path) -> Iterator[None]:
+    """Keeps out other conversions, with other settings, that share the root. Raises OSError."""
+    folder = os.open(root, os.O_RDONLY)
+    try:
+        if fcntl is not None:
+            fcntl.flock(folder, fcntl.LOCK_EX)
+        yield
+    finally:
+        os.close(folder)
 
 
 def _sealed(before: str, conversion: str, texts: list[str]) -> dict[str, Any]:
@@ -237,19 +250,28 @@ def _sealed(before: str, conversion: str, texts: list[str]) -> dict[str, Any]:
     return {"conversion": conversion, "texts": texts, "seal": identity(before, conversion, texts)}
 
 
-def _read(path: Path) -> tuple[int, list[dict[str, Any]]]:
-    """Returns the bytes of all whole lines, and these lines. Raises OSError, ConversionError."""
+def _end(every: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """Returns the JSON object of the last line, behind `every` other line."""
+    return {"looks": len(every), "seal": identity(*(one["seal"] for one in every[-1:]), "looks", len(every))}
+
+
+def _read(path: Path) -> list[dict[str, Any]]:
+    """Returns all lines but the last; none if there is no file. Raises OSError, ConversionError."""
     try:
-        body = bounded(path, _MOST_BYTES)
+        lines = bounded(path, _MOST_BYTES).splitlines()
+    except FileNotFoundError:
+        return []
     except NotJson as error:
         raise ConversionError(f"can't use {path}: {error}; move it away or give another --work") from None
-    whole = body[: body.rfind(b"\n") + 1]
     found: list[dict[str, Any]] = []
-    for number, line in enumerate(whole.splitlines(), 1):
+    for number, line in enumerate(lines or [b""], 1):
         try:
             one = parse(line)
-            sealed = one == _sealed(found[-1]["seal"] if found else "", one["conversion"], one["texts"])
-            sealed = sealed and all(isinstance(name, str) for name in (one["conversion"], *one["texts"]))
+            if number >= len(lines):
+                sealed = one == _end(found)
+            else:
+                sealed = one == _sealed(found[-1]["seal"] if found else "", one["conversion"], one["texts"])
+                sealed = sealed and all(isinstance(name, str) for name in (one["conversion"], *one["texts"]))
         except (NotJson, TypeError, KeyError):
             sealed = False
         if not sealed:
@@ -258,15 +280,7 @@ def _read(path: Path) -> tuple[int, list[dict[str, Any]]]:
                 "conversions that were judged on this text are counted anew, or give another --work"
             )
         found.append(one)
-    return len(whole), found
-
-
-def _append(stream: IO[bytes], whole: int, one: dict[str, Any]) -> None:
-    """Writes a line behind the `whole` bytes of the lines before it, in one write."""
-    stream.truncate(whole)
-    stream.write(json.dumps(one).encode() + b"\n")
-    stream.flush()
-    os.fsync(stream.fileno())
+    return found[:-1]
 
 
 # Lines on the evidence of a promise: how much text, how often it was used, which experts it never reached.

@@ -151,6 +151,11 @@ def test_changed_looks_are_refused_and_counted_anew(sources: dict[str, Path], in
     looks.write_text(looks.read_text().replace('"conversion": "', '"conversion": "0'))
     with pytest.raises(ConversionError, match=r"looks\.jsonl:1 was changed since it was made"):
         again(sources, place)
+    whole = (in_memory / "work" / LOOKS).read_text().splitlines(keepends=True)
+    for kept in range(len(whole)):
+        looks.write_text("".join(whole[:kept]))
+        with pytest.raises(ConversionError, match=rf"looks\.jsonl:{max(1, kept)} was changed since it was made"):
+            again(sources, place)
     looks.unlink()
     assert again(sources, place) == bytes_of(in_memory)
     assert looks.read_bytes() == (in_memory / "work" / LOOKS).read_bytes()
