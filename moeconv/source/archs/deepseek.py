@@ -1,5 +1,4 @@
-"""Parts that DeepSeek-V2, V3 and later families share: latent attention, sigmoid routers, first layers without
-experts."""
+"""DeepSeek-V2 and V3, and the families that took their attention, routers or shared experts."""
 
 from __future__ import annotations
 
@@ -7,7 +6,21 @@ import math
 from collections.abc import Callable
 
 from moeconv.source.archs.config import Config
-from moeconv.source.archs.description import Inside, Place, View, halves, in_turn, of_heads, rows, transposed
+from moeconv.source.archs.description import (
+    Description,
+    Inside,
+    Names,
+    Place,
+    View,
+    decoder,
+    halves,
+    in_turn,
+    of_heads,
+    rows,
+    transposed,
+)
+from moeconv.source.archs.family import Family
+from moert.pack.model_spec import Layer, Tokens
 from moert.pack.parts import Experts, Ffn, Groups, Latent, Norm, Router
 
 _COUNTS = ("n_routed_experts", "num_experts", "num_local_experts")
@@ -89,3 +102,144 @@ def no_more_predicted(config: Config) -> dict[str, str]:
     note."""
     last = config.count("num_hidden_layers")
     return {rf"model\.layers\.{last}\.": MORE_PREDICTED}
+
+
+class DeepseekV2(Family):
+    """DeepSeek-V2: latent attention, softmax routers with groups, shared experts, first layers without experts. Weights
+    of experts are never made to sum to 1: transformers ignores norm_topk_prob."""
+
+    model_type = "deepseek_v2"
+    model_class = "DeepseekV2ForCausalLM"
+
+    def describe(self, config: Config, tokens: Tokens) -> Description:
+        config.only(scoring_func=("softmax",), moe_layer_freq=(1,))
+        config.must_be("norm_topk_prob", False, "transformers computes this family without it")
+        config.without_effect("ep_size", "seq_aux", "aux_loss_alpha", "head_dim")
+        bias, norm = bool(config.get("mlp_bias")), Norm(config.get("rms_norm_eps"))
+        routed, dense = experts(config, _router(config), bias=bias), config.network("intermediate_size", bias=bias)
+        layers = [Layer(norm, latent(config), None, ffn) for ffn in dense_first(config, dense, routed)]
+        names = Names(latent_names(config, pairs=True), left_out=no_more_predicted(config))
+        return decoder(self.model_type, config, tokens, layers, names)
+
+
+def _router(config: Config) -> Router:
+    """Raises UnsupportedModel."""
+    method = config.one_of("topk_method", ("greedy", "group_limited_greedy"))
+    groups, best = config.get("n_group"), config.get("topk_group")
+    return Router(
+        config.count("num_experts_per_tok"), False, None, factor=config.number("routed_scaling_factor"),
+        groups=Groups(groups, best, 1) if method == "group_limited_greedy" else None,
+    )  # fmt: skip
+
+
+class DeepseekV3(Family):
+    """DeepSeek-V3: latent attention, sigmoid routers with groups and a bias for the choice, a shared expert."""
+
+    model_type = "deepseek_v3"
+    model_class = "DeepseekV3ForCausalLM"
+
+    def describe(self, config: Config, tokens: Tokens) -> Description:
+        config.without_effect("ep_size", "seq_aux", "aux_loss_alpha")
+        norm, routed = Norm(config.get("rms_norm_eps")), experts(config, sigmoid_router(config))
+        dense = config.network("intermediate_size")
+        layers = [Layer(norm, latent(config), None, ffn) for ffn in dense_first(config, dense, routed)]
+        inside = latent_names(config, pairs=bool(config.get("rope_interleave")))
+        return decoder(self.model_type, config, tokens, layers, Names(inside, left_out=no_more_predicted(config)))
+
+
+class KimiK2(DeepseekV3):
+    """DeepSeek-V3's architecture by another name (Kimi K2), published with experts of four bits."""
+
+    model_type = "kimi_k2"
+    config_type = "deepseek_v3"
+    loads_by_names = False
+
+
+class Glm4Moe(Family):
+    """GLM-4.5 and after: part of each head turns, DeepSeek-V3's routers, shared experts, first layers without
+    experts."""
+
+    model_type = "glm4_moe"
+    model_class = "Glm4MoeForCausalLM"
+
+    def describe(self, config: Config, tokens: Tokens) -> Description:
+        norm, routed = Norm(config.get("rms_norm_eps")), experts(config, sigmoid_router(config))
+        attention = config.attention(
+            qk_norm="head" if config.get("use_qk_norm") else None,
+            biases=config.biases("attention_bias", "qkv"),
+        )
+        dense = config.network("intermediate_size")
+        layers = [Layer(norm, attention, None, ffn) for ffn in dense_first(config, dense, routed)]
+        ropes = [config.rope(attention.dim, partial=True)]
+        return decoder(
+            self.model_type, config, tokens, layers, Names(left_out=no_more_predicted(config)), ropes
+        )  # fmt: skip
+
+
+class Glm4MoeLite(Family):
+    """GLM-4.7-Flash: DeepSeek-V3's layers; mlp_layer_types names the ones with experts. Transformers ignores
+    first_k_dense_replace: without mlp_layer_types, one layer has no experts."""
+
+    model_type = "glm4_moe_lite"
+    model_class = "Glm4MoeLiteForCausalLM"
+
+    def describe(self, config: Config, tokens: Tokens) -> Description:
+        kinds = config.get("mlp_layer_types")
+        config.only(first_k_dense_replace=(kinds.count("dense"),))
+        norm, routed = Norm(config.get("rms_norm_eps")), experts(config, sigmoid_router(config))
+        dense = config.network("intermediate_size")
+        layers = [Layer(norm, latent(config), None, dense if kind == "dense" else routed) for kind in kinds]
+        inside = latent_names(config, pairs=bool(config.get("rope_interleave")))
+        return decoder(self.model_type, config, tokens, layers, Names(inside, left_out=no_more_predicted(config)))
+
+
+class Dots1(Family):
+    """dots.llm1: windows by layer, heads normed one by one, DeepSeek-V3's routers, shared experts."""
+
+    model_type = "dots1"
+    model_class = "Dots1ForCausalLM"
+
+    def describe(self, config: Config, tokens: Tokens) -> Description:
+        config.without_effect("ep_size", "seq_aux", "aux_loss_alpha")
+        norm, routed = (
+            Norm(config.get("rms_norm_eps")),
+            experts(config, sigmoid_router(config, ("sigmoid", "noaux_tc"))),
+        )
+        biases = config.biases("attention_bias", "qkvo")
+        dense = config.network("intermediate_size")
+        layers = [
+            Layer(norm, config.attention(qk_norm="head", biases=biases, window=window), None, ffn)
+            for window, ffn in zip(config.windows(), dense_first(config, dense, routed), strict=True)
+        ]
+        return decoder(self.model_type, config, tokens, layers)
+
+
+_BIAS = "mlp.e_score_correction_bias"
+
+
+class ExaoneMoe(Family):
+    """K-EXAONE: layers with windows and rotary positions, and between them layers with neither."""
+
+    model_type = "exaone_moe"
+    model_class = "ExaoneMoeForCausalLM"
+
+    def describe(self, config: Config, tokens: Tokens) -> Description:
+        config.without_effect(
+            "sliding_window_pattern", "first_k_dense_replace"
+        )  # layer_types and mlp_layer_types say it
+        kinds = config.get("mlp_layer_types")
+        config.only(is_moe_layer=([kind == "sparse" for kind in kinds],))
+        norm, routed = Norm(config.get("rms_norm_eps")), experts(config, sigmoid_router(config), shorter=True)
+        dense = config.network("intermediate_size")
+        layers = [
+            Layer(
+                norm, config.attention(qk_norm="head", window=window, rope=None if window is None else 0), None,
+                dense if kind == "dense" else routed,
+            )
+            for window, kind in zip(config.windows(), kinds, strict=True)
+        ]  # fmt: skip
+        names = Names(
+            {"router.choice_bias": _BIAS}, {"router.choice_bias": "mlp.gate.e_score_correction_bias"},
+            left_out={r"mtp\.": MORE_PREDICTED},
+        )  # fmt: skip
+        return decoder(self.model_type, config, tokens, layers, names)

@@ -1,0 +1,234 @@
+"""Families whose layers are attention and experts, without relatives here."""
+
+from __future__ import annotations
+
+from moeconv.source.archs.config import FIXED_ROPES, Config, UnsupportedModel, turns
+from moeconv.source.archs.description import EXPERTS_W123, Description, Names, Place, decoder, halves
+from moeconv.source.archs.family import Family
+from moert.pack.codec import F32
+from moert.pack.model_spec import Head, Layer, Tokens
+from moert.pack.parts import Attention, Experts, Ffn, Norm, Rope, Router
+
+_NAMES = Names({"router": "block_sparse_moe.gate"}, {"router": "mlp.gate"}, EXPERTS_W123)
+
+
+class Mixtral(Family):
+    """Mixtral: all layers have a few large experts; the weights of the chosen ones sum to 1."""
+
+    model_type = "mixtral"
+    model_class = "MixtralForCausalLM"
+
+    def describe(self, config: Config, tokens: Tokens) -> Description:
+        norm, dim = Norm(config.get("rms_norm_eps")), config.head_dim()
+        attention = Attention(
+            config.count("num_attention_heads"), config.get("num_key_value_heads"), dim, scale=dim**-0.5, qk_norm=None,
+            clip=None, rope=0, buckets=None, window=config.get("sliding_window"),
+        )  # fmt: skip
+        ffn = Ffn(config.count("intermediate_size"), config.activation("hidden_act"), gated=True)
+        router = Router(config.count("num_experts_per_tok"), renormalise=True, capacity=None)
+        layer = Layer(norm, attention, None, Experts(config.count("num_local_experts"), ffn, router))
+        return decoder(self.model_type, config, tokens, [layer] * config.count("num_hidden_layers"), _NAMES)
+
+
+class Olmoe(Family):
+    """OLMoE: all layers have experts; keys and queries are normed before they are split into heads."""
+
+    model_type = "olmoe"
+    model_class = "OlmoeForCausalLM"
+
+    def describe(self, config: Config, tokens: Tokens) -> Description:
+        config.must_be("attention_bias", False, "attention with biases can't be packed")
+        config.must_be("sliding_window", None, "this family's attention has no windows in transformers")
+        dim, heads = config.head_dim(), config.count("num_attention_heads")
+        if dim * heads != config.count("hidden_size"):
+            config.must_be("head_dim", None, "heads must fill the hidden size exactly")
+        norm = Norm(config.get("rms_norm_eps"))
+        attention = Attention(
+            heads, config.get("num_key_value_heads"), dim, scale=dim**-0.5, qk_norm="whole",
+            clip=config.get("clip_qkv"), rope=0, buckets=None,
+        )  # fmt: skip
+        ffn = Ffn(config.count("intermediate_size"), config.activation("hidden_act"), gated=True)
+        router = Router(config.count("num_experts_per_tok"), config.get("norm_topk_prob"), capacity=None)
+        layer = Layer(norm, attention, None, Experts(config.count("num_experts"), ffn, router))
+        return decoder(self.model_type, config, tokens, [layer] * config.count("num_hidden_layers"))
+
+
+_CHOSEN = 2  # whatever num_experts_per_tok is
+
+
+class Phimoe(Family):
+    """Phi-3.5-MoE: LayerNorms and biases everywhere, a sparsemixer in place of a router, long positions."""
+
+    model_type = "phimoe"
+    model_class = "PhimoeForCausalLM"
+
+    def describe(self, config: Config, tokens: Tokens) -> Description:
+        config.must_be("num_experts_per_tok", _CHOSEN, "the sparsemixer chooses two experts")
+        config.without_effect("input_jitter_noise")
+        attention = config.attention(
+            biases=config.biases("attention_bias", "qkvo"), window=config.get("sliding_window")
+        )
+        router = Router(
+            _CHOSEN, False, None, score="sparsemixer", jitter=float(config.get("router_jitter_noise"))
+        )  # fmt: skip
+        experts = Experts(config.count("num_local_experts"), config.network("intermediate_size"), router)
+        layer = Layer(Norm(config.get("rms_norm_eps"), "layer"), attention, None, experts)
+        names = Names({"router": "block_sparse_moe.gate"}, {"router": "mlp.router"}, EXPERTS_W123)
+        head = Head(bool(config.get("tie_word_embeddings")), 1.0, bias=bool(config.get("lm_head_bias")))
+        return decoder(
+            self.model_type, config, tokens, [layer] * config.count("num_hidden_layers"), names,
+            [_phimoe_rope(config, attention.dim)], head=head,
+        )  # fmt: skip
+
+
+def _phimoe_rope(config: Config, dim: int) -> tuple[Rope, F32]:
+    """Returns the rope and its frequencies. Of longrope, transformers uses the short factors for texts of any length;
+    short_mscale and long_mscale must be equal. Raises UnsupportedModel."""
+    parameters = config.rope_parameters()
+    config.get("original_max_position_embeddings")
+    kind = parameters.get("rope_type", "default")
+    if kind == "default":
+        return config.rope(dim)
+    config.allowed["rope_type"] = ("default", "longrope")
+    short, long = parameters.get("short_mscale"), parameters.get("long_mscale")
+    if kind != "longrope" or short != long or short is None:
+        raise UnsupportedModel(
+            f"config.json sets the rope type {kind!r} with short_mscale {short!r} and long_mscale {long!r}: only "
+            "default, and longrope with both alike, can be packed"
+        )
+    frequencies, _ = config.frequencies()
+    return Rope(2 * len(frequencies), float(short)), frequencies
+
+
+_MINIMAX_INSIDE = {
+    "router": "block_sparse_moe.gate", "router.choice_bias": "block_sparse_moe.e_score_correction_bias",
+}  # fmt: skip
+_IN_MEMORY = {"router": "mlp.gate", "router.choice_bias": "mlp.e_score_correction_bias"}
+
+
+class MiniMaxM2(Family):
+    """MiniMax-M2: queries and keys normed as a whole, part of each head turns, sigmoid routers without groups."""
+
+    model_type = "minimax_m2"
+    model_class = "MiniMaxM2ForCausalLM"
+
+    def describe(self, config: Config, tokens: Tokens) -> Description:
+        layers = config.count("num_hidden_layers")
+        config.only(
+            scoring_func=("sigmoid",), use_routing_bias=(True,), use_qk_norm=(True,), qk_norm_type=("per_layer",),
+            shared_intermediate_size=(0,), attn_type_list=([1] * layers,),
+        )  # fmt: skip
+        config.without_effect(
+            "rotary_dim", "mlp_intermediate_size", "use_mtp", "num_mtp_modules", "mtp_transformer_layers"
+        )  # the first is in rope_parameters
+        attention = config.attention(qk_norm="whole")
+        router = Router(config.count("num_experts_per_tok"), True, None, score="sigmoid", choice_bias=True)
+        n = config.count("num_local_experts", "num_experts")
+        experts = Experts(n, config.network("intermediate_size"), router)
+        layer = Layer(Norm(config.get("rms_norm_eps")), attention, None, experts)
+        ropes = [config.rope(attention.dim, partial=True)]
+        return decoder(
+            self.model_type, config, tokens, [layer] * layers, Names(_MINIMAX_INSIDE, _IN_MEMORY, EXPERTS_W123), ropes
+        )
+
+
+_HUNYUAN_INSIDE = {
+    "attn.q_norm": "self_attn.query_layernorm", "attn.k_norm": "self_attn.key_layernorm", "router": "mlp.gate.wg",
+    **{f"shared.{name}": f"mlp.shared_mlp.{name}_proj" for name in ("gate", "up", "down")},
+}  # fmt: skip
+_NEVER_LOOKED_AT = (
+    "attention_head_dim", "moe_drop_tokens", "moe_random_routing_dropped_token", "capacity_factor", "norm_type",
+    "org_vocab_size", "add_classification_head", "class_num", "pool_type", "eod_token_id", "cla_share_factor",
+    "anyres_pooling_size", "anyres_vit_max_image_size", "anyres_vit_two_views", "dense_list", "pad_id", "im_start_id",
+    "im_end_id", "im_newline_id", "mask_init_id", "text_start_id", "text_end_id", "skip_cls_token",
+)  # fmt: skip
+
+
+class HunyuanV1Moe(Family):
+    """Hunyuan-A13B: heads of queries and keys are normed after they turn; a shared expert; all layers have experts."""
+
+    model_type = "hunyuan_v1_moe"
+    model_class = "HunYuanMoEV1ForCausalLM"
+
+    def describe(self, config: Config, tokens: Tokens) -> Description:
+        layers, width = config.count("num_hidden_layers"), config.count("intermediate_size")
+        config.only(
+            use_qk_norm=(True,), use_cla=(False,), mlp_bias=(False,), moe_layer_num_skipped=(0,),
+            use_mixed_mlp_moe=(True,), num_shared_expert=(1, [1] * layers), position_embedding_xdrope=(False,),
+            moe_intermediate_size=(width, [width] * layers), group_limited_greedy=(False,),
+            routed_scaling_factor=(1, False), norm_topk_prob=(True,),
+        )  # fmt: skip
+        config.without_effect(*_NEVER_LOOKED_AT)
+        if config.get("head_dim") is None:
+            raise UnsupportedModel("config.json has no head_dim, which transformers wants for this family")
+        attention = config.attention(qk_norm="head", norm_turned=True, biases=config.biases("attention_bias", "qkvo"))
+        network = config.network("intermediate_size")
+        experts = Experts(
+            config.count("num_experts", "num_local_experts"), network, Router(_top_k(config), True, None), network
+        )  # fmt: skip
+        layer = Layer(Norm(config.get("rms_norm_eps")), attention, None, experts)
+        ropes = [_hunyuan_rope(config, attention.dim)]
+        return decoder(self.model_type, config, tokens, [layer] * layers, Names(_HUNYUAN_INSIDE), ropes)
+
+
+def _top_k(config: Config) -> int:
+    found = config.get("moe_topk", "num_experts_per_tok")
+    each = set(found) if isinstance(found, list) else {found}
+    if len(each) != 1:
+        raise UnsupportedModel(f"config.json sets moe_topk {found!r}: a pack has one for all layers")
+    return int(each.pop())
+
+
+def _hunyuan_rope(config: Config, dim: int) -> tuple[Rope, F32]:
+    """Returns the rope and its frequencies; with `alpha`, a larger base that does not depend on the text stretches
+    positions."""
+    parameters = config.rope_parameters()
+    if parameters.get("rope_type") != "dynamic" or not parameters.get("alpha"):
+        return config.rope(dim)
+    config.allowed["rope_type"] = (*FIXED_ROPES, "dynamic with alpha")
+    base = parameters["rope_theta"] * parameters["alpha"] ** (dim / (dim - 2))
+    return Rope(dim), turns(base, dim)
+
+
+_NEVER_REACHED = 1e-6  # by the sum of the chosen experts' weights
+
+
+class Ernie45Moe(Family):
+    """ERNIE 4.5: rotary positions of pairs, softmax routers with a bias for the choice, shared experts, a run of layers
+    that have experts."""
+
+    model_type = "ernie4_5_moe"
+    model_class = "Ernie4_5_MoeForCausalLM"
+
+    def describe(self, config: Config, tokens: Tokens) -> Description:
+        config.only(moe_use_aux_free=(True,), moe_gate=("topk",))
+        config.without_effect("moe_capacity", "compression_ratio")
+        if (least := config.number("moe_norm_min")) > _NEVER_REACHED:
+            raise UnsupportedModel(
+                f"config.json sets moe_norm_min {least!r}: a pack divides by the sum of weights however small that is"
+            )
+        bias, norm = bool(config.get("use_bias")), Norm(config.get("rms_norm_eps"))
+        attention = config.attention(biases=config.biases("use_bias", "qkvo"))
+        router = Router(config.count("moe_k", "num_experts_per_tok"), True, None, choice_bias=True)
+        shared = config.get("moe_num_shared_experts")
+        experts = Experts(
+            config.count("moe_num_experts", "num_experts"), config.network("moe_intermediate_size"), router,
+            config.network("moe_intermediate_size", bias=bias, times=shared) if shared else None,
+        )  # fmt: skip
+        dense, n = config.network("intermediate_size", bias=bias), config.count("num_hidden_layers")
+        first, last = config.count("moe_layer_start_index", least=0), config.count("moe_layer_end_index", least=-1)
+        run = range(first, (n - 1 if last == -1 else last) + 1)
+        step = config.count("moe_layer_interval")
+        layers = [
+            Layer(norm, attention, None, experts if at in run and (at + 1) % step == 0 else dense) for at in range(n)
+        ]
+        heads, kv, dim, d_model = attention.n, attention.kv, attention.dim, config.count("hidden_size")
+        inside = {
+            "attn.q": Place("self_attn.q_proj", halves(heads), (heads * dim, d_model)),
+            "attn.k": Place("self_attn.k_proj", halves(kv), (kv * dim, d_model)),
+            "router.choice_bias": Place("mlp.moe_statics.e_score_correction_bias", None, (1, experts.n)),
+        }
+        in_memory = {"router.choice_bias": Place("mlp.gate.moe_statics.e_score_correction_bias", None, (1, experts.n))}
+        names = Names(inside, in_memory, left_out={r".*mtp": "the layers that predict several tokens are left out"})
+        head = Head(bool(config.get("tie_word_embeddings")), 1.0, bias=bias)
+        return decoder(self.model_type, config, tokens, layers, names, head=head)

@@ -1,0 +1,212 @@
+"""The families of Qwen, from 1.5 to 3.6."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from itertools import accumulate, pairwise
+from typing import Any
+
+from moeconv.source.archs.config import Config, text_settings
+from moeconv.source.archs.deepseek import MORE_PREDICTED
+from moeconv.source.archs.description import Description, Inside, Names, Place, decoder, joined, of_heads, rows
+from moeconv.source.archs.family import Family
+from moert.pack.model_spec import Layer, Tokens
+from moert.pack.parts import Act, Attention, Experts, Ffn, GatedDelta, Norm, Router
+
+_QWEN2_INSIDE = {
+    "shared_gate": "mlp.shared_expert_gate",
+    **{f"shared.{name}": f"mlp.shared_expert.{name}_proj" for name in ("gate", "up", "down")},
+}
+
+
+class Qwen2Moe(Family):
+    """Qwen1.5-MoE and Qwen2-MoE: a shared expert with a gate; some layers may have one network in place of experts."""
+
+    model_type = "qwen2_moe"
+    model_class = "Qwen2MoeForCausalLM"
+
+    def describe(self, config: Config, tokens: Tokens) -> Description:
+        config.without_effect("use_sliding_window")  # layer_types says it
+        norm, biases = Norm(config.get("rms_norm_eps")), config.biases("qkv_bias", "qkv")
+        experts = Experts(
+            config.count("num_experts"), config.network("moe_intermediate_size"),
+            Router(config.count("num_experts_per_tok"), config.get("norm_topk_prob"), None),
+            config.network("shared_expert_intermediate_size"), shared_gate=True,
+        )  # fmt: skip
+        dense, step = config.network("intermediate_size"), config.count("decoder_sparse_step")
+        without = config.get("mlp_only_layers") or ()
+        layers = [
+            Layer(
+                norm, config.attention(biases=biases, window=window), None,
+                dense if at in without or (at + 1) % step else experts,
+            )
+            for at, window in enumerate(config.windows())
+        ]  # fmt: skip
+        return decoder(self.model_type, config, tokens, layers, Names(_QWEN2_INSIDE))
+
+
+class Qwen3Moe(Family):
+    """Qwen3-MoE: heads of queries and keys are normed one by one; some layers may have one network in place of
+    experts."""
+
+    model_type = "qwen3_moe"
+    model_class = "Qwen3MoeForCausalLM"
+
+    def describe(self, config: Config, tokens: Tokens) -> Description:
+        config.must_be("attention_bias", False, "attention with biases can't be packed")
+        config.only(use_qk_norm=(True,))
+        norm = Norm(config.get("rms_norm_eps"))
+        window = config.get("sliding_window", "max_window_layers")
+        attention = config.attention(qk_norm="head", window=window if config.get("use_sliding_window") else None)
+        act = config.activation("hidden_act")
+        ffn, dense = (Ffn(config.get(name), act, gated=True) for name in ("moe_intermediate_size", "intermediate_size"))
+        router = Router(config.count("num_experts_per_tok"), config.get("norm_topk_prob"), capacity=None)
+        experts = Experts(config.count("num_experts", "num_local_experts"), ffn, router)
+        step, without = config.count("decoder_sparse_step"), config.get("mlp_only_layers")
+        layers = [
+            Layer(norm, attention, None, dense if at in without or (at + 1) % step else experts)
+            for at in range(config.count("num_hidden_layers"))
+        ]
+        return decoder(self.model_type, config, tokens, layers)
+
+
+_NORMS = {
+    "mixer_norm": "input_layernorm", "ffn_norm": "post_attention_layernorm", "attn.q_norm": "self_attn.q_norm",
+    "attn.k_norm": "self_attn.k_norm",
+}  # fmt: skip
+_NEXT_INSIDE: Inside = {
+    "shared_gate": "mlp.shared_expert_gate",
+    **{f"shared.{name}": f"mlp.shared_expert.{name}_proj" for name in ("gate", "up", "down")},
+    **{f"mixer.{name}": f"linear_attn.{name}" for name in ("norm", "dt_bias")},
+    "mixer.a_log": "linear_attn.A_log", "mixer.out": "linear_attn.out_proj",
+    **{name: Place(called, plus=1.0) for name, called in _NORMS.items()},
+}  # fmt: skip
+
+
+class Qwen3Next(Family):
+    """Qwen3-Next: gated delta rules in most layers, heads with a gate in the others, a shared expert with a gate; norms
+    whose weights are stored less 1."""
+
+    model_type = "qwen3_next"
+    model_class = "Qwen3NextForCausalLM"
+    root, other_root = "model.", ""
+    left_out: Mapping[str, str] = {r"mtp\.": MORE_PREDICTED}
+
+    def describe(self, config: Config, tokens: Tokens) -> Description:
+        config.without_effect("full_attention_interval")  # layer_types says it
+        config.one_of("hidden_act", ("silu", "swish"))  # also of the convolutions
+        norm, d_model = Norm(config.get("rms_norm_eps")), config.count("hidden_size")
+        attention = config.attention(qk_norm="head", biases=config.biases("attention_bias", "qkvog"), gate=True)
+        heads, keys, dim, v, taps = (
+            config.count(f"linear_{name}")
+            for name in ("num_value_heads", "num_key_heads", "key_head_dim", "value_head_dim", "conv_kernel_dim")
+        )
+        delta = GatedDelta(heads, keys, dim, v, taps, norm)
+        kinds: Mapping[str, GatedDelta | Attention] = {"linear_attention": delta, "full_attention": attention}
+        mixers = config.of_layers("layer_types", kinds)
+        ffns = self.networks(config, len(mixers))
+        layers = [Layer(norm, mixer, None, ffn) for mixer, ffn in zip(mixers, ffns, strict=True)]
+        d_ff = config.count("moe_intermediate_size")
+        names = Names(
+            {**_NEXT_INSIDE, **_of_heads(attention, d_model), **self.of_delta(delta, d_model)},
+            joined=joined("mlp.experts", d_ff, d_model), root=self.root, left_out=self.left_out,
+            other_root=self.other_root,
+            outside={"decoder.norm": Place("norm", plus=1.0)},
+        )  # fmt: skip
+        return decoder(self.model_type, config, tokens, layers, names, [config.rope(attention.dim, partial=True)])
+
+    def networks(self, config: Config, layers: int) -> Sequence[Ffn | Experts]:
+        """Returns the feed-forward part of each of `layers` layers."""
+        routed, dense = gated_experts(config, bool(config.get("norm_topk_prob"))), _network(config, "intermediate_size")
+        step, without = config.count("decoder_sparse_step"), config.get("mlp_only_layers")
+        return [dense if at in without or (at + 1) % step else routed for at in range(layers)]
+
+    def of_delta(self, part: GatedDelta, d_model: int) -> Inside:
+        """Returns the places of the delta rule's matrices and taps: all rows of one head of keys lie together."""
+        share = part.n // part.keys
+        ends = (0, part.dim, 2 * part.dim, 2 * part.dim + share * part.v, 2 * part.dim + 2 * share * part.v)
+        wide, narrow = (part.channels + part.value_features, d_model), (2 * part.n, d_model)
+        return {
+            "mixer.conv": taps_of(part),
+            **{
+                f"mixer.{name}": Place("linear_attn.in_proj_qkvz", of_heads(part.keys, start, stop), wide)
+                for name, (start, stop) in zip("qkvz", pairwise(ends), strict=True)
+            },
+            "mixer.b": Place("linear_attn.in_proj_ba", of_heads(part.keys, 0, share), narrow),
+            "mixer.a": Place("linear_attn.in_proj_ba", of_heads(part.keys, share), narrow),
+        }
+
+
+def gated_experts(config: Config, renormalise: bool) -> Experts:
+    """Returns experts with a shared one. Raises UnsupportedModel."""
+    router = Router(config.count("num_experts_per_tok"), renormalise, None)
+    return Experts(
+        config.count("num_experts"), _network(config, "moe_intermediate_size"), router,
+        _network(config, "shared_expert_intermediate_size"), shared_gate=True,
+    )  # fmt: skip
+
+
+def taps_of(part: GatedDelta) -> Place:
+    """Returns the place of the taps of the delta rule's convolution, which works on each channel by itself."""
+    return Place("linear_attn.conv1d", shape=(part.channels, 1, part.taps))
+
+
+def _network(config: Config, d_ff: str) -> Ffn:
+    return Ffn(config.count(d_ff), Act("silu"), gated=True)
+
+
+def _of_heads(part: Attention, d_model: int) -> Inside:
+    """Returns the places of queries and gates: each head's queries lie before its gate."""
+    both = (2 * part.q_features, d_model)
+    return {
+        "attn.q": Place("self_attn.q_proj", of_heads(part.n, 0, part.dim), both),
+        "attn.gate": Place("self_attn.q_proj", of_heads(part.n, part.dim), both),
+    }
+
+
+class Qwen35MoeText(Qwen3Next):
+    """Qwen3.5 and 3.6 with experts: as Qwen3-Next, with experts in all layers, and the matrices of its delta rules in
+    an order of their own."""
+
+    model_type = "qwen3_5_moe_text"
+    model_class = "Qwen3_5MoeForCausalLM"
+    other_root = "model.language_model."
+
+    def describe(self, config: Config, tokens: Tokens) -> Description:
+        config.without_effect("mtp_num_hidden_layers", "mtp_use_dedicated_embeddings", "mamba_ssm_dtype")
+        config.only(attn_output_gate=(True,), output_gate_type=("swish",), norm_topk_prob=(True,))
+        config.without_effect_on_text("mrope_section", "mrope_interleaved")  # a word's place has one number, not three
+        return super().describe(config, tokens)
+
+    def networks(self, config: Config, layers: int) -> Sequence[Ffn | Experts]:
+        return [gated_experts(config, renormalise=True)] * layers
+
+    def of_delta(self, part: GatedDelta, d_model: int) -> Inside:
+        ends = accumulate((part.key_features, part.key_features, part.value_features), initial=0)
+        wide = (part.channels, d_model)
+        return {
+            "mixer.conv": taps_of(part),
+            **{
+                f"mixer.{name}": Place("linear_attn.in_proj_qkv", rows(start, stop), wide)
+                for name, (start, stop) in zip("qkv", pairwise(ends), strict=True)
+            },
+            **{f"mixer.{name}": f"linear_attn.in_proj_{name}" for name in "zba"},
+        }
+
+
+class Qwen35Moe(Qwen35MoeText):
+    """Qwen3.5 or 3.6 inside a model for text and images."""
+
+    model_type = "qwen3_5_moe"
+    config_type = "qwen3_5_moe_text"
+    beside = frozenset(
+        {"vision_config", "image_token_id", "video_token_id", "vision_start_token_id", "vision_end_token_id"}
+    )
+    root, other_root = "model.language_model.", ""
+    left_out: Mapping[str, str] = {
+        **Qwen35MoeText.left_out, r"model\.visual\.": "images are left out: the pack holds the text model alone",
+    }  # fmt: skip
+
+    def own(self, config: Mapping[str, Any]) -> Mapping[str, Any]:
+        text = text_settings(config)
+        return {**text, "tie_word_embeddings": config.get("tie_word_embeddings", False)}
