@@ -15,6 +15,7 @@ os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # threads that spin stand s
 
 import pytest
 import torch
+from command_line import Moert
 from hypothesis import settings
 from random_packs import write_pack
 
@@ -81,6 +82,11 @@ def on_a_drive() -> Iterator[Path]:
     """An empty directory on a drive, also where other tests' files lie in memory."""
     with tempfile.TemporaryDirectory(prefix="moert-drive-") as folder:
         yield Path(folder)
+
+
+@pytest.fixture
+def moert(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> Moert:
+    return Moert(capsys, monkeypatch)
 
 
 @pytest.fixture

@@ -115,6 +115,13 @@ def use(cache: ExpertCache, layer: int, experts: list[int]) -> None:
             assert cache.used_bytes <= cache.capacity_bytes
 
 
+def reading_ahead(cache: ExpertCache, store: MemoryStore, *predicted: ExpertKey) -> None:
+    """Predicts these, of which the first is held while it is read."""
+    store.hold(predicted[0])
+    cache.predict(predicted)
+    assert store.entered[predicted[0]].wait(PATIENCE_S)
+
+
 def wait_until(condition: Callable[[], bool]) -> None:
     until = time.monotonic() + PATIENCE_S
     while not condition():

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors.torch import load_file, save_file
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors
 
 from tests import gptsan
@@ -316,6 +317,20 @@ def _save(model: Any, path: Path, seed: int, first: int | None = None) -> Path:
     model.to(torch.bfloat16).save_pretrained(path)
     _save_tokenizer(path)
     return path
+
+
+def rewrite(path: Path, change: Callable[[dict[str, torch.Tensor]], Any]) -> None:
+    """Changes the tensors of a checkpoint in one file: `change` returns others, or None where it alters those."""
+    tensors = load_file(path / "model.safetensors")
+    found = change(tensors)
+    save_file(found if isinstance(found, dict) else tensors, path / "model.safetensors", {"format": "pt"})
+
+
+def reconfigure(path: Path, **changes: Any) -> dict[str, Any]:
+    """Changes fields of config.json; returns all of them."""
+    config = {**json.loads((path / "config.json").read_text()), **changes}
+    (path / "config.json").write_text(json.dumps(config))
+    return config
 
 
 def _kept_buffers(model: Any) -> list[tuple[str, torch.Tensor]]:

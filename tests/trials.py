@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import json
 import random
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +22,12 @@ def trial_of(model: Path, dense_bits: int | Mapping[str, int] | None = None) -> 
     checkpoint = Checkpoint.open(model)
     coder = ExpertCoder(checkpoint, QUANTIZERS["channel"](None), None)
     return Trial(LoadedModel(checkpoint, DenseCoder(checkpoint, dense_of(checkpoint.spec, dense_bits))), coder)
+
+
+def write_rows(path: Path, rows: Iterable[object]) -> str:
+    """Writes JSONL; returns its path."""
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+    return str(path)
 
 
 def words(rng: random.Random, count: int) -> str:

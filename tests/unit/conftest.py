@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from tiny import TINY, VOCAB
 
-TinyModel = Callable[[str, str], Path]
+TinyModel = Callable[..., Path]
 
 _MANY = {"eos_token_id": list(range(1, VOCAB, 6))}  # outputs end at different places
 MORE = {"many end marks": _MANY, "many end marks, a first token": {**_MANY, "forced_bos_token_id": 8}}
@@ -16,10 +16,11 @@ MORE = {"many end marks": _MANY, "many end marks, a first token": {**_MANY, "for
 
 @pytest.fixture(scope="session")
 def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> TinyModel:
-    """tiny_model(a family, name of a variant) → a checkpoint that must not be changed."""
+    """tiny_model(a family, name of a variant: the first) → a checkpoint that must not be changed."""
     made: dict[tuple[str, str], Path] = {}
 
-    def model(family: str, variant: str) -> Path:
+    def model(family: str, variant: str = "") -> Path:
+        variant = variant or next(iter(TINY[family][1]))
         if (family, variant) not in made:
             make, variants = TINY[family]
             overrides = MORE[variant] if variant in MORE else variants[variant]

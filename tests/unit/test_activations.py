@@ -17,7 +17,7 @@ from moert.models.kv import state_bytes
 from moert.pack.model_spec import Join, Layer, ModelSpec, stack_of
 from moert.pack.parts import Attention, Experts, FixedState, GatedDelta, Mamba, Mamba2, Narrow, Norm, Router, ShortConv
 from recipes.bench.shaped import OLMOE_SHAPE, write_pack
-from tests.pairs import thinned
+from tests.pairs import each, thinned
 from tests.shapes import every
 
 MEASURE = """
@@ -79,6 +79,7 @@ def _late(spec: ModelSpec) -> ModelSpec:
     ["auto", "reference"],
     ["decoder", "switch", "narrow", "late", "conv", "delta", "mamba2", "mamba"],
     [(768, [300, 1500]), (256, [5000])],
+    facts=each,
 )
 def test_the_bound_is_above_the_peak_and_not_far(
     tmp_path: Path, name: str, kernels: str, d_model: int, lengths: list[int]

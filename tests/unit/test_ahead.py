@@ -5,7 +5,6 @@ from __future__ import annotations
 import io
 import threading
 
-import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
@@ -45,10 +44,3 @@ def test_tensors_are_written_as_the_library_does(about: list[tuple[torch.dtype, 
     file = io.BytesIO()
     write_tensors(file, parts)
     assert file.getvalue() == save(tensors)
-
-
-@pytest.mark.parametrize("dtype", TYPES)
-def test_one_number_is_a_tensor_too(dtype: torch.dtype) -> None:
-    file = io.BytesIO()
-    write_tensors(file, [Part("t", dtype, (), lambda: torch.tensor(3, dtype=dtype))])
-    assert file.getvalue() == save({"t": torch.tensor(3, dtype=dtype)})

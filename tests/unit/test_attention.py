@@ -19,19 +19,15 @@ from transformers.models.t5.modeling_t5 import T5Attention
 
 from moert.engine.engine import Engine
 from moert.experts import streaming as executor
-from moert.kernels import library
 from moert.kernels.backend import Backend, opaque
 from moert.kernels.pages import PageLayout, pages_of
 from moert.models import ffn, mixers, model
 from moert.models.mixers import DistanceBias, Rotary
 from moert.pack.codec import F32
 from moert.pack.parts import Buckets, Rope
+from tests.kernels import KERNELS, needs_native
 from tests.pairs import thinned
 from tests.shapes import frequencies
-
-needs_library = pytest.mark.skipif(library.load() is None, reason=f"no native kernels: {library.missing()}")
-BACKENDS = ["reference", pytest.param("auto", marks=needs_library)]
-
 
 # Positions
 
@@ -84,7 +80,7 @@ def test_turns_are_those_of_each_position(pieces: list[tuple[int, int]], factor:
 # Pieces
 
 
-@thinned("kernels, rows, name", BACKENDS, [1, 7, 20], SPECS)
+@thinned("kernels, rows, name", KERNELS, [1, 7, 20], SPECS)
 def test_pieces_change_nothing_but_rounding(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, rows: int, kernels: str
 ) -> None:
@@ -187,7 +183,7 @@ print(peak() - before)
 
 @pytest.mark.parametrize(
     ("kernels", "kind"),
-    [pytest.param("auto", "causal", marks=needs_library), pytest.param("auto", "whole", marks=needs_library),
+    [pytest.param("auto", "causal", marks=needs_native), pytest.param("auto", "whole", marks=needs_native),
      ("reference", "causal")],
 )  # fmt: skip
 def test_a_long_sequence_takes_little_memory(kernels: str, kind: str) -> None:

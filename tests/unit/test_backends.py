@@ -26,10 +26,8 @@ from moert.pack.codec import F32, QuantizedMatrix
 from moert.pack.model_spec import ExpertKey, LayerKey
 from moert.pack.reader import Pack, Projection, projection_weights
 from moert.stats import ExpertCounters
+from tests.kernels import KERNELS, needs_native
 from tests.pairs import thinned
-
-needs_library = pytest.mark.skipif(library.load() is None, reason=f"no native kernels: {library.missing()}")
-BACKENDS = ["reference", pytest.param("auto", marks=needs_library)]
 
 
 @pytest.fixture
@@ -42,10 +40,9 @@ def pack(tmp_path_factory: pytest.TempPathFactory) -> Pack:
     return Pack.open(write_pack(tmp_path_factory.mktemp("backends") / "decoder.pack", DECODER, paths=False))
 
 
-@needs_library
+@needs_native
 def test_auto_takes_the_best_instruction_set_and_a_name_that_one() -> None:
     found = library.load()
-    assert found is not None
     running = [each.name for each in found.instruction_sets if each.runs]
     assert running[-1] == "scalar"
     for name, expected in (("auto", running[0]), *((name, name) for name in running)):
@@ -61,15 +58,11 @@ def test_auto_takes_the_best_instruction_set_and_a_name_that_one() -> None:
         open_backend("mmx")
 
 
-def test_the_reference_is_there_by_name() -> None:
-    backend = open_backend("reference", threads=2)
-    assert isinstance(backend, ReferenceBackend)
-    assert (backend.name, backend.threads, backend.widens) == ("reference", 1, True)
-
-
 def test_without_the_library_auto_is_the_reference_and_a_name_an_error(no_library: None) -> None:
-    assert isinstance(open_backend("auto"), ReferenceBackend)
-    assert isinstance(open_backend("reference"), ReferenceBackend)
+    for name in ("auto", "reference"):
+        backend = open_backend(name, threads=2)
+        assert isinstance(backend, ReferenceBackend)
+        assert (backend.name, backend.threads, backend.widens) == ("reference", 1, True)
     with pytest.raises(InstructionSetInvalid) as caught:
         open_backend("avx2")
     assert str(caught.value) == (
@@ -97,17 +90,9 @@ def executor(pack: Pack, backend: Backend) -> tuple[CachedExperts, CountingCache
 
 
 @thinned(
-    "name, overlap, chosen",
-    BACKENDS,
-    [False, True],
-    [
-        [[2, 5]],
-        [[-1, 5]],
-        [[0, -1]],
-        [[-1, -1]],
-        [[2, 5], [0, 2], [-1, 7], [2, -1], [-1, -1], [0, 7], [5, 7]],
-    ],
-)
+    "name, overlap, chosen", KERNELS, [False, True],
+    [[[2, 5]], [[-1, 5]], [[0, -1]], [[-1, -1]], [[2, 5], [0, 2], [-1, 7], [2, -1], [-1, -1], [0, 7], [5, 7]]],
+)  # fmt: skip
 def test_a_layer_is_the_weighted_sum_of_its_experts_each_lent_once(
     pack: Pack, monkeypatch: pytest.MonkeyPatch, name: str, overlap: bool, chosen: list[list[int]]
 ) -> None:
@@ -150,7 +135,7 @@ def layer_of(name: str, parts: Mapping[str, Projection], x: F32) -> tuple[F64, F
     return plain_expert(stored, x, DECODER.moe.ffn)
 
 
-@pytest.mark.parametrize("name", BACKENDS)
+@pytest.mark.parametrize("name", KERNELS)
 @pytest.mark.parametrize("tokens", [ROWS, 2 * ROWS + 1])
 def test_each_row_of_a_long_prompt_is_as_if_it_came_alone(pack: Pack, name: str, tokens: int) -> None:
     backend = open_backend(name)
@@ -170,7 +155,7 @@ def test_each_row_of_a_long_prompt_is_as_if_it_came_alone(pack: Pack, name: str,
     backend.close()
 
 
-@needs_library
+@needs_native
 @pytest.mark.parametrize("where", ["in an arena", "in a buffer of its own"])
 def test_an_expert_keeps_its_bytes_alive(pack: Pack, where: str) -> None:
     backend, hidden = open_backend(), np.ones((1, DECODER.d_model), np.float32)
@@ -192,7 +177,7 @@ def test_an_expert_keeps_its_bytes_alive(pack: Pack, where: str) -> None:
 
 
 @pytest.mark.parametrize("dtype", FLOATS)
-@pytest.mark.parametrize("name", BACKENDS)
+@pytest.mark.parametrize("name", KERNELS)
 def test_a_dense_matrix_is_the_backends_own(name: str, dtype: Dtype) -> None:
     backend = open_backend(name)
     stored = floats(dtype, np.arange(12.0).reshape(3, 4))
@@ -201,14 +186,11 @@ def test_a_dense_matrix_is_the_backends_own(name: str, dtype: Dtype) -> None:
     assert backend.rows(matrix, [2, 0]).tolist() == [[8, 9, 10, 11], [0, 1, 2, 3]]
 
 
-@pytest.mark.parametrize("name", BACKENDS)
+@pytest.mark.parametrize("name", KERNELS)
 def test_a_dense_matrix_of_codes_is_the_backends_own(name: str) -> None:
     backend = open_backend(name)
-    codes, scale, minimum = (
-        np.arange(12, dtype=np.uint8).reshape(3, 4),
-        np.full((3, 1), 2, np.float16),
-        np.ones((3, 1), np.float16),
-    )
+    codes = np.arange(12, dtype=np.uint8).reshape(3, 4)
+    scale, minimum = np.full((3, 1), 2, np.float16), np.ones((3, 1), np.float16)
     stored = QuantizedMatrix(8, 4, 4, codes, scale, minimum)
     matrix = backend.matrix(stored)
     for part in (codes, scale, minimum):
@@ -217,7 +199,7 @@ def test_a_dense_matrix_of_codes_is_the_backends_own(name: str) -> None:
 
 
 @pytest.mark.parametrize("dtype", FLOATS)
-@pytest.mark.parametrize("name", BACKENDS)
+@pytest.mark.parametrize("name", KERNELS)
 def test_a_bias_is_added_to_what_a_matrix_gives_and_not_to_its_rows(name: str, dtype: Dtype) -> None:
     backend = open_backend(name)
     matrix = backend.matrix(floats(dtype, np.arange(12.0).reshape(3, 4)), np.array([1, 2, 3], np.float32))

@@ -9,7 +9,6 @@ import numpy as np
 import pytest
 from tiny_packs import SHAPES, SPECS, VOCAB, with_capacity, with_ends, write_pack
 
-from moert.command import cli
 from moert.command.prompts import PromptRecord, followed, grouped
 from moert.engine.engine import Engine
 from moert.engine.generation import GenerationSettings
@@ -218,18 +217,9 @@ def test_biases_take_room_for_the_longest_prompt_alone(packs) -> None:
         engine.reserve(300, 1)
         engine.model.prefill_many(prompts)
         for tower, longest in ((engine.model._encoder, 200), (engine.model._decoder, 1)):
-            assert tower is not None
-            assert tower.bias is not None
             table, reach = tower.bias.by_distance(1)
             assert reach == rounded(longest)
             assert table.shape == (heads, 2 * reach + 1)
-
-
-def run(capsys: pytest.CaptureFixture[str], *arguments: object) -> tuple[int, list[dict[str, object]], str]:
-    with pytest.raises(SystemExit) as end:
-        cli.main([str(argument) for argument in arguments])
-    out, err = capsys.readouterr()
-    return int(end.value.code or 0), [json.loads(line) for line in out.splitlines()], err
 
 
 @pytest.fixture
@@ -239,27 +229,26 @@ def source(tmp_path: Path) -> Path:
     return path
 
 
-def test_ctrl_c_leaves_the_finished_answers_of_a_batch(packs, source, interrupted_after_three, capsys) -> None:
+def test_ctrl_c_leaves_the_finished_answers_of_a_batch(packs, source, interrupted_after_three, moert) -> None:
     options = ("--tune", "predict=none", "--max-new-tokens", 12, "--json", "--batch", 6)
-    code, lines, _ = run(capsys, "run", packs["decoder"], "--input", source, *options)
+    assert moert("run", packs["decoder"], "--input", source, *options) == 130
     wanted = [(at, one.tokens) for at, one in enumerate(interrupted_after_three) if len(one.tokens) <= 4]
-    assert (code, [(line["id"], line["tokens"]) for line in lines]) == (130, wanted)
+    assert [(line["id"], line["tokens"]) for line in map(json.loads, moert.out.splitlines())] == wanted
 
 
-def test_a_file_gives_the_same_lines_in_any_batch(packs, source, capsys) -> None:
+def test_a_file_gives_the_same_lines_in_any_batch(packs, source, moert) -> None:
     options = ("--input", source, "--tune", "predict=none", "--max-new-tokens", 12, "--json", "--temperature", 1)
-    code, wanted, _ = run(capsys, "run", packs["switch"], *options)
-    assert (code, [line["id"] for line in wanted]) == (0, list(range(len(PROMPTS))))
+    assert moert("run", packs["switch"], *options) == 0
+    wanted = moert.out
+    assert [json.loads(line)["id"] for line in wanted.splitlines()] == list(range(len(PROMPTS)))
     for size in (3, 100):
-        assert run(capsys, "run", packs["switch"], *options, "--batch", size) == (0, wanted, "")
+        assert (moert("run", packs["switch"], *options, "--batch", size), moert.out, moert.err) == (0, wanted, "")
 
 
-def test_a_batch_needs_a_file_and_a_size(packs, source, capsys) -> None:
-    code, _, error = run(capsys, "run", packs["switch"], "abc", "--batch", 2)
-    assert (code, error) == (2, "moert: --batch 2 goes with --input: there is one prompt\n")
-    code, _, error = run(capsys, "run", packs["switch"], "--input", source, "--batch", 0)
-    assert code == 2
-    assert "--batch" in error
+def test_a_batch_needs_a_file_and_a_size(packs, source, moert) -> None:
+    said = moert.refuses("run", packs["switch"], "abc", "--batch", 2)
+    assert said == "moert: --batch 2 goes with --input: there is one prompt\n"
+    assert "--batch" in moert.refuses("run", packs["switch"], "--input", source, "--batch", 0)
 
 
 def test_lines_before_a_bad_one_are_run() -> None:

@@ -15,6 +15,8 @@ from moert.pack.codec import U8
 from moert.pack.errors import HashMismatch
 from moert.pack.model_spec import ExpertKey, LayerKey
 
+TOGETHER = pytest.mark.parametrize("asked", [([0, 1, 2], []), ([0], [1, 2])], ids=["together", "one by one"])
+
 
 def test_bytes_are_counted_not_slots() -> None:
     cache, store, counters = make(60)
@@ -102,14 +104,6 @@ def test_what_is_there_is_ready_before_what_is_missing_was_read() -> None:
     assert (counters.requests, counters.hits) == (4, 1)
 
 
-def test_a_lease_without_experts() -> None:
-    cache, _, counters = make(10)
-    begin(cache, 0, [])
-    with cache.lease([]) as lease:
-        assert lease.all() == lease.ready() == []
-    assert counters.requests == 0
-
-
 def test_experts_lent_together_are_given_back_when_one_cannot_be_read() -> None:
     cache, store, counters = make(60)
     store.damage(key(0, 2))
@@ -122,7 +116,7 @@ def test_experts_lent_together_are_given_back_when_one_cannot_be_read() -> None:
     assert cache.resident() == [key(1, 0), key(1, 1), key(1, 2)]
 
 
-@pytest.mark.parametrize("asked", [([0, 1, 2], []), ([0], [1, 2])], ids=["together", "one by one"])
+@TOGETHER
 def test_what_a_failed_layer_left_unread_takes_no_room_and_blocks_nothing(asked, monkeypatch) -> None:
     monkeypatch.setattr(cache_module, "HANDED_OVER_BYTES", 0)  # or all would be read together
     cache, store, counters = make(60, loaders=0)
@@ -143,7 +137,7 @@ def test_what_a_failed_layer_left_unread_takes_no_room_and_blocks_nothing(asked,
     assert (counters.requests, counters.hits) == (3, 0)
 
 
-@pytest.mark.parametrize("asked", [([0, 1, 2], []), ([0], [1, 2])], ids=["together", "one by one"])
+@TOGETHER
 def test_small_experts_come_together_and_one_that_can_not_be_read_keeps_none_back(asked) -> None:
     cache, store, counters = make(60)
     store.damage(key(0, 0))
@@ -184,29 +178,22 @@ def test_what_the_layer_needs_later_outlives_everything_else() -> None:
     assert store.reads.count(key(0, 1)) == 1
 
 
-def test_a_layer_larger_than_the_cache_reads_each_expert_once() -> None:
-    cache, store, counters = make(50)
-    use(cache, 0, [3])
+@pytest.mark.parametrize(
+    ("room", "there", "missing"),
+    [(50, [3], [0, 1, 2, 3]), (70, [2, 3], [0, 1, 3])],  # what is needed last leaves, if something needed must
+)
+def test_a_layer_larger_than_the_cache_reads_each_expert_at_most_once(room, there, missing) -> None:
+    cache, store, counters = make(room)
+    use(cache, 0, there)
     store.reads.clear()
     use(cache, 0, [0, 1, 2, 3])
-    assert store.reads == [key(0, 0), key(0, 1), key(0, 2), key(0, 3)]
-    assert counters.evictions == 4
-
-
-def test_if_something_needed_must_leave_it_is_what_is_needed_last() -> None:
-    cache, store, counters = make(70)
-    use(cache, 0, [2, 3])
-    store.reads.clear()
-    use(cache, 0, [0, 1, 2, 3])
-    assert store.reads == [key(0, 0), key(0, 1), key(0, 3)]
-    assert counters.hits == 1
-
-
-def test_an_expert_larger_than_the_cache_is_our_own_mistake() -> None:
-    cache, _, _ = make(20)
-    begin(cache, 0, [3])
-    with pytest.raises(RuntimeError, match="can't hold"), cache.lease([key(0, 3)]):
-        pass
+    assert store.reads == [key(0, expert) for expert in missing]
+    assert counters.hits == 4 - len(missing)
+    requests = counters.requests
+    begin(cache, 0, [])
+    with cache.lease([]) as lease:
+        assert lease.all() == lease.ready() == []
+    assert counters.requests == requests
 
 
 def test_where_the_system_gives_no_memory_nothing_is_lost(monkeypatch) -> None:

@@ -44,7 +44,9 @@ def test_g2p_splits_share_no_word_and_depend_on_the_seed() -> None:
     assert splits != g2p.split_words(words, {"calibration": 10, "heldout": 20}, seed=2)
 
 
-def test_wheel_is_used_when_its_hash_is_right_and_refused_otherwise(tmp_path: Path) -> None:
+def test_wheel_is_used_when_its_hash_is_right_and_refused_otherwise(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     pin = make_wheel(tmp_path, {"a.txt": b"text", "b.txt.gz": gzip.compress(b"packed")})
     path = wheels.fetch(pin, tmp_path)
     assert wheels.read_member(path, "a.txt") == b"text"
@@ -53,9 +55,7 @@ def test_wheel_is_used_when_its_hash_is_right_and_refused_otherwise(tmp_path: Pa
         wheels.read_member(path, "c")
     with pytest.raises(wheels.DataError, match="sha256 is"):
         wheels.fetch(wheels.Wheel("tiny-data", "1.0", "0" * 64), tmp_path)
-
-
-def test_failed_download_is_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path.unlink()
     monkeypatch.setattr(wheels.sys, "executable", "false")
     with pytest.raises(wheels.DataError, match=r"^could not download tiny-data==1\.0: .+$"):
         wheels.fetch(wheels.Wheel("tiny-data", "1.0", "0" * 64), tmp_path)
@@ -142,16 +142,10 @@ def test_marks_undo_the_spacing_of_wikitext() -> None:
     line = 'It cost 1 @,@ 000 @.@ 5 dollars ( in 1999 – 2000 ) , said Smith \'s well @-@ known " firm " . Was it ?'
     expected = ['It cost 1,000.5 dollars (in 1999–2000), said Smith\'s well-known "firm".', "Was it?"]
     assert list(marks.sentences(line)) == expected
-
-
-def test_sentences_end_behind_a_closing_quotation_mark_and_not_within() -> None:
-    line = 'He said " No . Never . " He left . ( She stayed . ) An unfinished one'
-    assert list(marks.sentences(line)) == ['He said "No. Never."', "He left.", "(She stayed.)"]
-
-
-def test_plain_text_keeps_marks_inside_words_only() -> None:
+    quoted = 'He said " No . Never . " He left . ( She stayed . ) An unfinished one'
+    assert list(marks.sentences(quoted)) == ['He said "No. Never."', "He left.", "(She stayed.)"]
     target = 'In 3.5 years – "it\'s" over (well-known, U.S.)!'
-    assert marks.plain(target) == "in 3.5 years it's over well-known u.s"
+    assert marks.plain(target) == "in 3.5 years it's over well-known u.s", "marks inside words stay"
 
 
 def test_pieces_are_whole_sentences_up_to_the_limit() -> None:

@@ -3,21 +3,21 @@
 from __future__ import annotations
 
 import hashlib
-import json
+import re
 from pathlib import Path
+from typing import Any
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
+from trials import write_rows
 
+from moeconv.calibration import Sample, Splits, load, load_splits, samples_digest
 from moeconv.calibration import Sample as S
-from moeconv.calibration import load, load_splits, samples_digest
+from moeconv.calibration.apart import read_dataset
+from moeconv.calibration.samples import FIELDS
 from moeconv.errors import CalibrationError
-
-
-def write_rows(path: Path, rows: list[object]) -> Path:
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
-    return path
+from tests.refusing import one_line
 
 
 def pairs(count: int, start: int = 0) -> list[dict[str, str]]:
@@ -90,19 +90,6 @@ def test_paragraphs_of_plain_text_join_to_the_file(tmp_path: Path) -> None:
         ('{"text": "a\\ud800"}\n', "a.jsonl:1: holds half of a character pair"),
         ('{"text": "all in one"}\n', "give more, or --heldout"),
         (f'{{"text": "{"twice " * 20}"}}\n' * 2, "give more, or --heldout"),
-    ],
-)
-def test_bad_text_is_refused_with_its_line(tmp_path: Path, text: str, says: str) -> None:
-    path = tmp_path / "a.jsonl"
-    path.write_text(text, encoding="utf-8")
-    with pytest.raises(CalibrationError, match=says):
-        load_splits(str(path), None, seed=0)
-    assert str(path) in refusal(path)
-
-
-@pytest.mark.parametrize(
-    ("text", "says"),
-    [
         ('input,target\n"a\nb",c\nd,\n', "a.csv:4: the field 'target' is empty"),
         ("input,target\na,b,c\n", "a.csv:2: more cells than the header names"),
         ("input,target\na\n", "a.csv:2: expected the fields .* found 'input'"),
@@ -111,11 +98,12 @@ def test_bad_text_is_refused_with_its_line(tmp_path: Path, text: str, says: str)
         ("input,target\n", "a.csv: holds no samples"),
     ],
 )
-def test_bad_csv_is_refused_with_its_line(tmp_path: Path, text: str, says: str) -> None:
-    path = tmp_path / "a.csv"
+def test_bad_text_is_refused_with_its_line(tmp_path: Path, text: str, says: str) -> None:
+    path = tmp_path / f"a.{'csv' if 'a.csv' in says else 'jsonl'}"
     path.write_text(text, encoding="utf-8")
-    with pytest.raises(CalibrationError, match=says):
-        load_splits(str(path), None, seed=0)
+    found = refusal(path)
+    assert str(path) in found
+    assert re.search(says, found)
 
 
 @pytest.mark.parametrize("suffix", ["jsonl", "csv", "txt"])
@@ -130,6 +118,7 @@ PIECES = st.sampled_from(
 )
 
 
+@settings(max_examples=30)
 @given(st.lists(PIECES | st.binary(max_size=3), max_size=12), st.sampled_from(["jsonl", "csv", "txt", "parquet"]))
 def test_any_bytes_are_read_or_refused_in_one_line(
     tmp_path_factory: pytest.TempPathFactory, pieces: list[bytes], suffix: str
@@ -173,7 +162,9 @@ def test_overlap_is_refused_with_both_lines(tmp_path: Path) -> None:
 
 def test_catalogue_refuses_what_differs_from_its_manifest(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(load, "CATALOGUE", tmp_path)
-    calibration, heldout = write_rows(tmp_path / "c.jsonl", pairs(9)), write_rows(tmp_path / "h.jsonl", pairs(9, 9))
+    calibration, heldout = tmp_path / "c.jsonl", tmp_path / "h.jsonl"
+    write_rows(calibration, pairs(9))
+    write_rows(heldout, pairs(9, 9))
     manifest = 'builder = "b.py"\nmetric = "rouge2"\n' + "".join(
         f'[splits.{name}]\nfile = "{path}"\nsha256 = "{hashlib.sha256(path.read_bytes()).hexdigest()}"\n'
         for name, path in (("calibration", calibration), ("heldout", heldout))
@@ -202,3 +193,148 @@ def test_catalogue_refuses_what_differs_from_its_manifest(tmp_path: Path, monkey
 def test_digest_depends_on_order_fields_and_choices() -> None:
     several = [[S("a", "b"), S("ab")], [S("ab"), S("a", "b")], [S("a", "b")], [S("ab")], [S("a", "b", ("b", "c"), 0)]]
     assert len({samples_digest(samples) for samples in several}) == len(several)
+
+
+# Samples with choices, chat messages, data sets and renamed fields
+
+TEMPLATE = (
+    "{% for m in messages %}{% if m.role == 'robot' %}{{ raise_exception('no robots') }}{% endif %}"
+    "<{{ m.role }}>{{ m.content }}\n{% endfor %}"
+)
+
+
+def all_samples(splits: Splits) -> set[Sample]:
+    return {*splits.calibration, *splits.heldout}
+
+
+def labelled(count: int) -> list[dict[str, Any]]:
+    return [{"input": f"sentence {i}", "choices": ["no", "yes"], "label": i % 2} for i in range(count)]
+
+
+def test_labels_are_places_or_texts(tmp_path: Path) -> None:
+    places = labelled(20)
+    texts = [row | {"label": row["choices"][row["label"]]} for row in places]
+    cells = "".join(f'{row["input"]},"[""no"", ""yes""]",{row["label"]}\n' for row in places)
+    (tmp_path / "c.csv").write_text("input,choices,label\n" + cells, encoding="utf-8")
+    files = [write_rows(tmp_path / "a.jsonl", places), write_rows(tmp_path / "b.jsonl", texts), str(tmp_path / "c.csv")]
+    first, *others = (load_splits(file, None, seed=0) for file in files)
+    assert Sample("sentence 3", "yes", ("no", "yes"), 1) in all_samples(first)
+    assert first.seq2seq
+    assert first.choices
+    assert all(other.digest("heldout") == first.digest("heldout") for other in others)
+
+
+@pytest.mark.parametrize(
+    ("change", "says"),
+    [
+        ({"label": 2}, "the label 2 is none of the choices 'no, yes', nor a place from 0 to 1"),
+        ({"label": -1}, "the label -1 is none"),
+        ({"label": "maybe"}, "the label 'maybe' is none"),
+        ({"label": True}, "the label True is none"),
+        ({"choices": ["no"]}, "1 choices: give at least two"),
+        ({"choices": "no, yes"}, "expected a list of texts in the field 'choices'"),
+        ({"choices": ["no", ""]}, "the field 'choices' is empty"),
+        ({"choices": ["no", "no"]}, "two of the choices are the same"),
+    ],
+)
+def test_bad_choices_are_refused_with_their_line(tmp_path: Path, change: dict[str, Any], says: str) -> None:
+    rows = labelled(20)
+    rows[4] |= change
+    path = write_rows(tmp_path / "a.jsonl", rows)
+    with pytest.raises(CalibrationError) as caught:
+        load_splits(path, None, seed=0)
+    assert str(caught.value).startswith(f"{path}:5: {says}")
+
+
+def test_fields_are_renamed_and_others_left_aside(tmp_path: Path) -> None:
+    rows = [{"text": "ignored", "question": f"q {i}", "answer": f"a {i}"} for i in range(20)]
+    path = write_rows(tmp_path / "a.jsonl", rows)
+    splits = load_splits(path, None, seed=0, fields={"input": "question", "target": "answer"})
+    assert Sample("q 3", "a 3") in all_samples(splits)
+    with pytest.raises(CalibrationError, match=r"a.jsonl:1: no field 'reply'; there are text, question, answer"):
+        load_splits(path, None, seed=0, fields={"input": "question", "target": "reply"})
+    with pytest.raises(CalibrationError, match="source is no field; there are text, messages, input"):
+        load_splits(path, None, seed=0, fields={"source": "question"})
+
+
+def write_tokenizer(folder: Path, template: str | None) -> Path:
+    from tokenizers import Tokenizer, models
+    from transformers import PreTrainedTokenizerFast
+
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=Tokenizer(models.WordLevel({"a": 0}, unk_token="a")))
+    tokenizer.chat_template = template
+    tokenizer.save_pretrained(folder)
+    return folder
+
+
+def test_chat_messages_become_running_text(tmp_path: Path) -> None:
+    turns = [
+        [{"role": "user", "content": f"question {i}"}, {"role": "assistant", "content": "answer"}] for i in range(4)
+    ]
+    path = write_rows(tmp_path / "a.jsonl", [{"messages": messages} for messages in turns])
+    splits = load_splits(path, None, seed=0, tokenizer=write_tokenizer(tmp_path / "model", TEMPLATE))
+    assert not splits.seq2seq
+    assert splits.calibration[0] == Sample("<user>question 0\n<assistant>answer\n")
+    bare = write_tokenizer(tmp_path / "bare", None)
+    for folder, says in ((bare, "bare has no chat template"), (None, "no model here"), (tmp_path, "can't be loaded")):
+        with one_line(CalibrationError, says):
+            load_splits(path, None, seed=0, tokenizer=folder)
+
+
+@pytest.mark.parametrize(
+    ("messages", "says"),
+    [
+        ([{"role": "robot", "content": "x"}], r"a\.jsonl:2: the model's chat template refuses .*no robots"),
+        ([{"role": "user"}], r"a\.jsonl:2: expected a list of \{role, content\}"),
+        ([], r"a\.jsonl:2: expected a list of \{role, content\}"),
+        ("hello", r"a\.jsonl:2: expected a list of \{role, content\}"),
+    ],
+)
+def test_bad_messages_are_refused_with_their_line(tmp_path: Path, messages: object, says: str) -> None:
+    good = [{"role": "user", "content": "a"}]
+    path = write_rows(tmp_path / "a.jsonl", [{"messages": good}, {"messages": messages}])
+    with pytest.raises(CalibrationError, match=says):
+        load_splits(path, None, seed=0, tokenizer=write_tokenizer(tmp_path / "model", TEMPLATE))
+
+
+def test_saved_data_set_is_read_with_the_names_of_its_classes(tmp_path: Path) -> None:
+    datasets = pytest.importorskip("datasets")
+    kinds = datasets.Features(
+        {"sentence": datasets.Value("string"), "label": datasets.ClassLabel(names=["negative", "positive"])}
+    )
+    parts = {
+        name: datasets.Dataset.from_dict(
+            {"sentence": [f"{name} {i}" for i in range(10)], "label": [i % 2 for i in range(10)]}, features=kinds
+        )
+        for name in ("train", "test")
+    }
+    folder = str(tmp_path / "saved")
+    datasets.DatasetDict(parts).save_to_disk(folder)
+    fields = {"input": "sentence", "label": "label"}
+    splits = load_splits(f"{folder}@train", f"{folder}@test", seed=0, fields=fields)
+    assert splits.calibration[3] == Sample("train 3", "positive", ("negative", "positive"), 1)
+    assert splits.heldout[0].source == "test 0"
+    with pytest.raises(CalibrationError, match=r"there are the splits train, test: name one as .*saved@SPLIT"):
+        load_splits(folder, None, seed=0, fields=fields)
+    with pytest.raises(CalibrationError, match=r"saved@train: row 1: the same as .*saved@train: row 1; .* share 10"):
+        load_splits(f"{folder}@train", f"{folder}@train", seed=0, fields=fields)
+
+
+def test_name_on_the_hub_without_a_network_is_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
+    datasets = pytest.importorskip("datasets")
+
+    def unreachable(*names: str) -> None:
+        raise ConnectionError(f"no network for {names}\nand more")
+
+    monkeypatch.setattr(datasets, "load_dataset", unreachable)
+    with pytest.raises(CalibrationError) as caught:
+        list(read_dataset("hf:owner/name/config@train", FIELDS))
+    assert str(caught.value) == (
+        "hf:owner/name/config@train: the data set can't be loaded (no network for ('owner/name', 'config'))"
+    )
+
+
+@pytest.mark.parametrize("name", ["hf:", "hf:owner/", "hf:/name", "hf:@test"])
+def test_a_data_set_without_a_name_is_one_line(name: str) -> None:
+    with pytest.raises(CalibrationError, match="expected hf:OWNER/NAME"):
+        load_splits(name, None, seed=0)

@@ -23,11 +23,6 @@ ROOT = Path(cli.__file__).parents[2]
 NEW = ("--max-new-tokens", "6")
 
 
-@pytest.fixture
-def moert(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> Moert:
-    return Moert(capsys, monkeypatch)
-
-
 @pytest.fixture(scope="module")
 def pack(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_chat_pack(tmp_path_factory.mktemp("chat") / "p")
@@ -270,7 +265,6 @@ class Terminal:
 
     def asked(self, times: int) -> str:
         """What stderr has when it has asked so often for a line."""
-        assert self.process.stderr is not None
         found = ""
         while found.count("> ") < times:
             piece = self.process.stderr.read(1).decode()
@@ -280,7 +274,6 @@ class Terminal:
 
     def written(self, line: bool = False) -> None:
         """Waits for the next letter of an answer, or for the end of its line."""
-        assert self.process.stdout is not None
         while (letter := self.process.stdout.read(1)) != b"\n" and line:
             assert letter
 
@@ -332,8 +325,6 @@ def test_ctrl_c_ends_a_pipe(endless: Path) -> None:
         stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE, bufsize=0, cwd=ROOT,
         preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
     )  # fmt: skip
-    assert process.stdin is not None
-    assert process.stdout is not None
     process.stdin.write(b"hello\n")
     process.stdout.read(1)
     process.send_signal(signal.SIGINT)

@@ -64,7 +64,15 @@ def test_a_conversation_runs_in_the_smallest_memory_that_refusals_name(pack: Pat
     assert answers[-1]["stats"]["cache_bytes"] < answers[-1]["stats"]["expert_bytes"]
 
 
-@pytest.mark.parametrize("template", [LETTERS, "{{ 'ab' * 300 }}" + LETTERS, LETTERS + "{# " + "x" * 60_000 + " #}"])
+@pytest.mark.parametrize(
+    "template",
+    [
+        "{{ 'ab' * 300 }}" + LETTERS,
+        pytest.param(LETTERS, marks=pytest.mark.slow),
+        pytest.param(LETTERS + "{# " + "x" * 60_000 + " #}", marks=pytest.mark.slow),
+    ],
+    ids=["a prefix", "plain", "long"],
+)
 def test_a_first_message_runs_in_the_smallest_memory_that_info_says(pack: Path, template: str) -> None:
     """Told with the defaults of moert chat; a megabyte less is refused, where that names no more."""
     add_to_pack(pack, Pack.open(pack).manifest, CHAT, dump_chat(ChatFormat(template, {})))

@@ -50,7 +50,6 @@ def test_the_pack_has_the_template_and_the_tokens(model: Path, tmp_path: Path) -
               image_token="c", sep_token=None)  # fmt: skip
     assert _exit_code(["quantize", str(model), "--bits", "16", "--out", str(tmp_path / "p"), "--json"]) == 0
     chat = load_chat(Pack.open(tmp_path / "p"))
-    assert chat is not None
     assert (chat.template, chat.tool_template) == (TEMPLATE, None)
     assert chat.tokens == AutoTokenizer.from_pretrained(model).special_tokens_map
     assert chat.tokens.items() >= {"bos_token": "a", "eos_token": "b", "image_token": "c"}.items()
@@ -61,11 +60,9 @@ def test_named_templates_and_a_file_of_its_own(model: Path) -> None:
     named = [{"name": name, "template": name.upper()} for name in ("rag", "tool_use", "default")]
     configure(model, chat_template=named)
     body = chat_of(model)
-    assert body is not None
     assert (parse_chat(body).template, parse_chat(body).tool_template) == ("DEFAULT", "TOOL_USE")
     (model / "chat_template.jinja").write_text("of the file")
     body = chat_of(model)
-    assert body is not None
     assert (parse_chat(body).template, parse_chat(body).tool_template) == ("of the file", None)
 
 

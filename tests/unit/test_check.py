@@ -5,13 +5,14 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from published import GLM_4_5_AIR, MIXTRAL_8X7B
-from safetensors.torch import load_file, save_file
-from tiny import TINY, tiny_olmoe, tiny_switch
+from tiny import TINY, rewrite, tiny_olmoe, tiny_switch
 
 from moeconv.artifacts import uniform
 from moeconv.command import cli
@@ -27,6 +28,8 @@ from moeconv.source.checkpoint import Checkpoint
 from moeconv.source.outline import CheckpointError
 from moert.pack.layout import Neurons
 from moert.pack.manifest import BACKBONE, Manifest
+from tests.pairs import each, thinned
+from tests.refusing import one_line
 
 HOST = Host(held_bytes=45_000_000, thread_bytes=1 << 20, widened=False)
 ASKED = """
@@ -62,10 +65,11 @@ def outlook(found: Checked, bits: int, dense_bits: int = 16) -> Outlook:
     return next(each for each in found.outlooks if (each.bits, each.dense_bits) == (bits, dense_bits))
 
 
-@pytest.mark.parametrize("family", TINY)
-@pytest.mark.parametrize(("bits", "dense_bits"), [(3, None), (4, 8)])
-def test_a_pack_has_the_size_that_was_said(family: str, bits: int, dense_bits: int | None, tmp_path: Path) -> None:
-    source = TINY[family][0](tmp_path / "hf")
+@thinned("family, bits, dense_bits", TINY, [(3, None), (4, 8)], facts=each)
+def test_a_pack_has_the_size_that_was_said(
+    family: str, bits: int, dense_bits: int | None, tiny_model: Callable[[str], Path], tmp_path: Path
+) -> None:
+    source = tiny_model(family)
     said = outlook(check(str(source), HOST), bits, dense_bits or 16)
     written = pack_of(source, tmp_path / "model.pack", bits, dense_bits)
     assert {entry.file_bytes for entry in written.experts} == {said.expert_bytes}
@@ -87,31 +91,22 @@ def test_of_another_layout_too(tmp_path: Path, layout: str) -> None:
         check(str(source), HOST, "shelf")
 
 
-def test_moert_takes_the_memory_that_was_said(tmp_path: Path) -> None:
+def test_moert_takes_the_memory_that_was_said(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     source = tiny_olmoe(tmp_path / "hf", hidden_size=256, intermediate_size=512, max_position_embeddings=2048)
     pack_of(source, tmp_path / "model.pack", 4, None)
-    done = command("check", str(source), "--json")
-    (said,) = [each for each in json.loads(done.stdout)["outlooks"] if (each["bits"], each["dense_bits"]) == (4, 16)]
-    asked = subprocess.run(
-        [sys.executable, "-c", ASKED, str(tmp_path / "model.pack"), str(said["smallest_memory"])],
-        capture_output=True, text=True, check=True,
-    )  # fmt: skip
-    assert asked.stdout == "[True, False]\n"
-
-
-def command(*arguments: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [sys.executable, "-m", "moeconv", *arguments], capture_output=True, text=True, check=False
-    )  # fmt: skip
+    assert cli._exit_code(["check", str(source), "--json"]) == 0
+    outlooks = json.loads(capsys.readouterr().out)["outlooks"]
+    (said,) = [each for each in outlooks if (each["bits"], each["dense_bits"]) == (4, 16)]
+    asked = [sys.executable, "-c", ASKED, str(tmp_path / "model.pack"), str(said["smallest_memory"])]
+    assert subprocess.run(asked, capture_output=True, text=True, check=True).stdout == "[True, False]\n"
 
 
 WITHOUT_TORCH = """
 import sys
-from pathlib import Path
 from moeconv.command.check import Host, check
 from moeconv.source.checkpoint import Checkpoint
 
-folders = [str(path) for path in Path(sys.argv[1]).iterdir()]
+folders = sys.argv[1:]
 for folder in folders:
     check(folder, Host(0, 0, False))
 assert "torch" not in sys.modules, "torch"
@@ -122,16 +117,11 @@ print(len(folders))
 """
 
 
-def test_no_family_needs_torch_to_be_looked_at(tmp_path: Path) -> None:
-    """And all can be loaded behind that, in the same process. But for Gemma 4, whose class of settings imports what
-    transformers makes of images."""
-    families = sorted(name for name in TINY if not name.startswith("gemma4"))
-    for family in families:
-        TINY[family][0](tmp_path / family)
-    done = subprocess.run(
-        [sys.executable, "-c", WITHOUT_TORCH, str(tmp_path)], capture_output=True, text=True, check=False
-    )  # fmt: skip
-    assert (done.stdout, done.returncode) == (f"{len(families)}\n", 0), done.stderr[-2000:]
+def test_no_family_needs_torch_to_be_looked_at(tiny_model: Callable[[str], Path]) -> None:
+    """And all can be loaded afterwards in the same process; Gemma 4's class of settings imports torch by itself."""
+    folders = [str(tiny_model(family)) for family in sorted(TINY) if not family.startswith("gemma4")]
+    done = subprocess.run([sys.executable, "-c", WITHOUT_TORCH, *folders], capture_output=True, text=True, check=False)
+    assert (done.stdout, done.returncode) == (f"{len(folders)}\n", 0), done.stderr[-2000:]
 
 
 @pytest.mark.parametrize("dtype", ["float99", "cuda", 16, ["bfloat16"]])
@@ -165,39 +155,33 @@ def test_a_config_alone_is_enough(tmp_path: Path) -> None:
     assert facts["supported"] is True
     assert facts["layers"] == {"decoder": {"all": 32, "with_experts": 32}}
     assert [each["bits"] for each in facts["outlooks"]] == [*WIDTHS, *WIDTHS]
+    four = outlook(alone, 4)
+    assert four.token_bytes == 32 * 2 * four.expert_bytes, "a token reads all that it chooses once"
+    assert four.expert_bytes == pytest.approx(176_160_768 / 2, rel=0.01)
 
 
-def test_a_token_reads_all_that_it_chooses_once(tmp_path: Path) -> None:
-    found = outlook(check(str(written(tmp_path, MIXTRAL_8X7B)), HOST), 4)
-    assert found.token_bytes == 32 * 2 * found.expert_bytes
-    assert found.expert_bytes == pytest.approx(176_160_768 / 2, rel=0.01)
-
-
-def test_what_is_left_out_is_said(tmp_path: Path) -> None:
-    found = check(str(written(tmp_path, GLM_4_5_AIR)), HOST)
-    (note,) = [line for line in lines(found) if "left out" in line]
+def test_notes_are_of_a_config_alone_too(tmp_path: Path) -> None:
+    (note,) = [line for line in lines(check(str(written(tmp_path, GLM_4_5_AIR)), HOST)) if "left out" in line]
     assert note.endswith("several tokens at once are left out, if the checkpoint has them")
+    found = check(str(written(tmp_path, {**MIXTRAL_8X7B, "unsloth_fixed": True})), HOST)
+    said = "transformers gives these settings of config.json no effect on the model: unsloth_fixed"
+    assert as_json(found)["notes"] == [said]
+    assert f"  note        {said}" in lines(found)
 
 
 def test_with_weights_only_what_is_there_is_left_out(tmp_path: Path) -> None:
     source = TINY["glm4_moe"][0](tmp_path / "hf")
     assert check(str(source), HOST).left_out == []
-    add_tensor(source, "model.layers.2.eh_proj.weight")
+    rewrite(source, lambda stored: stored | {"model.layers.2.eh_proj.weight": torch.ones(24).bfloat16()})
     assert list(check(str(source), HOST).left_out) == Checkpoint.open(source).notes != []
-    add_tensor(source, "model.layers.1.mlp.extra.weight")
+    rewrite(source, lambda stored: stored | {"model.layers.1.mlp.extra.weight": torch.ones(24).bfloat16()})
     with pytest.raises(CheckpointError, match=r"mlp\.extra\.weight"):
         check(str(source), HOST)
 
 
-def add_tensor(source: Path, name: str) -> None:
-    tensors = load_file(source / "model.safetensors")
-    tensors[name] = tensors["model.norm.weight"].clone()
-    save_file(tensors, source / "model.safetensors")
-
-
 def test_a_conversion_says_what_it_leaves_out(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     source = TINY["glm4_moe"][0](tmp_path / "hf")
-    add_tensor(source, "model.layers.2.eh_proj.weight")
+    rewrite(source, lambda stored: stored | {"model.layers.2.eh_proj.weight": torch.ones(24).bfloat16()})
     assert cli._exit_code(["quantize", str(source), "--bits", "16", "--out", str(tmp_path / "model.pack")]) == 0
     assert "note: the layers that predict several tokens at once are left out\n" in capsys.readouterr().err
 
@@ -221,26 +205,18 @@ def test_what_is_not_supported_is_one_line(
     assert printed.err.count("\n") == 1
 
 
-def test_settings_without_effect_are_a_note_of_a_config_alone_too(tmp_path: Path) -> None:
-    found = check(str(written(tmp_path, {**MIXTRAL_8X7B, "unsloth_fixed": True})), HOST)
-    said = "transformers gives these settings of config.json no effect on the model: unsloth_fixed"
-    assert as_json(found)["notes"] == [said]
-    assert f"  note        {said}" in lines(found)
-
-
 @pytest.mark.parametrize("algorithm", ["NVFP4", "FP8", "MIXED_PRECISION"])
-def test_a_coding_that_another_file_names_is_refused(
-    algorithm: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_coding_that_another_file_names_is_refused(algorithm: str, tmp_path: Path) -> None:
     file = written(tmp_path, MIXTRAL_8X7B)
-    for said, code in ((None, 0), (algorithm, cli.EXIT_USER)):
-        (tmp_path / "hf_quant_config.json").write_text(json.dumps({"quantization": {"quant_algo": said}}))
-        for asked in (file, tmp_path):
-            assert cli._exit_code(["check", str(asked)]) == code
-    assert f"says that the weights are coded by '{algorithm}'" in capsys.readouterr().err
+    for asked in (file, tmp_path):
+        (tmp_path / "hf_quant_config.json").write_text('{"quantization": {"quant_algo": null}}')
+        check(str(asked), HOST)
+        (tmp_path / "hf_quant_config.json").write_text(json.dumps({"quantization": {"quant_algo": algorithm}}))
+        with one_line(CheckpointError, f"says that the weights are coded by '{algorithm}'"):
+            check(str(asked), HOST)
 
 
-def test_no_such_model(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    for asked, named in ((str(tmp_path), "has no config.json"), (str(tmp_path / "no"), "there is no directory")):
-        assert cli._exit_code(["check", asked]) == cli.EXIT_USER
-        assert named in capsys.readouterr().err
+def test_no_such_model(tmp_path: Path) -> None:
+    for asked, named in ((tmp_path, "has no config.json"), (tmp_path / "no", "there is no directory")):
+        with one_line(CheckpointError, named):
+            check(str(asked), HOST)

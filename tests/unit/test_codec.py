@@ -7,7 +7,7 @@ import math
 import numpy as np
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 
@@ -40,11 +40,7 @@ def test_bytes_worked_out_by_hand(bits: int) -> None:
     packed = pack_codes(np.array([codes, codes], dtype=np.uint8), bits)
     assert packed.tolist() == [expected, expected]
     assert unpack_codes(packed, bits, len(codes)).tolist() == [codes, codes]
-
-
-@pytest.mark.parametrize(("bits", "expected"), [(2, 3), (3, 5), (4, 5), (8, 9)])
-def test_row_bytes_of_nine_inputs(bits: int, expected: int) -> None:
-    assert row_bytes(9, bits) == expected
+    assert row_bytes(9, bits) == {2: 3, 3: 5, 4: 5, 8: 9}[bits]
 
 
 @given(st.data())
@@ -65,7 +61,6 @@ def test_mxfp4_comes_back(data: st.DataObject) -> None:
     exponent = data.draw(hnp.arrays(np.uint8, (rows, n_groups(inputs, 32)), elements=st.integers(6, 250)))
     given_weights = Mxfp4Matrix(inputs, pack_codes(codes, 4), exponent).widened()
     found = to_mxfp4(given_weights)
-    assert found is not None
     assert found.qweight.shape == (rows, row_bytes(inputs, 4))
     np.testing.assert_array_equal(found.widened().view(np.uint32), given_weights.view(np.uint32))
     table = [0, 0.5, 1, 1.5, 2, 3, 4, 6]
@@ -104,15 +99,8 @@ def test_dequantize_is_scale_times_code_plus_minimum(data: st.DataObject) -> Non
             assert found[i, j] == product + np.float32(minimum[i, g])
 
 
-def test_the_last_group_may_be_shorter() -> None:
-    codes = np.ones((1, 5), dtype=np.uint8)
-    scale = np.array([[1, 10, 100]], dtype=np.float16)
-    minimum = np.array([[0, 0, 0.5]], dtype=np.float16)
-    matrix = QuantizedMatrix(2, 5, 2, pack_codes(codes, 2), scale, minimum)
-    assert dequantize(matrix).tolist() == [[1, 1, 10, 10, 100.5]]
-
-
 @given(hnp.arrays(np.uint32, st.integers(1, 50)))
+@example(np.array([0x3F808000, 0x3F818000, 0x3F808001, 0x7F7FFFFF], np.uint32))  # ties, and what becomes infinite
 def test_bfloat16_is_rounded_as_torch_does(patterns: np.ndarray) -> None:
     values = patterns.view(np.float32)
     numbers = ~np.isnan(values)
@@ -120,11 +108,6 @@ def test_bfloat16_is_rounded_as_torch_does(patterns: np.ndarray) -> None:
     found = to_bfloat16(values)
     np.testing.assert_array_equal(found[numbers], expected[numbers])
     assert np.isnan(from_bfloat16(found)[~numbers]).all()
-
-
-def test_bfloat16_ties_go_to_even() -> None:
-    ties = np.array([0x3F808000, 0x3F818000, 0x3F808001, 0x7F7FFFFF], dtype=np.uint32).view(np.float32)
-    assert to_bfloat16(ties).tolist() == [0x3F80, 0x3F82, 0x3F81, 0x7F80]
 
 
 def test_every_bfloat16_pattern_comes_back() -> None:

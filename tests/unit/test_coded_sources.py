@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -12,7 +11,7 @@ import pytest
 import torch
 from coded_sources import FP8, INT4, MXFP4, SIZES, Tensors, coded_and_plain, in_fp8, in_int4, in_mxfp4, written
 from safetensors.torch import load_file
-from tiny import TINY
+from tiny import TINY, reconfigure
 
 from moeconv.artifacts import uniform
 from moeconv.packing.emit import Label, emit
@@ -73,8 +72,7 @@ def test_a_coded_checkpoint_gives_the_pack_of_its_numbers(
 )
 def test_other_codings_are_refused_by_name(coding: Any, tmp_path: Path) -> None:
     source = TINY["mixtral"][0](tmp_path)
-    config = json.loads((source / "config.json").read_text())
-    (source / "config.json").write_text(json.dumps({**config, "quantization_config": coding}))
+    reconfigure(source, quantization_config=coding)
     with pytest.raises(CheckpointError, match="weights are coded by"):
         Checkpoint.open(source)
 

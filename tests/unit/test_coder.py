@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import numpy as np
 import pytest
 from tiny import tiny_olmoe
@@ -9,33 +11,17 @@ from tiny import tiny_olmoe
 from moeconv.artifacts import uniform
 from moeconv.errors import WeightsUnusable
 from moeconv.measure.trial import LoadedModel, Trial
+from moeconv.packing.emit import Label, emit
 from moeconv.quantizers import QUANTIZERS, coder
-from moeconv.quantizers.coder import ORIGINAL, ExpertCoder, batches
+from moeconv.quantizers.coder import ExpertCoder, batches
 from moeconv.quantizers.moments import Moments
-from moeconv.quantizers.quantizer import Inputs, Wants
 from moeconv.source.checkpoint import Checkpoint
 from moeconv.source.outline import CheckpointError
-from moert.pack.codec import F32, QuantizedMatrix, dequantize
+from moert.pack.codec import F32
 from moert.pack.model_spec import ExpertKey
+from tests.unit.test_emit import Rounding
 
 KEY = ExpertKey("decoder", 1, 2)
-
-
-class Counting:
-    """The channel quantizer, counting what it is asked for."""
-
-    name, group_size = "channel", 0
-    wants: Wants = "nothing"
-
-    def __init__(self) -> None:
-        self.calls = self.matrices = 0
-
-    def too_few(self, rows: int, in_features: int) -> bool:
-        return False
-
-    def quantize(self, weights: F32, bits: int, inputs: Inputs | None) -> list[QuantizedMatrix]:
-        self.calls, self.matrices = self.calls + 1, self.matrices + len(weights)
-        return QUANTIZERS["channel"](None).quantize(weights, bits, inputs)
 
 
 @pytest.fixture(scope="module")
@@ -43,54 +29,45 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Checkpoint:
     return Checkpoint.open(tiny_olmoe(tmp_path_factory.mktemp("olmoe")))
 
 
-def test_weights_are_what_a_pack_gives_back(checkpoint: Checkpoint) -> None:
-    mine = ExpertCoder(checkpoint, QUANTIZERS["group"](32), None)
-    coded, weights = mine.code(KEY, (2, 3, 16)), mine.weights(KEY, (2, 3, 16))
-    for name, bits in (("gate", 2), ("up", 3)):
-        matrix = coded[name]
-        assert isinstance(matrix, QuantizedMatrix)
-        assert matrix.bits == bits
-        assert np.array_equal(dequantize(matrix), weights[name])
-    assert np.array_equal(weights["down"], checkpoint.expert(KEY)["down"])  # bfloat16 as it was
-    assert np.array_equal(mine.weights(KEY, (ORIGINAL,) * 3)["up"], checkpoint.expert(KEY)["up"])
-
-
 def test_prepared_layers_hold_what_experts_get_alone(checkpoint: Checkpoint) -> None:
     alone, prepared = (ExpertCoder(checkpoint, QUANTIZERS["gptq"](None), None) for _ in range(2))
     prepared.prepare([(key, (2, 2, 2)) for key in checkpoint.spec.expert_keys() if key.layer == 1])
     one, other = alone.code(KEY, (2, 2, 2)), prepared.code(KEY, (2, 2, 2))
     for name in one:
-        first, second = one[name], other[name]
-        assert isinstance(first, QuantizedMatrix)
-        assert isinstance(second, QuantizedMatrix)
-        assert np.array_equal(first.qweight, second.qweight)
+        assert np.array_equal(one[name].qweight, other[name].qweight)
 
 
+@pytest.mark.parametrize("way", ["a trial", "a pack after a search"])
 def test_no_batch_is_quantized_twice_however_small_the_cache(
-    checkpoint: Checkpoint, monkeypatch: pytest.MonkeyPatch
+    checkpoint: Checkpoint, way: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Two experts fit a batch and three the cache, of a layer of six."""
-    an_expert = checkpoint.spec.weights_per_expert()
+    an_expert, widths = checkpoint.spec.weights_per_expert(), uniform(checkpoint.spec, 2)
     monkeypatch.setattr(coder, "BATCH_BYTES", 2 * 4 * an_expert)
     monkeypatch.setattr(coder, "CACHE_BYTES", an_expert)
-    quantizer = Counting()
+    quantizer = Rounding()
     mine = ExpertCoder(checkpoint, quantizer, None)
-    Trial(LoadedModel(checkpoint), mine).assign(uniform(checkpoint.spec, 2))
-    n = len(checkpoint.spec.expert_keys())
-    assert quantizer.matrices == 3 * n
-    assert quantizer.calls == 3 * n / 2
+    if way == "a trial":
+        Trial(LoadedModel(checkpoint), mine).assign(widths)
+    else:
+        for batch in batches(checkpoint.spec, widths.items()):
+            mine.prepare(batch)
+        quantizer.calls = quantizer.batches = 0
+        emit(mine, widths, tmp_path / "p", seed=0, label=Label("tests"))
+    n = 3 * len(checkpoint.spec.expert_keys())
+    assert (quantizer.calls, quantizer.batches) == (n, n / 2)
 
 
 def test_widths_that_are_not_wanted_are_not_quantized(checkpoint: Checkpoint) -> None:
-    quantizer = Counting()
+    quantizer = Rounding()
     mine = ExpertCoder(checkpoint, quantizer, None)
     wanted = [(key, (2, 4, 16)) for key in checkpoint.spec.expert_keys() if key.layer == 0]
     for batch in batches(checkpoint.spec, wanted):
         mine.prepare(batch)
-    assert (quantizer.calls, quantizer.matrices) == (2, 2 * len(wanted))
+    assert (quantizer.batches, quantizer.calls) == (2, 2 * len(wanted))
     for key, bits in wanted:
         mine.weights(key, bits)
-    assert quantizer.matrices == 2 * len(wanted)
+    assert quantizer.calls == 2 * len(wanted)
 
 
 def test_experts_with_too_few_tokens_are_named(checkpoint: Checkpoint) -> None:

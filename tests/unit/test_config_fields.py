@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import random
+from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import fields
 from pathlib import Path
@@ -20,7 +21,8 @@ from moeconv.source.archs.config import ConfigInvalid
 from moeconv.source.outline import CheckpointError, Outline
 
 Settings = dict[str, Any]
-CHANGES, CHANGED_AT_ONCE = 100, (1, 1, 1, 2)
+CHANGED_AT_ONCE = (1, 1, 1, 2)
+MANY = pytest.mark.slow
 VALUES: tuple[Any, ...] = (
     0, 1, -1, 2, 3, 7, 24, 65537, 1 << 40, 0.0, 1.5, -0.5, 1e-9, float("inf"), float("nan"), True, False, None, "", "x",
     "silu", "default", "full_attention", [], [0], [1, 2], ["sparse", "dense"], ["full_attention"], {}, {"a": 1},
@@ -43,11 +45,9 @@ RESTING: dict[str, set[str]] = {
 }
 
 
-@pytest.fixture(scope="module", params=list(TINY))
-def tiny(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[str, Settings]:
-    family: str = request.param
-    path = TINY[family][0](tmp_path_factory.mktemp(family))
-    return family, json.loads((path / "config.json").read_text())
+@pytest.fixture(params=list(TINY))
+def tiny(request: pytest.FixtureRequest, tiny_model: Callable[[str], Path]) -> tuple[str, Settings]:
+    return request.param, json.loads((tiny_model(request.param) / "config.json").read_text())
 
 
 def test_every_field_of_the_class_is_asked_for(tiny: tuple[str, Settings]) -> None:
@@ -59,20 +59,22 @@ def test_every_field_of_the_class_is_asked_for(tiny: tuple[str, Settings]) -> No
     assert whole <= known | {"text_config", "tie_word_embeddings"}
 
 
-def test_whatever_a_setting_says_there_is_an_answer_or_a_reason(tiny: tuple[str, Settings]) -> None:
+@pytest.mark.parametrize("changes", [35, pytest.param(100, marks=MANY)])
+def test_whatever_a_setting_says_there_is_an_answer_or_a_reason(tiny: tuple[str, Settings], changes: int) -> None:
     family, settings = tiny
     chance, outcomes = random.Random(family), set()
     names = sorted(set(settings) - {"model_type"})
-    for _ in range(CHANGES):
+    for _ in range(changes):
         changed = {name: chance.choice(VALUES) for name in chance.sample(names, chance.choice(CHANGED_AT_ONCE))}
         outcomes.add(outcome(family, {**settings, **changed}))
     assert outcomes == {"right", "refused"}
 
 
-def test_whatever_a_published_setting_says_there_is_an_answer_or_a_reason() -> None:
+@pytest.mark.parametrize("changes", [2, pytest.param(8, marks=MANY)])
+def test_whatever_a_published_setting_says_there_is_an_answer_or_a_reason(changes: int) -> None:
     chance = random.Random(1)
     for settings in PUBLISHED.values():
-        for _ in range(8):
+        for _ in range(changes):
             field = chance.choice(sorted(set(settings) - {"model_type"}))
             outcome(settings["model_type"], {**settings, field: chance.choice(VALUES)})
 

@@ -30,7 +30,7 @@ def for_ever(work: Work) -> None:
         work()
 
 
-def interrupted(work: Work, after_s: float = 0.4) -> float:
+def interrupted(work: Work, after_s: float = 0.2) -> float:
     """Returns seconds from Ctrl-C to the end of the work that it ends, which is done again and again until then."""
     sent = [0.0]
 

@@ -2,23 +2,18 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from trials import write_rows
 
 from moeconv.calibration import Sample, divide, load_splits
 from moeconv.calibration.samples import IN_RUNS, RUNS, level, runs, with_documents
 from moeconv.errors import CalibrationError
 
 PARAGRAPH = "Some words of prose that go on for a while. "
-
-
-def write(path: Path, rows: list[dict[str, object]]) -> str:
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows), "utf-8")
-    return str(path)
 
 
 def documents(rows: list[str], *, running: bool = True) -> list[str]:
@@ -41,17 +36,20 @@ def test_no_document_is_torn(rows: list[tuple[int, int]], share: float, seq2seq:
     assert not {sample.document for sample in first} & {sample.document for sample in second}
 
 
-def test_one_document_can_not_be_divided() -> None:
+def test_one_sample_and_one_document_can_not_be_divided() -> None:
     samples = [Sample(f"{number}", "t", document="all") for number in range(20)]
     with pytest.raises(CalibrationError, match="20 samples of one document with nothing to divide"):
         divide(samples, True, 0.5, 0)
+    for seq2seq in (True, False):
+        with pytest.raises(CalibrationError, match="nothing to divide: give more"):
+            divide([Sample("a", "b"), Sample("a ", "b")], seq2seq, 0.5, 0)
 
 
 @pytest.mark.parametrize("fields", [None, {"document": "title"}])
 def test_documents_that_are_named_stay_whole_and_together(tmp_path: Path, fields: dict[str, str] | None) -> None:
     name = "document" if fields is None else "title"
     rows = [{"input": f"q {at}", "target": f"a {at}", name: at % 7} for at in range(70)]
-    splits = load_splits(write(tmp_path / "a.jsonl", rows), None, seed=1, fields=fields)
+    splits = load_splits(write_rows(tmp_path / "a.jsonl", rows), None, seed=1, fields=fields)
     parts = [{sample.document for sample in part} for part in (splits.calibration, splits.heldout)]
     assert parts[0] | parts[1] == set("0123456")
     assert not parts[0] & parts[1]
@@ -63,7 +61,7 @@ def test_documents_that_are_named_stay_whole_and_together(tmp_path: Path, fields
 def test_each_row_may_be_a_document(tmp_path: Path, own: bool) -> None:
     """Unless a field of that name says otherwise."""
     rows = [{"input": f"q {at}", "target": f"a {at}", **({"row": at // 2} if own else {})} for at in range(640)]
-    path = write(tmp_path / "a.jsonl", rows)
+    path = write_rows(tmp_path / "a.jsonl", rows)
     splits = load_splits(path, None, seed=1, fields={"document": "row"})
     every = [sample.document for part in (splits.calibration, splits.heldout) for sample in part]
     assert len(set(every)) == (320 if own else 640)
@@ -107,11 +105,8 @@ def test_a_text_file_shows_documents_by_two_blank_lines(tmp_path: Path) -> None:
 def test_long_rows_are_documents_and_short_ones_tell_none() -> None:
     assert documents(["x" * 1500, "", "y" * 1500]) == ["part 1", "part 2", "part 3"]
     assert documents([PARAGRAPH] * 5) == [""] * 5
-
-
-def test_rows_of_other_kinds_come_in_runs() -> None:
     rows = [str(at) for at in range(4 * RUNS)]
-    found = documents(rows, running=False)
+    found = documents(rows, running=False)  # of other kinds they come in runs
     assert len(set(found)) == RUNS
     assert found == sorted(found, key=lambda name: int(name.split()[1]))
     assert len(set(documents(rows[:50], running=False))) == 50
@@ -123,3 +118,46 @@ def test_runs_are_many_and_alike(count: int, wanted: int) -> None:
     sizes = [found.count(number) for number in dict.fromkeys(found)]
     assert min(count, wanted) <= len(sizes) < 2 * wanted + 1
     assert set(sizes[:-1]) <= {sizes[0]}
+
+
+# Dividing: nothing in both parts, nothing lost, running text stays running text
+
+SAMPLES = st.lists(st.integers(0, 5).map(lambda i: Sample(str(i), "t")), min_size=2, max_size=40)
+
+
+@given(SAMPLES.filter(lambda samples: len(set(samples)) > 1), st.floats(0.1, 0.9))
+def test_equal_samples_never_land_in_both_parts(samples: list[Sample], share: float) -> None:
+    first, second = divide(samples, True, share, 3)
+    assert not set(first) & set(second)
+    assert sorted([*first, *second], key=str) == sorted(set(samples), key=str)
+
+
+@given(st.lists(st.text("ab \n", min_size=1).map(Sample), min_size=2, max_size=40), st.floats(0.1, 0.9))
+def test_running_text_is_cut_once(samples: list[Sample], share: float) -> None:
+    first, second = divide(samples, False, share, 3)
+    assert first
+    assert second
+    assert [*first, *second] == samples
+
+
+def test_share_counts_samples_or_characters() -> None:
+    pairs = [Sample(f"word {i}", f"w {i}") for i in range(100)]
+    first, second = divide(pairs, True, 0.6, 0)
+    assert (len(first), len(second)) == (60, 40)
+    assert divide(pairs, True, 0.6, 0) == (first, second)
+    assert divide(pairs, True, 0.6, 1)[0] != first
+    text = [Sample("x" * 600)] + [Sample(f"{i:0100d}") for i in range(4)]
+    assert [len(part) for part in divide(text, False, 0.6, 0)] == [1, 4]
+
+
+def test_copies_with_other_white_space_are_dropped() -> None:
+    first, second = divide([Sample("a b", "c"), Sample("a  b ", "c"), Sample("d", "e")], True, 0.5, 0)
+    assert {sample.source for sample in (*first, *second)} == {"a b", "d"}
+    text = [
+        Sample("first " * 20),
+        Sample("= Heading ="),
+        Sample("second " * 20),
+        Sample("= Heading ="),
+        Sample("first  " * 20),
+    ]
+    assert divide(text, False, 0.4, 0)[1] == (text[2], text[3])

@@ -16,9 +16,10 @@ from moert.engine.generation import GenerationSettings
 from moert.kernels import library
 from moert.kernels.library import InstructionSetInvalid
 from moert.pack.codec import F32
+from tests.kernels import needs_native
+from tests.refusing import one_line
 
 NEW = 6
-needs_library = pytest.mark.skipif(library.load() is None, reason=f"no native kernels: {library.missing()}")
 
 
 @pytest.fixture(scope="module")
@@ -32,7 +33,7 @@ def answer(path: Path, prompt: str = PROMPTS[3], **chosen: object) -> tuple[list
         return run_greedy(engine, engine.encode(prompt), NEW)
 
 
-@needs_library
+@needs_native
 @pytest.mark.parametrize("name", SPECS)
 def test_every_kernel_answers_by_its_name(packs: dict[str, Path], name: str) -> None:
     best, *_ = running()
@@ -49,7 +50,7 @@ def test_every_kernel_answers_by_its_name(packs: dict[str, Path], name: str) -> 
         assert 1e-6 < distance < 0.1
 
 
-@needs_library
+@needs_native
 @pytest.mark.parametrize("ids", [[3], list(range(2, 11)) * 9])
 def test_a_model_of_every_part_is_the_same_on_all_kernels(tmp_path: Path, ids: list[int]) -> None:
     """At 16 bits but for the order of sums; read at once or step by step in the same bits."""
@@ -65,12 +66,6 @@ def test_a_model_of_every_part_is_the_same_on_all_kernels(tmp_path: Path, ids: l
                 assert np.array_equal(steps, found[kernels])
     size = np.abs(found["reference"]).max()
     assert all(np.abs(logits - found["reference"]).max() < 1e-4 * size for logits in found.values())
-
-
-def test_unknown_kernels_are_named(packs: dict[str, Path]) -> None:
-    with pytest.raises(InstructionSetInvalid, match="mmx") as error:
-        Engine.open(packs["decoder"], kernels="mmx")
-    assert "\n" not in str(error.value)
 
 
 @pytest.mark.parametrize("name", SPECS)
@@ -91,7 +86,7 @@ def test_without_the_library_there_is_one_note_and_the_answer_of_the_reference(
     with Engine.open(packs[name], notify=notes.append, kernels="reference") as engine:
         run_greedy(engine, engine.encode("abc"), NEW)
     assert notes == []  # as asked
-    with pytest.raises(InstructionSetInvalid, match="kernels='avx2' does not run here: there are no native kernels"):
+    with one_line(InstructionSetInvalid, "kernels='avx2' does not run here: there are no native kernels"):
         Engine.open(packs[name], kernels="avx2")
 
 
@@ -107,7 +102,7 @@ def test_each_thing_to_say_is_said_once(tmp_path: Path, monkeypatch: pytest.Monk
     assert "holds less than one token demands" in notes[1]
 
 
-@needs_library
+@needs_native
 @pytest.mark.parametrize("name", SPECS)
 def test_threads_change_no_bit(packs: dict[str, Path], name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("moert.engine.engine.usable_cores", lambda: 2)  # they may share one

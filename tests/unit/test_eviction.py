@@ -1,10 +1,11 @@
 from __future__ import annotations
 
+import time
 from dataclasses import fields
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from tiny_packs import DECODER_SHAPE as SHAPE
 
@@ -12,8 +13,10 @@ from moert.experts import policy as succession
 from moert.experts.policy import (
     EVICTION,
     FORGETTING,
+    FORGOTTEN,
     Candidates,
     Demand,
+    EvictionPolicy,
     PaperEviction,
     Residency,
     Succession,
@@ -23,6 +26,7 @@ from moert.experts.policy import (
 from moert.pack.model_spec import ExpertKey, LayerKey, StackName
 from moert.pack.paths import record
 from recipes.bench.controls import FirstInFirstOut, LastInFirstOut
+from tests.kernels import needs_native
 
 DECODER = [LayerKey("decoder", layer) for layer in (0, 1, 2, 3)]
 BOTH = [LayerKey("encoder", layer) for layer in (1, 3)] + [LayerKey("decoder", layer) for layer in (1, 3, 5)]
@@ -44,65 +48,24 @@ def at(stack: StackName, layer: int, **values: float) -> dict[str, float]:
     return {"place": place_of(LayerKey(stack, layer)), **values}
 
 
-def first_to_leave(name: str, order: list[LayerKey], rows: list[dict[str, float]], present: LayerKey) -> list[int]:
-    """All rows in the order in which they leave; ties by least recently used."""
-    columns = candidates(*rows)
-    worth = EVICTION[name](order).worth(columns, present)
-    return sorted(range(len(rows)), key=lambda row: (worth[row], columns.last_used[row]))
+@pytest.mark.parametrize(
+    ("order", "present", "worths"),
+    [
+        (DECODER, DECODER[1], [1, 0, 3, 2]),  # the next layer is worth most, the present one least
+        (DECODER, DECODER[3], [3, 2, 1, 0]),
+        (BOTH, BOTH[1], [1, 0, 4, 3, 2]),  # while encoding both stacks are one cycle
+        (BOTH, BOTH[2], [-1, -1, 0, 2, 1]),  # while decoding the encoder leaves first
+    ],
+)
+def test_paper_keeps_what_is_needed_sooner(order: list[LayerKey], present: LayerKey, worths: list[int]) -> None:
+    rows = [at(*layer) for layer in order]
+    assert EVICTION["paper"](order).worth(candidates(*rows), present).tolist() == worths
 
 
-def test_paper_keeps_what_is_needed_sooner_among_equally_frequent_experts() -> None:
-    rows = [at(*layer) for layer in DECODER]
-    assert first_to_leave("paper", DECODER, rows, DECODER[1]) == [1, 0, 3, 2]  # present, just passed, ..., next
-    assert first_to_leave("paper", DECODER, rows, DECODER[3]) == [3, 2, 1, 0]  # from the last layer to the first
-
-
-@pytest.mark.parametrize(("frequency", "first"), [(1, 1), (2, 1), (3, 0), (9, 0)])
-def test_paper_weighs_frequency_against_nearness(frequency: int, first: int) -> None:
-    # Layer 2 is next: 1 demand * nearness 3. Layer 0 has just run: `frequency` * nearness 1. The tie goes by recency.
-    rows = [at("decoder", 2, frequency=1, last_used=0), at("decoder", 0, frequency=frequency, last_used=1)]
-    assert first_to_leave("paper", DECODER, rows, DECODER[1])[0] == first
-
-
-@pytest.mark.parametrize("kept", [at("decoder", 1, frequency=3), at("decoder", 3, frequency=0, last_used=-1)])
-def test_paper_evicts_the_encoder_first_while_decoding_and_by_recency(kept: dict[str, float]) -> None:
-    """Even before experts that are worth nothing: of the present layer, or preloaded and not demanded yet."""
-    rows = [kept, at("encoder", 1, frequency=50, last_used=8), at("encoder", 3, frequency=90, last_used=7)]
-    assert first_to_leave("paper", BOTH, rows, ("decoder", 1)) == [2, 1, 0]
-
-
-def test_paper_while_encoding_treats_both_stacks_as_one_cycle() -> None:
-    rows = [at(*layer) for layer in BOTH]
-    assert first_to_leave("paper", BOTH, rows, ("encoder", 3)) == [1, 0, 4, 3, 2]
-
-
-def test_simple_policies_each_follow_their_own_column() -> None:
-    rows = [
-        at("decoder", 0, frequency=5, last_used=1, loaded_at=1),
-        at("decoder", 0, frequency=1, last_used=8, loaded_at=2),
-        at("decoder", 0, frequency=9, last_used=7, loaded_at=0),
-    ]
-    order = {name: first_to_leave(name, DECODER, rows, DECODER[0]) for name in ("lru", "lfu")}
-    assert order == {"lru": [0, 2, 1], "lfu": [1, 0, 2]}
-    loaded = candidates(*rows)
+def test_policies_of_the_bench_follow_the_order_of_loading() -> None:
+    loaded = candidates(*(at("decoder", 0, loaded_at=time) for time in (1, 2, 0)))
     assert FirstInFirstOut().worth(loaded, DECODER[0]).argsort().tolist() == [2, 0, 1]
     assert LastInFirstOut().worth(loaded, DECODER[0]).argsort().tolist() == [1, 0, 2]
-
-
-def test_lru_does_not_evict_what_has_just_been_preloaded() -> None:
-    rows = [at("decoder", 0, last_used=3, loaded_at=1), at("decoder", 1, last_used=-1, loaded_at=5)]
-    assert first_to_leave("lru", DECODER, rows, DECODER[0]) == [0, 1]
-
-
-def test_expected_wait_prefers_likely_experts_recent_ones_and_layers_that_run_soon() -> None:
-    likely = at("decoder", 0, frequency=40, visits=100, recent=2.0, age=1, wait=4, interval=4)
-    for worse in ({"frequency": 20}, {"recent": 1.0}, {"age": 5}, {"wait": 5}, {"interval": 9}):
-        assert first_to_leave("expected", DECODER, [likely, likely | worse], DECODER[0]) == [1, 0], worse
-
-
-def test_expected_wait_is_exact_for_an_expert_that_every_visit_demands() -> None:
-    lasting = at("decoder", 0, frequency=7, visits=7, recent=1 / (1 - FORGETTING), age=0, wait=3, interval=4)
-    assert EVICTION["expected"](DECODER).worth(candidates(lasting), DECODER[0]) == pytest.approx([-3.0])
 
 
 def test_expected_wait_listens_to_what_follows_the_layers_latest_experts() -> None:
@@ -187,6 +150,7 @@ RULES = {
 def test_columns_give_what_each_rule_says_of_one_expert(rows, name, present) -> None:
     worth = EVICTION[name](BOTH).worth(candidates(*rows), present)
     assert worth.tolist() == pytest.approx([RULES[name](row, present) for row in rows])
+    assert {*RULES, "layer-lru"} == {*EVICTION}, "every policy is looked at"
 
 
 @given(st.lists(ROWS, max_size=8), st.sampled_from(BOTH), st.integers(0, 3))
@@ -202,10 +166,6 @@ def test_layer_lru_counts_back_in_each_layer(rows, present, needed) -> None:
         for at, rank in zip(mine, ranks, strict=True):
             ties = sum(stamps[other] == stamps[at] for other in mine)
             assert least + rank <= -worth[at] < least + rank + ties
-
-
-def test_every_policy_is_looked_at() -> None:
-    assert {*RULES, "layer-lru"} == {*EVICTION}
 
 
 def test_usage_counts_demands_visits_and_intervals() -> None:
@@ -271,3 +231,151 @@ def test_who_leaves_does_not_depend_on_the_order_of_arrival(names, used, random,
 def test_paper_policy_knows_only_layers_with_experts() -> None:
     with pytest.raises(KeyError):
         PaperEviction(BOTH).worth(candidates(at("decoder", 1)), ("decoder", 2))
+
+
+# Who leaves by the native library is who leaves by numpy, in the same order
+
+ORDER = [LayerKey("encoder", layer) for layer in (0, 2)] + [LayerKey("decoder", layer) for layer in (0, 1, 3)]
+EXPERTS = 6
+KNOWN = ("paper", "lru", "lfu", "expected")
+
+
+def policies(name: str, rng: np.random.Generator) -> list[EvictionPolicy]:
+    """Two that know the same."""
+    shares = {place_of(at): rng.dirichlet(np.ones(EXPERTS), EXPERTS) for at in ORDER if rng.random() < 0.7}
+    return [EVICTION[name](ORDER, Succession(shares) if shares else None) for _ in range(2)]
+
+
+class Both:
+    """A residency that asks the library, one that does not, and what comes of the same events."""
+
+    def __init__(self, name: str, capacity: int, rng: np.random.Generator) -> None:
+        one, other = policies(name, rng)
+        self.sides = [Residency(capacity, one, native=True), Residency(capacity, other, native=False)]
+        self.left: list[ExpertKey] = []
+
+    def visit(self, at: LayerKey, experts: list[int], sizes: dict[ExpertKey, int], rng: np.random.Generator) -> None:
+        demand = Demand(at, tuple(experts))
+        for side in self.sides:
+            side.begin(demand)
+        keys = demand.expert_keys()
+        missing = sum(sizes[key] for key in keys if key not in self.sides[0])
+        others = sorted(self.sides[0])
+        locked = [key for key in others if rng.random() < 0.1]
+        likely = [key for key in others if rng.random() < 0.1]
+        for force in (False, True):
+            one, other = (side.victims(missing, locked, likely, force) for side in self.sides)
+            assert one == other
+        for key in one or ():
+            self.left.append(key)
+            for side in self.sides:
+                side.remove(key)
+        for key in keys:
+            for side in self.sides:
+                if key not in side and side.used_bytes + sizes[key] <= side.capacity_bytes:
+                    side.add(key, sizes[key])
+                if key in side:
+                    side.demand(key)
+                    side.done(key)
+
+
+def run(name: str, seed: int, visits: int, mixed: bool) -> Both:
+    rng = np.random.default_rng(seed)
+    sizes = {at.expert(number): int(rng.integers(1, 9)) if mixed else 4 for at in ORDER for number in range(EXPERTS)}
+    both = Both(name, int(rng.integers(10, 60)), rng)
+    popular = rng.dirichlet(np.full(EXPERTS, 0.5))
+    for turn in range(visits):
+        at = ORDER[turn % len(ORDER)] if rng.random() < 0.9 else ORDER[int(rng.integers(len(ORDER)))]
+        count = int(rng.integers(1, 4))
+        experts = sorted(set(rng.choice(EXPERTS, count, p=popular).tolist()))
+        both.visit(at, experts, sizes, rng)
+    return both
+
+
+@needs_native
+@pytest.mark.parametrize("name", EVICTION)
+@settings(max_examples=25, deadline=None)
+@given(seed=st.integers(0, 1 << 30), mixed=st.booleans())
+def test_the_same_experts_leave_in_the_same_order(name: str, seed: int, mixed: bool) -> None:
+    run(name, seed, 60, mixed)
+
+
+@needs_native
+@pytest.mark.parametrize("name", EVICTION)
+def test_they_do_after_thousands_of_visits_as_well(name: str) -> None:
+    """Long after an expert was used last it is as if it never had been."""
+    both = run(name, 5, 2000, mixed=True)
+    assert len(both.left) > 200
+    asked = hasattr(EVICTION[name](ORDER), "rule")
+    assert asked == (name in KNOWN)
+
+
+@needs_native
+@pytest.mark.parametrize("name", KNOWN)
+def test_the_library_is_what_answers(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Residency, "_choose_slowly", None)
+    residency = Residency(10, EVICTION[name](ORDER))
+    residency.begin(Demand(ORDER[0], ()))
+    assert residency.victims(11) is None
+    for number in range(5):
+        residency.add(ORDER[0].expert(number), 2)
+    assert residency.victims(3) == [ORDER[0].expert(0), ORDER[0].expert(1)]
+    assert residency.victims(10) == [ORDER[0].expert(number) for number in range(5)]
+    assert residency.victims(11) is None
+    assert residency.victims(2, locked=[ORDER[0].expert(number) for number in range(5)]) is None
+
+
+@needs_native
+@pytest.mark.parametrize("native", [True, False])
+@pytest.mark.parametrize("name", KNOWN)
+def test_thousands_of_experts(name: str, native: bool) -> None:
+    """All leave at once, the columns grow on the way."""
+    order = [LayerKey("decoder", layer) for layer in range(48)]
+    rng = np.random.default_rng(0)
+    residency = Residency(128 * 48 * 3, EVICTION[name](order), native)
+    for _ in range(3):
+        for at in order:
+            experts = sorted(rng.choice(128, 40, replace=False).tolist())
+            residency.begin(Demand(at, tuple(experts)))
+            for number in experts:
+                if at.expert(number) not in residency:
+                    residency.add(at.expert(number), 3)
+                residency.demand(at.expert(number))
+                residency.done(at.expert(number))
+    leaving = residency.victims(residency.capacity_bytes)
+    assert len(leaving) == len(set(leaving)) == residency.used_bytes // 3
+    other = residency.victims(residency.capacity_bytes - residency.used_bytes + 3 * 1000)
+    assert other == leaving[:1000]
+
+
+def test_what_is_forgotten_is_what_the_policies_compute() -> None:
+    ages = np.random.default_rng(0).integers(0, 20_000, 1001)
+    expected = np.exp2(np.log2(FORGETTING) * ages)
+    assert (np.where(ages < len(FORGOTTEN), FORGOTTEN[np.minimum(ages, len(FORGOTTEN) - 1)], 0.0) == expected).all()
+
+
+@needs_native
+def test_a_choice_takes_microseconds() -> None:
+    """The best of many, so that a busy machine does not matter; 64 experts in memory of 256."""
+    order = [LayerKey("decoder", layer) for layer in range(8)]
+    times = {}
+    for native in (True, False):
+        residency = Residency(64, EVICTION["expected"](order), native)
+        rng, best = np.random.default_rng(0), 1.0
+        for turn in range(400):
+            at = order[turn % 8]
+            experts = sorted(rng.choice(32, 4, replace=False).tolist())
+            residency.begin(Demand(at, tuple(experts)))
+            missing = [at.expert(number) for number in experts if at.expert(number) not in residency]
+            started = time.perf_counter()
+            leaving = residency.victims(len(missing))
+            best = min(best, time.perf_counter() - started) if leaving else best
+            for key in leaving or ():
+                residency.remove(key)
+            for key in missing:
+                residency.add(key, 1)
+            for number in experts:
+                residency.demand(at.expert(number))
+                residency.done(at.expert(number))
+        times[native] = best
+    assert times[True] < times[False] / 3

@@ -2,29 +2,25 @@
 
 from __future__ import annotations
 
+import errno
 import json
-import os
+import resource
+import signal
 import subprocess
 import sys
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
 
 import pytest
+from command_line import Moert
+from tiny_packs import DECODER, write_pack
 
+from moeconv import __main__ as moeconv
 from moeconv.command import cli
 from moeconv.errors import TargetMissed
-
-
-def failed(*command: str, cwd: Path) -> tuple[int, dict[str, Any], str]:
-    """Returns the status of a Python process, the object on stdout and the line on stderr."""
-    environment = {**os.environ, "HF_HUB_OFFLINE": "1"}
-    done = subprocess.run(
-        [sys.executable, *command], cwd=cwd, env=environment, stdin=subprocess.DEVNULL, capture_output=True, text=True,
-        check=False,
-    )  # fmt: skip
-    assert done.stderr.count("\n") == 1
-    return done.returncode, json.loads(done.stdout), done.stderr
+from moert import __main__ as moert
+from moert.command import console
+from moert.pack.messages import Least, refusal, short_of_memory
 
 
 @pytest.mark.parametrize(
@@ -56,31 +52,46 @@ def failed(*command: str, cwd: Path) -> tuple[int, dict[str, Any], str]:
         ("moeconv recipe walk --json", "UsageError"),
     ],
 )
-def test_every_command_says_as_json_why_it_failed(line: str, kind: str, tmp_path: Path) -> None:
-    code, found, said = failed("-m", *line.split(), cwd=tmp_path)
-    assert code == 2
-    assert set(found) == {"error"}
+def test_every_command_says_as_json_why_it_failed(
+    line: str, kind: str, tmp_path: Path, moert: Moert, monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:  # fmt: skip
+    monkeypatch.chdir(tmp_path)
+    program, *arguments = line.split()
+    if program == "moert":
+        code, out, said = moert(*arguments), moert.out, moert.err
+    else:
+        code, (out, said) = cli._exit_code(arguments), capsys.readouterr()
+    found = json.loads(out)
+    assert (code, set(found), said.count("\n")) == (2, {"error"}, 1)
     assert {"code": 2, "kind": kind} == {name: found["error"][name] for name in ("code", "kind")}
-    assert said == f"{line.split()[0]}: {found['error']['message']}\n"
+    assert said == f"{program}: {found['error']['message']}\n"
 
 
-def test_what_stands_behind_two_dashes_is_no_option(tmp_path: Path) -> None:
-    done = subprocess.run(
-        [sys.executable, "-m", "moert", "run", "no.pack", "--", "--json"], cwd=tmp_path, capture_output=True, text=True,
-        check=False,
-    )  # fmt: skip
-    assert (done.returncode, done.stdout) == (2, "")
+@pytest.mark.parametrize(
+    ("line", "kind"),
+    [
+        ("moert run no.pack x --json", "ManifestMissing"),
+        ("moeconv plan no/such/work --json", "SettingsError"),
+        ("moert run no.pack -- --json", None),  # behind two dashes it is no option
+    ],
+)
+def test_processes_say_the_same(line: str, kind: str | None) -> None:
+    command = [sys.executable, "-m", *line.split()]
+    done = subprocess.run(command, stdin=subprocess.DEVNULL, capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stderr.count("\n")) == (2, 1)
+    assert (json.loads(done.stdout)["error"]["kind"] if done.stdout else None) == kind
 
 
-def test_a_program_that_can_not_begin_says_so_too(tmp_path: Path) -> None:
-    for program in ("moert", "moeconv"):
-        code = (
-            "import resource, sys; resource.setrlimit(resource.RLIMIT_AS, (100_000_000, 100_000_000)); "
-            f"sys.argv = [{program!r}, 'x', '--json']; from {program}.__main__ import main; main()"
-        )
-        status, found, said = failed("-c", code, cwd=tmp_path)
-        assert (status, found["error"]["kind"]) == (2, "OutOfMemory")
-        assert said == f"{program}: {found['error']['message']}\n"
+@pytest.mark.parametrize("program", ["moert", "moeconv"])
+def test_a_program_that_can_not_begin_says_so_too(program: str) -> None:
+    code = (
+        "import resource, sys; resource.setrlimit(resource.RLIMIT_AS, (100_000_000, 100_000_000)); "
+        f"sys.argv = [{program!r}, 'x', '--json']; from {program}.__main__ import main; main()"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    found = json.loads(done.stdout)["error"]
+    assert (done.returncode, found["kind"], done.stderr) == (2, "OutOfMemory", f"{program}: {found['message']}\n")
 
 
 def test_a_missed_target_is_an_object_with_3(
@@ -105,3 +116,141 @@ def test_a_result_that_misses_its_target_has_both(
     assert cli._exit_code(["quantize", "m", "--bits", "4", "--json"]) == 3
     error = {"code": 3, "kind": "TargetMissed", "message": "the held-out loss is above"}
     assert json.loads(capsys.readouterr().out) == {"model": "m", "error": error}
+
+
+# Ctrl-C while Python still loads a program: no traceback, whichever module it comes in
+
+ROOT = Path(__file__).resolve().parents[2]
+CODE = """
+import os, signal, sys
+
+class CtrlC:
+    def find_spec(self, name, path=None, target=None):
+        if name == {module!r}:
+            os.kill(os.getpid(), signal.SIGINT)
+
+signal.signal(signal.SIGINT, signal.default_int_handler)  # tests run in the background ignore it
+sys.meta_path.insert(0, CtrlC())
+sys.argv = [{program!r}, *{arguments!r}]
+from {program}.__main__ import main
+main()
+"""
+ASKED = {"moert": ["info", "--system"], "moeconv": ["plan", "no such folder", "--loss", "5%"]}
+
+
+@pytest.mark.parametrize("program", ASKED)
+@pytest.mark.parametrize("module", ["typer", "PROGRAM.command.cli", "PROGRAM.errors", "moert.pack.errors"])
+def test_it_ends_quietly(program: str, module: str) -> None:
+    code = CODE.format(module=module.replace("PROGRAM", program), program=program, arguments=ASKED[program])
+    run = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=False)
+    assert run.returncode in (130, -signal.SIGINT), run.stderr
+    assert "Traceback" not in run.stderr
+
+
+def test_where_the_caller_ignores_it_the_command_does_too() -> None:
+    code = CODE.format(module="typer", program="moert", arguments=["--version"]).replace(
+        "default_int_handler", "SIG_IGN"
+    )
+    run = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=False)
+    assert (run.returncode, run.stderr) == (0, "")
+    assert run.stdout.startswith("moert ")
+
+
+def test_the_installed_commands_begin_there() -> None:
+    text = (ROOT / "pyproject.toml").read_text(encoding="utf-8")
+    for program in ASKED:
+        assert f'{program} = "{program}.__main__:main"' in text
+
+
+# Too little memory to begin with
+
+PROGRAMS = {"moert": Least(*moert.LEAST), "moeconv": Least(*moeconv.LEAST)}
+
+
+@pytest.fixture(scope="module")
+def pack(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_pack(tmp_path_factory.mktemp("least") / "p", DECODER, paths=False)
+
+
+def run(nbytes: int, program: str, *arguments: object) -> tuple[int, str]:
+    """Status and errors of a program that may have so many bytes of addresses."""
+
+    def limited() -> None:
+        resource.setrlimit(resource.RLIMIT_AS, (nbytes, nbytes))
+        resource.setrlimit(resource.RLIMIT_CPU, (60, 60))
+
+    done = subprocess.run(
+        [sys.executable, "-m", program, *map(str, arguments)], stdin=subprocess.DEVNULL, capture_output=True,
+        text=True, timeout=120, check=False, preexec_fn=limited, cwd=ROOT,
+    )  # fmt: skip
+    return done.returncode, done.stderr
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="addresses are limited on Linux alone")
+@pytest.mark.parametrize(
+    "megabytes", [40, 159, 170, 250, *(pytest.param(each, marks=pytest.mark.slow) for each in (100, 200, 300, 400))]
+)
+def test_running_with_few_addresses_is_one_line(pack: Path, megabytes: int) -> None:
+    code, errors = run(megabytes * 10**6, "moert", "run", pack, "one", "--max-new-tokens", "2")
+    assert (code, errors) == (0, "") or (code == 2 and errors.startswith("moert: ") and errors.count("\n") == 1)
+    if megabytes * 10**6 < PROGRAMS["moert"].address_bytes:
+        assert "at least 160 MB are needed to begin" in errors
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="addresses are limited on Linux alone")
+@pytest.mark.parametrize("megabytes", [100, 500, 999])
+def test_converting_with_few_addresses_is_one_line(pack: Path, megabytes: int) -> None:
+    code, errors = run(megabytes * 10**6, "moeconv", "verify", pack)
+    assert code == 2
+    assert errors.startswith("moeconv: ")
+    assert errors.count("\n") == 1
+
+
+def test_what_is_needed_runs(pack: Path) -> None:
+    assert run(1 << 30, "moert", "run", pack, "one", "--max-new-tokens", "2") == (0, "")
+
+
+@pytest.mark.parametrize("program", PROGRAMS)
+def test_a_control_group_that_is_too_small_is_noticed(program: str, tmp_path: Path) -> None:
+    (tmp_path / "proc/self").mkdir(parents=True)
+    (tmp_path / "proc/self/cgroup").write_text("0::/a/b\n")
+    limits = tmp_path / "sys/fs/cgroup/a"
+    limits.mkdir(parents=True)
+    (limits / "memory.max").write_text("max\n")
+    assert refusal(PROGRAMS[program], tmp_path) is None
+    (limits / "memory.max").write_text("20000000\n")
+    needed = PROGRAMS[program].memory_bytes // 10**6
+    reason = refusal(PROGRAMS[program], tmp_path)
+    assert f"at least {needed} MB are needed to begin, and this process may have 20 MB of memory" in reason
+
+
+def test_the_least_is_in_the_docs() -> None:
+    text = (ROOT / "docs/commands.md").read_text(encoding="utf-8")
+    for least in PROGRAMS.values():
+        assert f"{least.memory_bytes // 10**6} MB" in text
+        assert f"{least.address_bytes // 10**6:,} MB" in text
+
+
+def test_what_python_says_of_a_shortage() -> None:
+    def brought_about(error: BaseException, by: BaseException) -> BaseException:
+        error.__cause__ = by
+        return error
+
+    short = [
+        MemoryError(), OSError(errno.ENOMEM, "Cannot allocate memory"), RuntimeError("can't start new thread"),
+        ImportError("libx.so: failed to map segment from shared object"),
+        brought_about(ImportError("no numpy"), ImportError("libx.so: failed to map segment from shared object")),
+        RuntimeError("DefaultCPUAllocator: can't allocate memory: you tried to allocate 1 bytes"),
+    ]  # fmt: skip
+    assert all(map(short_of_memory, short))
+    others = [ImportError("no module"), OSError(errno.ENOSPC, "No space"), ValueError("can't start new thread"), None]
+    assert not any(map(short_of_memory, others))
+
+
+@pytest.mark.parametrize("error", [MemoryError(), OSError(errno.ENOMEM, "x"), RuntimeError("can't start new thread")])
+def test_a_command_that_finds_no_memory_says_so(error: Exception, capsys: pytest.CaptureFixture[str]) -> None:
+    def command() -> None:
+        raise error
+
+    assert console.exit_code(command) == console.USAGE
+    assert capsys.readouterr().err == f"moert: {console.SHORT}\n"

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
-from test_layered import Unseen, layered_of, scorer_of
+from test_layered import layered_of, scorer_of
 from torch import Tensor
 
 from moeconv.measure.passes import LayeredModel
@@ -18,6 +19,7 @@ from moeconv.sweep.fisher import Gradients, LayerScales
 from moert.pack.model_spec import LayerKey
 
 TinyModel = Callable[[str, str], Path]
+BAR = SimpleNamespace(update=lambda n: None)
 FAMILIES = ("olmoe", "deepseek_v3", "qwen3_5_moe_text", "gpt_oss", "llama4_text", "gemma4_text", "nemotron_h")
 DRAWS = 3
 
@@ -81,7 +83,7 @@ def _add(model: LayeredModel, of: Gradients, at: LayerKey, call: Call, gradient:
 def test_costs_are_those_of_the_whole_model(family: str, tiny_model: TinyModel, tmp_path: Path) -> None:
     model = layered_of(tiny_model(family, "plain"), tmp_path)
     of = gradients_of(model)
-    found = of.run(Journal(tmp_path / "journal", "s"), "text", Unseen()).layers
+    found = of.run(Journal(tmp_path / "journal", "s"), "text", BAR).layers
     model.original_experts()
     for at, effects in whole_model_effects(model, of).items():
         base = effects[0]
@@ -99,7 +101,7 @@ def test_a_killed_run_goes_on_at_its_layer(
     tiny_model: TinyModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     path = tiny_model("olmoe", "plain")
-    expected = gradients_of(layered_of(path, tmp_path / "a")).run(Journal(tmp_path / "ja", "s"), "text", Unseen())
+    expected = gradients_of(layered_of(path, tmp_path / "a")).run(Journal(tmp_path / "ja", "s"), "text", BAR)
 
     class Killed(Exception):
         pass
@@ -115,8 +117,8 @@ def test_a_killed_run_goes_on_at_its_layer(
 
     monkeypatch.setattr(LayeredModel, "ready", watched)
     with pytest.raises(Killed):
-        gradients_of(layered_of(path, tmp_path / "b")).run(Journal(tmp_path / "jb", "s"), "text", Unseen())
-    again = gradients_of(layered_of(path, tmp_path / "b")).run(Journal(tmp_path / "jb", "s"), "text", Unseen())
+        gradients_of(layered_of(path, tmp_path / "b")).run(Journal(tmp_path / "jb", "s"), "text", BAR)
+    again = gradients_of(layered_of(path, tmp_path / "b")).run(Journal(tmp_path / "jb", "s"), "text", BAR)
     assert again.layers == expected.layers
     assert back[2] == back[1], "the last layer is not run again"
 
@@ -132,7 +134,7 @@ def test_layers_are_measured_with_all_of_their_experts(tiny_model: TinyModel, tm
     with torch.inference_mode():
         model.through(model.passage(texts.ids, keeps=True), texts.ids, texts.real, "states")
     scales = LayerScales(model, texts, [bits, (4, 4, 4)], windows=3)
-    found = scales.run(Journal(tmp_path / "journal", "s"), "text", Unseen()).nats
+    found = scales.run(Journal(tmp_path / "journal", "s"), "text", BAR).nats
     scorer = scorer_of(model)
     scorer.texts = texts.select(scales.places.tolist())
     model.restore()

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
-from test_layered import Unseen
 from tiny import tiny_nllb_moe
 from torch import Tensor
 from trials import pairs, questions, scorers, trial_of
@@ -22,6 +22,7 @@ from moeconv.sweep.fisher import Costs, LayerCosts, PairGradients, PairScales, P
 from moert.pack.model_spec import ExpertKey, LayerKey
 
 TinyModel = Callable[[str, str], Path]
+BAR = SimpleNamespace(update=lambda n: None)
 CASES = {
     "switch": ("switch_transformers", "all layers sparse"),
     "switch, dense layers between": ("switch_transformers", "every second layer sparse"),
@@ -43,7 +44,7 @@ def gradients_of(trial: Trial, samples: Any = None, **changes: Any) -> PairGradi
 
 
 def run(of: PairGradients, path: Path) -> Costs:
-    return of.run(Journal(path, "s"), "text", Unseen())
+    return of.run(Journal(path, "s"), "text", BAR)
 
 
 def log_p(of: PairGradients, part: Part, at: LayerKey | None = None, change: Any = None) -> Tensor:
@@ -167,7 +168,7 @@ def test_layers_are_measured_with_all_of_their_experts(
     trial = trial_of(tiny_model("switch_transformers", "every second layer sparse"), 4)
     [scorer] = scorers(trial, pairs(5), "token_perplexity")
     path = tmp_path / "journal"
-    found = PairScales(trial, scorer, [(4, 4), (2, 2)]).run(Journal(path, "s"), "text", Unseen())
+    found = PairScales(trial, scorer, [(4, 4), (2, 2)]).run(Journal(path, "s"), "text", BAR)
     trial.assign(uniform(trial.spec, ORIGINAL))
     scorer.score(as_reference=True)
     for at in trial.spec.moe_layers():
@@ -175,7 +176,7 @@ def test_layers_are_measured_with_all_of_their_experts(
         assert found.nats[at][1] == pytest.approx(float(scorer.score().kls.sum()), rel=1e-5)
         assert found.nats[at][1] > found.nats[at][0] > 0
     monkeypatch.setattr(PairScales, "_measured", lambda self, at: pytest.fail("it was measured before"))
-    assert PairScales(trial, scorer, [(4, 4), (2, 2)]).run(Journal(path, "s"), "text", Unseen()) == found
+    assert PairScales(trial, scorer, [(4, 4), (2, 2)]).run(Journal(path, "s"), "text", BAR) == found
 
 
 def test_a_layer_is_scaled_by_what_it_costs_at_all_narrower_widths() -> None:

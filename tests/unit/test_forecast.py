@@ -61,7 +61,6 @@ def spec_of(name: str) -> ModelSpec:
 def test_a_mixture_has_the_bits_that_were_asked_for(storage: Storage, bits: float) -> None:
     spec = spec_of("OLMoE-1B-7B")
     mixed = mixture(spec, storage, (2, 3, 4, 8), bits)
-    assert mixed is not None
     mean = sum(part * effective_bits(spec, storage, width) for width, part in mixed.parts().items())
     assert mean == pytest.approx(bits)
     high = sum(mixed.width(key) == mixed.high for key in spec.expert_keys())
@@ -72,11 +71,7 @@ def test_no_mixture_is_narrower_or_wider_than_all_widths() -> None:
     spec = spec_of("OLMoE-1B-7B")
     assert mixture(spec, Storage(), (2, 3), 1.5) is None
     assert mixture(spec, Storage(), (2, 3), 3.5) is None
-
-
-def test_the_source_of_four_bits_has_no_mixture_above_them() -> None:
-    spec = spec_of("gpt-oss-20b")
-    found = ways(spec, Storage(mxfp4=True))
+    found = ways(spec_of("gpt-oss-20b"), Storage(mxfp4=True))
     assert [each.low for each in found if each.low == each.high] == [2, 3, 4, 16]
     assert [each.bits_per_weight for each in found if each.low != each.high] == [BITS_PER_WEIGHT[0]]
 
@@ -124,21 +119,19 @@ def test_quantized_matrices_count_at_their_width() -> None:
     assert max(eight, key=lambda bits: eight[bits]) == 8
 
 
-def test_with_all_in_memory_a_token_takes_what_is_computed() -> None:
-    assert token_s(WORK, PROCESSOR, NEVER, 1.0) == pytest.approx(2e6 / 20e9 + 3 * 1e-4 + 2 * 2 * 4e6 / 20e9)
-
-
-def test_with_nothing_in_memory_it_waits_for_all_that_it_asks_for() -> None:
-    slow = Drive(100e6, 100e6)
-    outside = 2e6 / 20e9 + 3 * 1e-4
-    layer = 1e-3 + 2 * 5e6 / 100e6 + 4e6 / 20e9
-    assert token_s(WORK, PROCESSOR, slow, 0.0) == pytest.approx(outside + 2 * layer)
-
-
-def test_small_experts_cost_what_a_miss_costs() -> None:
-    tiny = replace(WORK, experts={4: 400.0}, file_bytes=500.0)
-    outside = 2e6 / 20e9 + 3 * 1e-4
-    assert token_s(tiny, PROCESSOR, Drive(1e9, 1e9), 0.0) == pytest.approx(outside + 2 * 2e-3, rel=1e-3)
+@pytest.mark.parametrize(
+    ("work", "bytes_per_s", "hit_rate", "of_a_layer"),
+    [
+        (WORK, 1e15, 1.0, 2 * 4e6 / 20e9),  # all in memory: what is computed
+        (WORK, 100e6, 0.0, 1e-3 + 2 * 5e6 / 100e6 + 4e6 / 20e9),  # nothing: it waits for all that it asks for
+        (replace(WORK, experts={4: 400.0}, file_bytes=500.0), 1e9, 0.0, 2e-3),  # small ones cost what a miss costs
+    ],
+)
+def test_a_token_takes_what_is_computed_and_what_it_waits_for(
+    work: Work, bytes_per_s: float, hit_rate: float, of_a_layer: float
+) -> None:
+    expected = 2e6 / 20e9 + 3 * 1e-4 + 2 * of_a_layer
+    assert token_s(work, PROCESSOR, Drive(bytes_per_s, bytes_per_s), hit_rate) == pytest.approx(expected, rel=1e-3)
 
 
 def test_one_read_at_a_time_may_be_slower() -> None:
@@ -172,13 +165,10 @@ def test_too_little_memory_has_no_speed() -> None:
     assert (nothing.room_share, nothing.hit_rate, nothing.read_bytes, nothing.tokens_per_s) == (None,) * 4
     little = forecast(found, like, PROCESSOR, Drive(5e8, 5e8), least)
     whole = forecast(found, like, PROCESSOR, Drive(5e8, 5e8), found.fit.whole_memory)
-    assert little.room_share is not None
     assert 0 < little.room_share < 0.1
-    assert little.read_bytes is not None
     asked = 16 * 8 * 3 * 2048 * 1024 / 2
     assert little.read_bytes == pytest.approx((1 - like.hit_rate(little.room_share)) * asked, rel=0.02)
     assert (whole.room_share, whole.hit_rate, whole.read_bytes) == (1.0, 1.0, 0)
-    assert whole.tokens_per_s is not None
     assert little.tokens_per_s is not None
     assert whole.tokens_per_s > 5 * little.tokens_per_s
     assert forecast(found, like, None, NEVER, least).tokens_per_s is None, "no kernels, no speed"
@@ -213,7 +203,6 @@ def test_between_two_measured_shares_a_straight_line() -> None:
 def test_a_machine_without_kernels_is_none() -> None:
     assert processor_of({"kernel_bytes_per_s": None}) is None
     found = processor_of({"kernel_bytes_per_s": {"2": 1.0, "3": 2.0, "4": 3.0, "8": 4.0, "16": 5.0}})
-    assert found is not None
     assert found.kernel_bytes_per_s[16] == 5.0
     assert found.layer_s == stated().processor.layer_s > 0
 

@@ -24,53 +24,19 @@ from moert.errors import HashMissing, NotFinite, SettingInvalid
 from moert.experts import names as names_module
 from moert.experts.policy import Demand, Residency
 from moert.experts.predictors import of_one_token
-from moert.kernels import library, open_backend
+from moert.kernels import open_backend
 from moert.kernels.backend import Floats, opaque
-from moert.kernels.reference import ReferenceBackend, sparsemax
+from moert.kernels.reference import ReferenceBackend
 from moert.pack.errors import HashMismatch, HeaderInvalid
-from moert.pack.hash import HASH, HashFunction, Lstm, RoutedLoss, StackHash
+from moert.pack.hash import HASH, RoutedLoss
 from moert.pack.model_spec import LayerKey
 from recipes.bench.controls import Foreseen, Foretold, opened
+from tests.kernels import KERNELS, NATIVE, needs_native
+from tests.plain_hash import plain
 
-NATIVE = library.load() is not None
-needs_native = pytest.mark.skipif(not NATIVE, reason=f"the same bit for bit on the native kernels: {library.missing()}")
-KERNELS = ["reference", pytest.param("auto", marks=needs_native)]
 ASKED: dict[str, Any] = {"max_new_tokens": 20, "ignore_eos": True}
 
-
 # The network ----------------------------------------------------------------------------------------------------------
-
-
-def plain_lstm(x: np.ndarray, part: Lstm, backward: bool) -> np.ndarray:
-    cells = len(part.recurrent)
-    h, c, out = np.zeros(cells), np.zeros(cells), np.zeros((len(x), cells))
-    for at in reversed(range(len(x))) if backward else range(len(x)):
-        gates = part.inputs.astype(np.float64) @ x[at] + part.bias + h @ part.recurrent.astype(np.float64)
-        i, f, g, o = np.split(gates, 4)
-        c = c / (1 + np.exp(-f)) + np.tanh(g) / (1 + np.exp(-i))
-        h = np.tanh(c) / (1 + np.exp(-o))
-        out[at] = h
-    return out
-
-
-def plainly(
-    function: HashFunction, stack: StackHash, rows: np.ndarray, encoded: np.ndarray | None, causal: bool
-) -> tuple[np.ndarray, np.ndarray]:
-    """As SPEC.md has it, in float64, one token after the other → y, numbers."""
-    x = rows @ stack.compress.T.astype(np.float64) + stack.compress_bias
-    for layer in stack.lstm:
-        x = np.concatenate([plain_lstm(x, part, bool(way)) for way, part in enumerate(layer)], axis=1)
-    own = {name: matrix.astype(np.float64) for name, matrix in stack.own.items()}
-    y = x.copy()
-    for at in range(len(x)):
-        seen = x[: at + 1] if causal else x
-        shares = sparsemax((seen @ own["key"].T) @ (own["query"] @ x[at]) / np.sqrt(stack.width))
-        y[at] += shares @ (seen @ own["value"].T)
-        if encoded is not None:
-            other = {name: matrix.astype(np.float64) for name, matrix in stack.encoded.items()}
-            shares = sparsemax((encoded @ other["key"].T) @ (other["query"] @ x[at]) / np.sqrt(stack.width))
-            y[at] += shares @ (encoded @ other["value"].T)
-    return y, np.einsum("tw,lew->tle", y, stack.heads.astype(np.float64)) + stack.head_bias
 
 
 @pytest.mark.parametrize("kernels", KERNELS)
@@ -81,14 +47,14 @@ def test_the_network_is_that_of_the_specification(kernels: str) -> None:
     text = rng.standard_normal((7, SWITCH.d_model)).astype(np.float32)
     other = rng.standard_normal((3, SWITCH.d_model)).astype(np.float32)
     y = there["encoder"].encode(np.concatenate([other, text]), [3, 7])
-    expected, numbers = plainly(function, function.stacks["encoder"], text, None, causal=False)
+    numbers, expected = plain(function.stacks["encoder"], text)
     np.testing.assert_allclose(y[3:], expected, atol=2e-4)
     np.testing.assert_allclose(there["encoder"].numbers(y[3:].copy()), numbers, atol=2e-3)
     recalled = there["decoder"].begin()
     recalled.encoded = there["decoder"].shown(y[3:].copy())
     written = rng.standard_normal((5, SWITCH.d_model)).astype(np.float32)
     made = there["decoder"].read(written, [5], [recalled])
-    expected, numbers = plainly(function, function.stacks["decoder"], written, expected, causal=True)
+    numbers, expected = plain(function.stacks["decoder"], written, expected)
     np.testing.assert_allclose(made, expected, atol=2e-4)
     for layer in range(numbers.shape[1]):
         np.testing.assert_allclose(there["decoder"].of_layer(made, layer), numbers[:, layer], atol=2e-3)
@@ -248,7 +214,6 @@ def test_what_the_pass_will_ask_for_stays(sure: float, leaves: int) -> None:
                 residency.done(key)
     residency.begin(Demand(order[0], (1,)))
     first = residency.victims(10)
-    assert first is not None
     assert [key.expert for key in first if key.at == order[1]] in ([leaves], [])
     worths = [key for key in (residency.victims(20) or []) if key.at == order[1]]
     assert worths[0].expert == leaves

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -10,12 +12,25 @@ import torch
 from torch import Tensor
 
 from moeconv.errors import ConversionError
-from moeconv.foresight.examples import Examples, Part, StackBatch, StackExamples, plan
+from moeconv.foresight.examples import (
+    Examples,
+    Part,
+    StackBatch,
+    StackExamples,
+    filled,
+    half,
+    load_checkpoint,
+    plan,
+    save_checkpoint,
+)
 from moeconv.foresight.network import Encoded, Networks, Shape, sparsemax
+from moeconv.foresight.neurons import LayerNetwork
 from moeconv.foresight.training import Course, Lesson, distillation, foretell, hits_of, trained
 from moeconv.progress import unseen
-from moert.pack.hash import F32, HashFunction, Lstm, StackHash
+from moert.pack.hash import F32, HashFunction
 from moert.pack.model_spec import ModelSpec, StackName
+from tests.plain_hash import plain, plain_sparsemax
+from tests.refusing import one_line
 from tests.tiny_packs import DECODER, SWITCH
 
 
@@ -31,60 +46,6 @@ def networks_of(spec: ModelSpec, width: int = 6, scale: float = 1.0) -> Networks
 
 def hits_in(spec: ModelSpec, value: float = 0.5) -> dict[StackName, F32]:
     return {name: np.full((len(spec.moe_layers(name)), 2), value, np.float32) for name in spec.stacks}
-
-
-def plain_sparsemax(scores: F32) -> F32:
-    """By its definition: the threshold is found by trying each size of the support."""
-    found = np.zeros_like(scores)
-    for size in range(1, len(scores) + 1):
-        best = np.argsort(-scores)[:size]
-        threshold = (scores[best].sum() - 1) / size
-        if (scores[best] > threshold).all():
-            found = np.maximum(scores - threshold, 0)
-    return found
-
-
-def plain_lstm(part: Lstm, x: F32) -> F32:
-    """x [tokens, n] → [tokens, h]"""
-
-    def sigmoid(z: F32) -> F32:
-        return 1 / (1 + np.exp(-z))
-
-    h = len(part.recurrent)
-    output, cells, rows = np.zeros(h, np.float32), np.zeros(h, np.float32), []
-    for one in x:
-        gates = part.inputs.astype(np.float32) @ one + part.bias + part.recurrent.astype(np.float32).T @ output
-        into, forget, cell, out = np.split(gates, 4)
-        cells = sigmoid(forget) * cells + sigmoid(into) * np.tanh(cell)
-        output = sigmoid(out) * np.tanh(cells)
-        rows.append(output)
-    return np.stack(rows)
-
-
-def plain_attention(x: F32, other: F32, matrices: dict[str, F32], causal: bool) -> F32:
-    keys, values = other @ matrices["key"].T, other @ matrices["value"].T
-    rows = []
-    for place, one in enumerate(x):
-        seen = place + 1 if causal else len(other)
-        scores = keys[:seen] @ (matrices["query"] @ one) / np.sqrt(len(one))
-        rows.append(plain_sparsemax(scores) @ values[:seen])
-    return np.stack(rows)
-
-
-def plain(stack: StackHash, rows: F32, encoded: F32 | None) -> tuple[F32, F32]:
-    """SPEC.md's table, line by line: rows [tokens, d_model] → said [tokens, layers, experts], y [tokens, w]"""
-    x = rows @ stack.compress.astype(np.float32).T + stack.compress_bias
-    for layer in stack.lstm:
-        ways = [plain_lstm(layer[0], x)]
-        if len(layer) > 1:
-            ways.append(plain_lstm(layer[1], x[::-1])[::-1])
-        x = np.concatenate(ways, axis=1)
-    y = x + plain_attention(
-        x, x, {k: v.astype(np.float32) for k, v in stack.own.items()}, causal=len(stack.lstm[0]) == 1
-    )
-    if encoded is not None:
-        y = y + plain_attention(x, encoded, {k: v.astype(np.float32) for k, v in stack.encoded.items()}, causal=False)
-    return np.einsum("lew,tw->tle", stack.heads.astype(np.float32), y) + stack.head_bias, y
 
 
 @pytest.mark.parametrize("n", [1, 2, 7, 33])
@@ -216,9 +177,8 @@ def test_an_interrupted_training_goes_on_to_the_same_function(tmp_path: Path) ->
 
 def test_a_damaged_checkpoint_is_one_line(tmp_path: Path) -> None:
     (tmp_path / "checkpoint.pt").write_bytes(b"not one")
-    with pytest.raises(ConversionError, match="delete it, and training begins anew") as caught:
+    with one_line(ConversionError, "delete it, and training begins anew"):
         trained(lesson_of_a_rule(tmp_path), Course(width=8, epochs=1), print, unseen)
-    assert "\n" not in str(caught.value)
 
 
 def test_the_loss_is_its_definition() -> None:
@@ -260,3 +220,97 @@ def test_what_is_missing_at_the_right_of_a_row_changes_nothing(tmp_path: Path) -
     alone = StackBatch(tokens[None], torch.ones_like(tokens[None]).bool(), ids, ids, ids)
     filled = foretell(networks, lesson.embedding, {"decoder": batch})["decoder"]
     assert torch.allclose(filled, foretell(networks, lesson.embedding, {"decoder": alone})["decoder"], atol=1e-6)
+
+
+# What a training keeps
+
+WHOLE = b"0123456789"
+
+
+def filling(folder: Path, about: str = "a") -> tuple[dict[str, Any], bool]:
+    """What was found, and whether it was made for that."""
+    made = []
+
+    def fill() -> dict[str, Any]:
+        made.append(True)
+        (folder / "x").write_bytes(WHOLE)
+        (folder / "y").write_bytes(b"")
+        return {"lengths": {"decoder": 5}}
+
+    return filled(folder, about, fill), bool(made)
+
+
+def test_they_are_taken_again_if_they_are_about_the_same(tmp_path: Path) -> None:
+    folder = tmp_path / "to-learn"
+    first = filling(folder)
+    assert first[1]
+    assert first[0]["lengths"] == {"decoder": 5}
+    assert filling(folder) == (first[0], False)
+    assert filling(folder, "b")[1]
+    assert not filling(folder, "b")[1]
+
+
+@pytest.mark.parametrize(
+    "damage",
+    [
+        lambda folder: (folder / "x").write_bytes(WHOLE[:-1]),
+        lambda folder: (folder / "x").write_bytes(b""),
+        lambda folder: (folder / "x").write_bytes(b"1" + WHOLE[1:]),
+        lambda folder: (folder / "z").write_bytes(b""),
+        lambda folder: (folder / "examples.json").write_text(
+            (folder / "examples.json").read_text().replace('"decoder": 5', '"decoder": 4')
+        ),
+        lambda folder: (folder / "y").unlink(),
+        lambda folder: (folder / "examples.json").unlink(),
+        *(lambda folder, text=text: (folder / "examples.json").write_text(text) for text in ("", "[]", "{}", "{", "3")),
+    ],
+)
+def test_damaged_ones_are_made_anew(tmp_path: Path, damage: Callable[[Path], object]) -> None:
+    whole = filling(tmp_path / "to-learn")
+    damage(tmp_path / "to-learn")
+    assert filling(tmp_path / "to-learn") == whole
+    assert (tmp_path / "to-learn" / "x").read_bytes() == WHOLE
+
+
+def test_a_checkpoint_that_was_changed_is_refused_in_one_line(tmp_path: Path) -> None:
+    path = tmp_path / "checkpoint.pt"
+    state = {"weights": torch.arange(1000.0)}
+    save_checkpoint(path, "a", state)
+    found = load_checkpoint(path, "a")
+    assert torch.equal(found["weights"], state["weights"])
+    assert load_checkpoint(path, "b") is None
+    whole = path.read_bytes()
+    for at in range(0, len(whole), len(whole) // 50):
+        path.write_bytes(whole[:at] + bytes([whole[at] ^ 1]) + whole[at + 1 :])
+        with one_line(ConversionError, r"it was changed since it was made\): delete it, and training"):
+            load_checkpoint(path, "a")
+
+
+def test_a_folder_that_can_not_be_made_is_one_line(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    with pytest.raises(ConversionError, match=r"can't use .*to-learn: .*; free it or give another --work"):
+        filling(tmp_path / "file" / "to-learn")
+
+
+MATRIX = torch.randn(20, 30, generator=torch.Generator().manual_seed(0))
+
+
+@pytest.mark.parametrize("by", [1.0, 2.0**12, 2.0**-12, 0.0])
+def test_what_float16_holds_is_stored(by: float) -> None:
+    """Of a bias also what vanishes beside all else."""
+    assert not half(MATRIX[0] * 2.0**-30).any()
+    numbers = MATRIX * by
+    made = half(numbers)
+    assert made.dtype == np.float16
+    np.testing.assert_allclose(made, numbers.numpy(), rtol=2**-10, atol=2.0**-24)
+
+
+@pytest.mark.parametrize("numbers", [MATRIX * 2.0**20, MATRIX * 2.0**-20, MATRIX[0] * 2.0**20, MATRIX / 0])
+def test_what_it_does_not_hold_is_refused(numbers: torch.Tensor) -> None:
+    with pytest.raises(ConversionError, match=r"float16 does not hold numbers of what is learnt \(the largest is "):
+        half(numbers)
+
+
+def test_a_predictor_of_large_numbers_is_refused() -> None:
+    with pytest.raises(ConversionError, match="too large or too small"):
+        LayerNetwork(MATRIX, MATRIX.T * 1e6, torch.zeros(30)).stored()

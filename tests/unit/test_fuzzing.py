@@ -141,7 +141,7 @@ from tests.fuzz.target import Target
 def read(body):
     if body.startswith(b"y"):
         {does}
-print(fuzz(Job("planted", 2000, 60, 1, Path({folder!r})), Target(read, (), lambda: [b"xy", b"y"[:0]], seconds=0.2)))
+print(fuzz(Job("planted", 500, 60, 1, Path({folder!r})), Target(read, (), lambda: [b"xy", b"y"[:0]], seconds=0.2)))
 """
 
 
@@ -156,7 +156,7 @@ def test_without_coverage_what_is_planted_is_found(tmp_path: Path, does: str, st
     assert [path.name.startswith(named) for path in found] == [True] if named else found == []
     assert all(path.read_bytes().startswith(b"y") for path in found)
     if status == 0:
-        assert int(done.stdout) == 2000
+        assert int(done.stdout) == 500
 
 
 def test_what_is_kept_stays_small(tmp_path: Path) -> None:

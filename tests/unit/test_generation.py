@@ -24,6 +24,7 @@ from moert.pack.codec import F32
 from moert.pack.model_spec import ModelSpec
 from moert.stats import RequestTimes
 from tests.open_gate import OpenGate
+from tests.refusing import one_line
 
 EOS, VOCAB = 256, 257
 
@@ -94,27 +95,26 @@ def run(tokenizer: Tokenizer, text: str, **settings: Any) -> tuple[list[str], An
     return pieces, result
 
 
-def test_stops_at_the_end_token_and_keeps_it(byte_tokenizer: Tokenizer) -> None:
-    _, result = run(byte_tokenizer, "hello")
-    assert (result.text, result.stop_reason, result.tokens[-1]) == ("hello", "eos", EOS)
-    assert len(result.tokens) == 6
-
-
-def test_max_new_tokens(byte_tokenizer: Tokenizer) -> None:
-    _, result = run(byte_tokenizer, "hello", max_new_tokens=2)
-    assert (result.text, result.stop_reason, len(result.tokens)) == ("he", "max_new_tokens", 2)
-
-
-def test_pieces_are_whole_characters(byte_tokenizer: Tokenizer) -> None:
-    pieces, result = run(byte_tokenizer, "naïve 🙂!")
-    assert result.text == "naïve 🙂!"
-    assert [piece for piece in pieces if piece] == list("naïve 🙂!")
-
-
-def test_half_a_character_at_the_end_is_replaced(byte_tokenizer: Tokenizer) -> None:
-    _, result = run(byte_tokenizer, "a🙂", max_new_tokens=3)
-    assert result.text.startswith("a")
-    assert set(result.text[1:]) == {"\ufffd"}
+@pytest.mark.parametrize(
+    ("text", "settings", "written", "reason", "tokens"),
+    [
+        ("hello", {}, "hello", "eos", 6),  # with the end token
+        ("hello", {"max_new_tokens": 2}, "he", "max_new_tokens", 2),
+        ("naïve 🙂!", {}, "naïve 🙂!", "eos", 13),
+        ("a🙂", {"max_new_tokens": 3}, "a\ufffd", "max_new_tokens", 3),  # half a character is replaced
+        ("one two END three", {"stop": ("END", "never")}, "one two ", "stop_string", 11),
+        ("abcd", {"stop": ("cd", "bcd")}, "a", "stop_string", 4),  # the earliest
+        ("ENENDING. EN", {"stop": ("ENDS", "EN!")}, "ENENDING. EN", "eos", 13),  # it only began like one
+    ],
+)
+def test_where_text_ends(
+    byte_tokenizer: Tokenizer, text: str, settings: dict[str, Any], written: str, reason: str, tokens: int
+) -> None:
+    pieces, result = run(byte_tokenizer, text, **settings)
+    assert (result.text, result.stop_reason, len(result.tokens)) == (written, reason, tokens)
+    assert (result.tokens[-1] == EOS) == (reason == "eos")
+    assert all(len(piece) <= 1 for piece in pieces) or "stop" in settings, "whole characters"
+    assert "E" in written or not any("E" in piece for piece in pieces)
 
 
 @given(text=st.text(max_size=30))
@@ -130,23 +130,6 @@ def test_words_joined_by_spaces() -> None:
     tokenizer.add_special_tokens(["<s>"])
     detokenizer = Detokenizer(tokenizer)
     assert [detokenizer.push(token) for token in (2, 0, 2, 1, 0)] == ["", "AH", "", " B", " AH"]
-
-
-def test_text_is_cut_before_the_stop_string(byte_tokenizer: Tokenizer) -> None:
-    pieces, result = run(byte_tokenizer, "one two END three", stop=("END", "never"))
-    assert (result.text, result.stop_reason) == ("one two ", "stop_string")
-    assert len(result.tokens) == len("one two END")
-    assert not any("E" in piece for piece in pieces)
-
-
-def test_the_earliest_stop_string_wins(byte_tokenizer: Tokenizer) -> None:
-    _, result = run(byte_tokenizer, "abcd", stop=("cd", "bcd"))
-    assert result.text == "a"
-
-
-def test_what_only_began_like_a_stop_string_is_handed_out(byte_tokenizer: Tokenizer) -> None:
-    _, result = run(byte_tokenizer, "ENENDING. EN", stop=("ENDS", "EN!"))
-    assert (result.text, result.stop_reason) == ("ENENDING. EN", "eos")
 
 
 def test_full_context_and_prompts_that_do_not_fit() -> None:
@@ -170,20 +153,37 @@ def test_stop_strings_need_a_text() -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "value"),
+    ("settings", "said"),
     [
-        ("max_new_tokens", 0), ("temperature", -0.1), ("temperature", math.nan), ("temperature", math.inf),
-        ("top_k", -1), ("top_p", 0.0), ("top_p", 1.1), ("min_p", -0.1), ("min_p", 1.5), ("seed", -1),
-        ("stop", ("",)),
+        ({"max_new_tokens": 0}, "max_new_token"), ({"temperature": -0.1}, "temperature"),
+        ({"temperature": math.nan}, "temperature"), ({"temperature": math.inf}, "temperature"),
+        ({"top_k": -1}, "top_k"), ({"top_p": 0.0}, "top_p"), ({"top_p": 1.1}, "top_p"), ({"min_p": -0.1}, "min_p"),
+        ({"min_p": 1.5}, "min_p"),
+        ({"seed": -1}, "seed"), ({"stop": ("",)}, "stop"),
+        ({"repeat_penalty": 0.0}, "repeat_penalty is 0.0: it should be from 0.1 to 10.0, 1 for none"),
+        ({"repeat_penalty": math.nan}, "repeat_penalty is nan"),
+        ({"presence_penalty": 2.1}, "presence_penalty is 2.1: it should be from -2.0 to 2.0, 0 for none"),
+        ({"frequency_penalty": math.inf}, "frequency_penalty is inf"),
+        ({"logit_bias": {3: 101.0}}, "logit_bias has 3: 101.0: give ids of tokens with values from -100.0 to 100.0"),
+        ({"logprobs": 21}, "logprobs is 21: it should be between 0 and 20"),
+        ({"logprobs": 2, "beams": 2}, "logprobs does not go with beam search"),
+        ({"beams": 0}, "beams is 0: it should be between 1 and 64"),
+        ({"beams": 65}, "beams is 65"),
+        ({"beams": 4, "n_return": 5}, "n_return is 5: it should be between 1 and the 4 beam"),
+        ({"n_return": 2}, "n_return is of beam search: give the number of beams"),
+        ({"beams": 4, "temperature": 0.5}, "temperature does not go with beam search"),
+        ({"beams": 4, "stop": ("a",)}, "stop does not go with beam search"),
+        ({"length_penalty": 2.0}, "length_penalty is of beam search"),
+        ({"early_stopping": True}, "early_stopping is of beam search"),
+        ({"beams": 4, "early_stopping": "always"}, "early_stopping is 'always': it should be True or False or 'never'"),
+        ({"beams": 4, "length_penalty": math.nan}, "length_penalty is nan"),
+        ({"beams": 4, "length_penalty": 400.0}, "length_penalty is 400.0: it should be from -4 to 4"),
+        ({"beams": 2, "early_stopping": 1}, "early_stopping is 1: it should be True or False or 'never'"),
     ],
 )  # fmt: skip
-def test_settings_out_of_range_are_named(name: str, value: Any) -> None:
-    with pytest.raises(SettingInvalid, match=name.rstrip("s").replace("_string", " string")):
-        GenerationSettings(**{name: value})
-
-
-def test_greedy_takes_the_first_of_equals() -> None:
-    assert generation.likeliest(np.array([0.0, 2.0, 2.0, -1.0], np.float32)) == 1
+def test_settings_that_can_not_be_are_named(settings: dict[str, Any], said: str) -> None:
+    with one_line(SettingInvalid, said):
+        GenerationSettings(**settings)
 
 
 LOGITS: F32 = 3 * np.random.default_rng(3).standard_normal(97, np.float32)
@@ -242,6 +242,7 @@ def test_no_number_draws_what_a_filter_refused(number: float, token: int) -> Non
 def test_the_coldest_draws_are_the_likeliest(temperature: float, filters: dict[str, Any]) -> None:
     settings = GenerationSettings(temperature=temperature, **filters)
     assert generation.choose(LOGITS, settings, np.random.default_rng(1)) == int(LOGITS.argmax())
+    assert generation.likeliest(np.array([0.0, 2.0, 2.0, -1.0], np.float32)) == 1, "the first of equals"
 
 
 @pytest.mark.filterwarnings("error")

@@ -51,13 +51,10 @@ def test_what_contradicts_itself_is_refused(change: dict[str, Any], said: str) -
         HashFunction.from_bytes(body)
 
 
-def test_a_decoder_is_not_read_backward() -> None:
+def test_bytes_that_are_no_file_and_a_decoder_that_is_read_backward() -> None:
     stack = random_stack(8, 6, 2, 4, both_ways=True, encoded=False)
     with pytest.raises(HeaderInvalid, match="read backward"):
         HashFunction.from_bytes(HashFunction(4, {"decoder": stack}).to_bytes())
-
-
-def test_bytes_that_are_no_file() -> None:
     with pytest.raises(HeaderInvalid, match=r"train the hash function of this pack again"):
         HashFunction.from_bytes(b"\0" * 64)
 

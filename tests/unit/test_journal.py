@@ -12,6 +12,7 @@ import pytest
 
 from moeconv.errors import ConversionError
 from moeconv.measure.workdir import Journal, identity
+from tests.refusing import one_line
 
 
 @pytest.fixture
@@ -28,6 +29,9 @@ def test_what_was_added_is_read_again(path: Path) -> None:
     assert journal.get("n1") == {"value": 1}
     assert journal.get("n9") is None
     assert list(journal.entries()) == [{"value": number} for number in range(3)]
+    record: dict[str, Any] = {"scores": [[0.1234567, 1.0]], "widths": [[2, 4]], "text": "é\n"}
+    journal.add("a", record)
+    assert Journal(path, "this").get("a") == record
 
 
 def test_identity_depends_on_everything_and_its_order() -> None:
@@ -42,9 +46,8 @@ def test_a_damaged_line_is_named_and_kept(path: Path, line: str) -> None:
     lines.insert(1, line)
     path.write_text("\n".join(lines) + "\n", encoding="latin-1")
     before = path.read_bytes()
-    with pytest.raises(ConversionError, match=r"journal\.jsonl:2 is damaged") as caught:
+    with one_line(ConversionError, r"journal\.jsonl:2 is damaged"):
         Journal(path, "this")
-    assert "\n" not in str(caught.value)
     assert path.read_bytes() == before
 
 
@@ -98,15 +101,8 @@ def test_a_write_that_stops_in_the_middle_leaves_no_half_line(path: Path, monkey
 
 def test_a_journal_that_cannot_be_opened_is_one_line(tmp_path: Path) -> None:
     (tmp_path / "journal.jsonl").mkdir()
-    with pytest.raises(ConversionError, match=r"can't read .*--work") as caught:
+    with one_line(ConversionError, r"can't read .*--work"):
         Journal(tmp_path / "journal.jsonl", "this")
-    assert "\n" not in str(caught.value)
-
-
-def test_records_keep_their_values(tmp_path: Path) -> None:
-    record: dict[str, Any] = {"scores": [[0.1234567, 1.0]], "widths": [[2, 4]], "text": "é\n"}
-    Journal(tmp_path / "j", "this").add("a", record)
-    assert Journal(tmp_path / "j", "this").get("a") == record
 
 
 def test_a_file_is_finished_when_it_is_sealed_and_one_that_was_changed_is_refused(tmp_path: Path) -> None:

@@ -58,7 +58,6 @@ def a_budget(problem: Problem, share: float) -> int:
 def test_the_oracle_is_right(problem: Problem, share: float) -> None:
     budget = a_budget(problem, share)
     plan = optimum(problem, budget)
-    assert plan is not None
     assert plan.nbytes <= budget
     assert plan.cost == pytest.approx(brute_force(problem, budget), abs=1e-6)
 
@@ -73,8 +72,6 @@ def test_the_oracle_says_when_nothing_fits() -> None:
 def test_filling_is_exact(problem: Problem, share: float) -> None:
     budget = a_budget(problem, share)
     plan, best = fill(problem, budget), optimum(problem, budget)
-    assert plan is not None
-    assert best is not None
     assert plan.nbytes <= budget
     assert plan.cost == pytest.approx(best.cost, abs=1e-6)
 
@@ -84,7 +81,6 @@ def test_a_unit_may_take_more_than_fits_until_another_gives_way() -> None:
     costs = [(9.6, 8.5, -0.3), (8.7, 0.9, 0.5), (7.4, -0.5)]
     rows = [list(zip((2, 3, 4), *pair, strict=False)) for pair in zip(sizes, costs, strict=True)]
     plan = fill(make_problem(rows), 52)
-    assert plan is not None
     assert plan.cost == pytest.approx(brute_force(make_problem(rows), 52))
 
 
@@ -96,7 +92,6 @@ def test_the_relaxation_is_within_one_segment_of_the_optimum(problem: Problem, s
     index = frontier.largest_within(budget)
     best = optimum(problem, budget)
     assert index is not None
-    assert best is not None
     assert frontier.costs[index] >= best.cost - 1e-6
     beyond = min(index + 1, len(frontier) - 1)
     assert best.cost >= frontier.costs[beyond] - 1e-6
@@ -126,8 +121,6 @@ def test_realistic_costs_against_the_oracle(seed: int) -> None:
     for share in (0.1, 0.35, 0.6):
         budget = a_budget(problem, share)
         plan, best = fill(problem, budget), optimum(problem, budget)
-        assert plan is not None
-        assert best is not None
         assert plan.cost == pytest.approx(best.cost, rel=1e-5, abs=1e-8)
 
 
@@ -145,8 +138,6 @@ def test_limits_on_the_search_keep_the_budget_and_never_lose_to_the_relaxation()
         assert index is not None
         exact = fill(problem, budget)
         limited = fill(problem, budget, states=8, core=5)
-        assert exact is not None
-        assert limited is not None
         assert max(exact.nbytes, limited.nbytes) <= budget
         assert exact.cost <= limited.cost + 1e-9
         assert limited.cost <= frontier.costs[index] + 1e-9

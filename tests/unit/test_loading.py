@@ -11,7 +11,7 @@ import memory_store
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from memory_store import Made, Model, begin, key, mark, use, wait_until
+from memory_store import Made, Model, begin, key, mark, reading_ahead, use, wait_until
 
 from moert.experts import cache as cache_module
 from moert.experts.cache import ExpertCache
@@ -87,10 +87,8 @@ def test_nothing_is_read_ahead_before_the_layer_has_asked_for_all_it_needs(make:
 
 def test_the_decision_of_the_router_cancels_the_rest(make: Make) -> None:
     cache, store, counters = make(100)
-    store.hold(key(1, 0))
     use(cache, 0, [0])
-    cache.predict([key(1, 0), key(1, 1), key(1, 2)])
-    assert store.entered[key(1, 0)].wait(memory_store.PATIENCE_S)
+    reading_ahead(cache, store, key(1, 0), key(1, 1), key(1, 2))
     begin(cache, 1, [0])
     store.gates[key(1, 0)].set()
     with cache.lease([key(1, 0)]) as lease:
@@ -103,10 +101,8 @@ def test_the_decision_of_the_router_cancels_the_rest(make: Make) -> None:
 
 def test_a_new_prediction_replaces_the_last(make: Make) -> None:
     cache, store, _ = make(100)
-    store.hold(key(1, 0))
     use(cache, 0, [0])
-    cache.predict([key(1, 0), key(1, 1)])
-    assert store.entered[key(1, 0)].wait(memory_store.PATIENCE_S)
+    reading_ahead(cache, store, key(1, 0), key(1, 1))
     cache.predict([key(1, 2)])
     store.gates[key(1, 0)].set()
     wait_until(lambda: key(1, 2) in cache.resident())
@@ -116,10 +112,8 @@ def test_a_new_prediction_replaces_the_last(make: Make) -> None:
 
 def test_a_demand_waits_for_the_prefetch_of_the_same_expert(make: Make) -> None:
     cache, store, counters = make(100)
-    store.hold(key(1, 0))
     use(cache, 0, [0])
-    cache.predict([key(1, 0)])
-    assert store.entered[key(1, 0)].wait(memory_store.PATIENCE_S)
+    reading_ahead(cache, store, key(1, 0))
     model = Model(lambda: use(cache, 1, [0]))
     wait_until(lambda: cache._waited_for == 1)
     store.gates[key(1, 0)].set()
@@ -132,10 +126,8 @@ def test_a_demand_waits_for_the_prefetch_of_the_same_expert(make: Make) -> None:
 
 def test_a_demand_does_not_wait_for_the_prefetch_of_another(make: Make) -> None:
     cache, store, counters = make(100)
-    store.hold(key(1, 0))
     use(cache, 0, [0])
-    cache.predict([key(1, 0)])
-    assert store.entered[key(1, 0)].wait(memory_store.PATIENCE_S)
+    reading_ahead(cache, store, key(1, 0))
     Model(lambda: use(cache, 1, [1, 2])).end()
     assert cache.resident() == [key(0, 0), key(1, 1), key(1, 2)]
     store.gates[key(1, 0)].set()
@@ -161,10 +153,8 @@ def test_a_failed_prefetch_that_nobody_asks_for_is_forgotten(make: Make) -> None
 def test_a_failed_prefetch_that_is_asked_for_meanwhile_raises_its_error_and_takes_no_room(make: Make) -> None:
     cache, store, _ = make(40)
     store.damage(key(1, 2))
-    store.hold(key(1, 2))
     use(cache, 0, [0])
-    cache.predict([key(1, 2)])
-    assert store.entered[key(1, 2)].wait(memory_store.PATIENCE_S)
+    reading_ahead(cache, store, key(1, 2))
     model = Model(lambda: use(cache, 1, [2]))
     wait_until(lambda: cache._waited_for == 1)
     store.gates[key(1, 2)].set()
@@ -257,10 +247,8 @@ def test_an_expert_that_follows_and_fails_is_an_error_once_it_is_its_turn(make: 
 
 def test_resizing_waits_for_reads_under_way_and_cancels_the_others(make: Make) -> None:
     cache, store, _ = make(100)
-    store.hold(key(1, 2))
     use(cache, 0, [0])
-    cache.predict([key(1, 2), key(1, 1)])
-    assert store.entered[key(1, 2)].wait(memory_store.PATIENCE_S)
+    reading_ahead(cache, store, key(1, 2), key(1, 1))
     model = Model(lambda: cache.resize(10))
     wait_until(lambda: not cache._predicted)
     assert cache.capacity_bytes == 100
@@ -272,10 +260,8 @@ def test_resizing_waits_for_reads_under_way_and_cancels_the_others(make: Make) -
 
 def test_close_waits_for_reads_under_way_and_may_be_called_again(make: Make) -> None:
     cache, store, _ = make(100)
-    store.hold(key(1, 0))
     begin(cache, 0, [])
-    cache.predict([key(1, 0), key(1, 1)])
-    assert store.entered[key(1, 0)].wait(memory_store.PATIENCE_S)
+    reading_ahead(cache, store, key(1, 0), key(1, 1))
     closing = Model(cache.close)
     time.sleep(SHORT_S)
     assert closing.is_alive()

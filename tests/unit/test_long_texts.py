@@ -28,6 +28,7 @@ from moert.pack.text import CHAT, ChatFormat, check_tokenizer, dump_chat
 from moert.pack.writer import add_to_pack
 from tests.alone import alone
 from tests.cgroups import Group, missing
+from tests.pairs import each, thinned
 
 ROOT = Path(__file__).resolve().parents[2]
 BYTES = sorted(pre_tokenizers.ByteLevel.alphabet())
@@ -150,11 +151,8 @@ def test_slices_count_no_more_tokens_than_a_text_has(
     for alphabet in ("abcdefg", "abcabcabc  z", "aé e\u0301\u0323?X", "☃☃?  \u200b", "ab\n \t<unk>", "dog.  (Cat)"):
         for length in (500, 3000):
             said = "".join(rng.choice(alphabet) * rng.choice((1, 1, 2, 9)) for _ in range(length))
-            found, slices = (
-                len(text.encoded(said, bounded=False).ids),
-                (said[at : at + 300] for at in range(0, len(said), 300)),
-            )
-            normalizer = text.tokenizer.normalizer
+            found, normalizer = len(text.encoded(said, bounded=False).ids), text.tokenizer.normalizer
+            slices = (said[at : at + 300] for at in range(0, len(said), 300))
             least = sum(text._least(each if normalizer is None else normalizer.normalize_str(each)) for each in slices)
             assert least <= found
             counted += least > 0
@@ -198,7 +196,13 @@ def _peak(kind: str, text: str) -> tuple[int, int]:
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="peaks are read from /proc")
-@pytest.mark.parametrize(("kind", "text"), [("letters", "a"), ("words", "a."), ("pieces", "\ufdfa"), ("pieces", " ")])
+@pytest.mark.parametrize(
+    ("kind", "text"),
+    [
+        ("pieces", "\ufdfa"),
+        *(pytest.param(*case, marks=pytest.mark.slow) for case in (("letters", "a"), ("words", "a."), ("pieces", " "))),
+    ],
+)
 def test_what_is_reckoned_for_tokens_is_enough(kind: str, text: str) -> None:
     taken, reckoned = alone(_peak, kind, text * (300_000 // len(text.encode())))
     assert taken < reckoned
@@ -239,8 +243,7 @@ except RunError as error:
 
 
 @pytest.mark.skipif(missing() is not None, reason=str(missing()))
-@pytest.mark.parametrize("way", ["file", "input", "stdin", "chat", "python"])
-@pytest.mark.parametrize("takes", ["bounded", "unbounded", "cut_apart"])
+@thinned("way, takes", ["file", "input", "stdin", "chat", "python"], ["bounded", "unbounded", "cut_apart"], facts=each)
 def test_two_megabytes_of_text_are_one_line_in_a_group_of_300_mb(
     request: pytest.FixtureRequest, tmp_path: Path, way: str, takes: str
 ) -> None:
