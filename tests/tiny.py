@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -14,80 +14,10 @@ from safetensors.torch import load_file, save_file
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors
 
 from tests import gptsan
-from tests.tiny_families import FAMILIES
+from tests.tiny_families import ALL
 
 VOCAB, PAD, EOS = 96, 0, 1
 _LETTERS = "abcdefghijklmnopqrstuvwxyz"
-
-SWITCH_VARIANTS: dict[str, dict[str, Any]] = {
-    "all layers sparse": {},
-    "every second layer sparse": {"num_sparse_encoder_layers": 1, "num_sparse_decoder_layers": 1},
-    # asking for more sparse layers than there are gives none, asking for 0 gives one
-    "dense encoder": {"num_sparse_encoder_layers": 3},
-    "untied head": {"tie_word_embeddings": False},
-    "small capacity": {"expert_capacity": 2},
-    "silu": {"dense_act_fn": "silu"},
-    "deeper encoder": {"num_layers": 3, "num_sparse_encoder_layers": 3},
-    "few buckets": {"relative_attention_num_buckets": 8, "relative_attention_max_distance": 12},
-    "gates": {"is_gated_act": True, "feed_forward_proj": "gated-gelu", "dense_act_fn": "gelu_new"},
-    "a first token": {"forced_bos_token_id": 7},
-}
-NLLB_MOE_VARIANTS: dict[str, dict[str, Any]] = {
-    "plain": {},
-    "all layers sparse": {"encoder_sparse_step": 1, "decoder_sparse_step": 1},
-    "dense encoder": {"encoder_sparse_step": 0, "encoder_ffn_dim": 52},
-    "untied head": {"tie_word_embeddings": False},
-    "routers with biases": {"router_bias": True},
-    "embeddings not scaled": {"scale_embedding": False},
-    "other heads": {"encoder_attention_heads": 3, "decoder_attention_heads": 2, "decoder_layers": 3},
-    "silu without dropout": {"moe_token_dropout": 0.0, "activation_function": "silu"},
-    "odd width": {"d_model": 25, "encoder_attention_heads": 5, "decoder_attention_heads": 5},
-    "a first token": {"forced_bos_token_id": 7},
-}
-OLMOE_VARIANTS: dict[str, dict[str, Any]] = {
-    "plain": {},
-    "shared key heads": {"num_key_value_heads": 2},
-    "tied head": {"tie_word_embeddings": True},
-    "normed top-k": {"norm_topk_prob": True},
-    "clipped": {"clip_qkv": 0.7},
-    "gelu": {"hidden_act": "gelu"},
-    "gelu_new": {"hidden_act": "gelu_new"},
-    "top-1": {"num_experts_per_tok": 1},
-    "theta": {"rope_parameters": {"rope_type": "default", "rope_theta": 500.0}},
-}
-QWEN3_MOE_VARIANTS: dict[str, dict[str, Any]] = {
-    "plain": {},
-    "normed top-k": {"norm_topk_prob": True},
-    "some layers dense": {"mlp_only_layers": [0]},
-    "every second layer dense": {"decoder_sparse_step": 2},
-    "wider heads": {"head_dim": 10},
-    "window": {"use_sliding_window": True, "sliding_window": 7, "max_window_layers": 0},
-    "yarn": {"rope_parameters": {"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0,
-                                 "original_max_position_embeddings": 128}},
-}  # fmt: skip
-MIXTRAL_VARIANTS: dict[str, dict[str, Any]] = {
-    "plain": {},
-    "tied head": {"tie_word_embeddings": True},
-    "window": {"sliding_window": 5},
-    "top-1": {"num_experts_per_tok": 1},
-    "llama3": {"rope_parameters": {"rope_type": "llama3", "rope_theta": 1e4, "factor": 8.0, "low_freq_factor": 1.0,
-                                   "high_freq_factor": 4.0, "original_max_position_embeddings": 64}},
-}  # fmt: skip
-
-
-def tiny_switch(path: Path, seed: int = 0, **overrides: Any) -> Path:
-    """Writes a Switch checkpoint of 2 + 2 layers and 4 experts in bf16 to `path`; overrides go to its config."""
-    from transformers import SwitchTransformersConfig, SwitchTransformersForConditionalGeneration
-
-    settings = {
-        "vocab_size": VOCAB, "d_model": 24, "d_kv": 8, "d_ff": 40, "num_heads": 3, "num_experts": 4,
-        "num_layers": 2, "num_decoder_layers": 2, "num_sparse_encoder_layers": 2, "num_sparse_decoder_layers": 2,
-        "expert_capacity": 64, "relative_attention_num_buckets": 16, "relative_attention_max_distance": 40,
-        "pad_token_id": PAD, "eos_token_id": EOS, "decoder_start_token_id": PAD,
-    }  # fmt: skip
-    first, config = overrides.pop("forced_bos_token_id", None), SwitchTransformersConfig(**{**settings, **overrides})
-    with _gated_networks(config):
-        return _save(SwitchTransformersForConditionalGeneration(config), path, seed, first)
 
 
 @contextmanager
@@ -105,56 +35,6 @@ def _gated_networks(config: Any) -> Iterator[None]:
     modeling.SwitchTransformersDenseActDense = before
 
 
-def tiny_nllb_moe(path: Path, seed: int = 0, **overrides: Any) -> Path:
-    """Writes an NLLB-MoE checkpoint of 2 + 2 layers, every second with 5 experts, in bf16 to `path`."""
-    from transformers import NllbMoeConfig, NllbMoeForConditionalGeneration
-
-    settings = {
-        "vocab_size": VOCAB, "d_model": 24, "encoder_layers": 2, "decoder_layers": 2, "encoder_attention_heads": 4,
-        "decoder_attention_heads": 4, "encoder_ffn_dim": 40, "decoder_ffn_dim": 40, "encoder_sparse_step": 2,
-        "decoder_sparse_step": 2, "num_experts": 5, "max_position_embeddings": 512, "pad_token_id": PAD,
-        "bos_token_id": 2, "eos_token_id": EOS, "decoder_start_token_id": EOS,
-    }  # fmt: skip
-    first, config = overrides.pop("forced_bos_token_id", None), NllbMoeConfig(**{**settings, **overrides})
-    return _save(NllbMoeForConditionalGeneration(config), path, seed, first)
-
-
-def tiny_olmoe(path: Path, seed: int = 0, **overrides: Any) -> Path:
-    """Writes an OLMoE checkpoint of 2 layers and 6 experts, 2 of them active, in bf16 to `path`."""
-    from transformers import OlmoeConfig, OlmoeForCausalLM
-
-    settings = {
-        "vocab_size": VOCAB, "hidden_size": 24, "intermediate_size": 40, "num_hidden_layers": 2,
-        "num_attention_heads": 4, "num_key_value_heads": 4, "num_experts": 6, "num_experts_per_tok": 2,
-        "max_position_embeddings": 512, "pad_token_id": PAD, "eos_token_id": EOS, "bos_token_id": None,
-    }  # fmt: skip
-    return _save(OlmoeForCausalLM(OlmoeConfig(**{**settings, **overrides})), path, seed)
-
-
-def tiny_qwen3_moe(path: Path, seed: int = 0, **overrides: Any) -> Path:
-    """Writes a Qwen3-MoE checkpoint of 2 layers and 6 experts, 2 of them active, in bf16 to `path`."""
-    from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
-
-    settings = {
-        "vocab_size": VOCAB, "hidden_size": 24, "intermediate_size": 52, "moe_intermediate_size": 20,
-        "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 8, "num_experts": 6,
-        "num_experts_per_tok": 2, "max_position_embeddings": 512, "pad_token_id": PAD, "eos_token_id": EOS,
-    }  # fmt: skip
-    return _save(Qwen3MoeForCausalLM(Qwen3MoeConfig(**{**settings, **overrides})), path, seed)
-
-
-def tiny_mixtral(path: Path, seed: int = 0, **overrides: Any) -> Path:
-    """Writes a Mixtral checkpoint of 2 layers and 4 experts, 2 of them active, in bf16 to `path`."""
-    from transformers import MixtralConfig, MixtralForCausalLM
-
-    settings = {
-        "vocab_size": VOCAB, "hidden_size": 24, "intermediate_size": 40, "num_hidden_layers": 2,
-        "num_attention_heads": 4, "num_key_value_heads": 2, "num_local_experts": 4, "num_experts_per_tok": 2,
-        "max_position_embeddings": 512, "pad_token_id": PAD, "eos_token_id": EOS, "bos_token_id": None,
-    }  # fmt: skip
-    return _save(MixtralForCausalLM(MixtralConfig(**{**settings, **overrides})), path, seed)
-
-
 def tiny_gptsan(path: Path, seed: int = 0, **overrides: Any) -> Path:
     """Writes a GPTSAN-japanese checkpoint of 2 layers and 5 experts in bf16 to `path`."""
     gptsan.write(path, seed, **overrides)
@@ -162,63 +42,36 @@ def tiny_gptsan(path: Path, seed: int = 0, **overrides: Any) -> Path:
     return path
 
 
-_SEES: dict[str, dict[str, Any]] = {
-    "llama4": {
-        "vision_config": {
-            "hidden_size": 8,
-            "intermediate_size": 32,
-            "num_hidden_layers": 1,
-            "num_attention_heads": 2,
-            "image_size": 8,
-            "patch_size": 4,
-            "vision_output_dim": 8,
-            "projector_input_dim": 8,
-            "projector_output_dim": 8,
-        }
-    },
-    "gemma4": {"vision_config": None, "audio_config": None},
-    "qwen3_5_moe": {
-        "vision_config": {
-            "depth": 1,
-            "hidden_size": 8,
-            "intermediate_size": 16,
-            "num_heads": 2,
-            "out_hidden_size": 24,
-            "num_position_embeddings": 16,
-            "patch_size": 4,
-        }
-    },
-}
-"""The other parts of models that text is only one of."""
-
-
 def tiny_of(model_type: str) -> Callable[..., Path]:
-    """What writes a checkpoint in bf16 of one of tests.tiny_families."""
+    """Returns the writer of a checkpoint in bf16 of one of tests.tiny_families; overrides go to its config."""
 
     def write(path: Path, seed: int = 0, **overrides: Any) -> Path:
         import transformers
 
-        tiny = FAMILIES[model_type]
+        tiny = ALL[model_type]
+        first = None if tiny.kind == "ForCausalLM" else overrides.pop("forced_bos_token_id", None)
         config = getattr(transformers, f"{tiny.config or tiny.model}Config")(**{**tiny.settings, **overrides})
         if not tiny.whole:
-            _save(getattr(transformers, f"{tiny.model}ForCausalLM")(config), path, seed)
+            with _gated_networks(config) if model_type == "switch_transformers" else nullcontext():
+                model = getattr(transformers, f"{tiny.model}{tiny.kind}")(config)
+            _save(model, path, seed, first)
             saved = json.loads((path / "config.json").read_text())  # some are another family by another name
             (path / "config.json").write_text(json.dumps({**saved, "model_type": model_type}))
             return path
-        whole = getattr(transformers, f"{tiny.whole}Config")(text_config=config, **_SEES[model_type])
+        whole = getattr(transformers, f"{tiny.whole}Config")(text_config=config, **(tiny.sees or {}))
         return _save(getattr(transformers, f"{tiny.whole}ForConditionalGeneration")(whole), path, seed)
 
     return write
 
 
+tiny_switch, tiny_nllb_moe, tiny_olmoe, tiny_qwen3_moe = map(
+    tiny_of, ("switch_transformers", "nllb-moe", "olmoe", "qwen3_moe")
+)
+_OF_ALL = {name: (tiny_of(name), tiny.variants) for name, tiny in ALL.items()}
 TINY: dict[str, tuple[Callable[..., Path], dict[str, dict[str, Any]]]] = {
-    "switch_transformers": (tiny_switch, SWITCH_VARIANTS),
-    "nllb-moe": (tiny_nllb_moe, NLLB_MOE_VARIANTS),
-    "olmoe": (tiny_olmoe, OLMOE_VARIANTS),
-    "qwen3_moe": (tiny_qwen3_moe, QWEN3_MOE_VARIANTS),
-    "mixtral": (tiny_mixtral, MIXTRAL_VARIANTS),
+    **{name: each for name, each in _OF_ALL.items() if ALL[name].apart},
     "gptsan-japanese": (tiny_gptsan, gptsan.VARIANTS),
-    **{name: (tiny_of(name), tiny.variants) for name, tiny in FAMILIES.items()},
+    **_OF_ALL,
 }
 """Every family: what writes a tiny checkpoint of it, and what to try of its config."""
 
