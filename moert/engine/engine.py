@@ -173,7 +173,7 @@ class Engine:
             streaming.prefers()
             self._admission.notes.append(preference_note(self.preference))
         self._admission.notes += routing.notes
-        self.runner = streaming.runner(self.ahead, [streaming.recorder.add, *routing.listeners])
+        self.runner = self.holding.runner(self.cache, self.ahead, [streaming.recorder.add, *routing.listeners])
         self._closing.callback(self.cache.close)
 
     def _load(self, settings: EngineSettings) -> None:

@@ -173,13 +173,13 @@ class Regulator:
     def after(self, loads: Loads) -> None:
         """Sizes the expert cache when each request has written a token more: gives experts the room of prompts'
         activations, and takes from them, block by block, the room that keys and values will need."""
-        begun = any(load.written == 1 for load in loads)
-        full = any(self._footprint.read(load) % BLOCK_TOKENS == 0 for load in loads)
-        if self.limit_bytes is None or not (begun or full):
+        if self.limit_bytes is None:
             return
+        begun = any(load.written == 1 for load in loads)
         if begun:
             machine.return_freed()
-        self._resize(self._others_bytes(()), self._footprint.next_block(loads))
+        if begun or any(self._footprint.read(load) % BLOCK_TOKENS == 0 for load in loads):
+            self._resize(self._others_bytes(()), self._footprint.next_block(loads))
 
     def _usual_share(self) -> float:
         if self.limit_bytes is None:

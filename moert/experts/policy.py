@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from ctypes import addressof, c_char
+from ctypes import addressof
 from dataclasses import dataclass
 from math import log2
 from typing import Any, NamedTuple, Protocol
@@ -13,7 +13,7 @@ import numpy as np
 import numpy.typing as npt
 
 from moert.kernels import library
-from moert.kernels.library import RULES, Library, Residents
+from moert.kernels.library import RULES, Library, Residents, address
 from moert.pack.model_spec import ExpertKey, LayerKey, ModelSpec
 from moert.pack.paths import DROPPED, Trace
 
@@ -452,7 +452,7 @@ class Leaving:
         self._size = (-1, -1)
         self._rule: Rule | None = None
         self._all = Residents(
-            forgotten=_at(FORGOTTEN), forgotten_n=len(FORGOTTEN), remembered=1.0 - FORGETTING
+            forgotten=address(FORGOTTEN), forgotten_n=len(FORGOTTEN), remembered=1.0 - FORGETTING
         )  # fmt: skip
         self._address = addressof(self._all)
         self._scratch = np.zeros(0)
@@ -469,9 +469,7 @@ class Leaving:
         everything.steps = self._usage.steps
         if rule is not self._rule:
             self._follow(rule)
-        count = self._call(
-            self._address, addressof(c_char.from_buffer(free)), missing, self._scratch_at, self._leaving_at
-        )
+        count = self._call(self._address, free, missing, self._scratch, self._leaving)
         found: list[int] = self._leaving[:count].tolist()
         return found
 
@@ -481,7 +479,6 @@ class Leaving:
         rows = self._size[0]
         if rows > len(self._leaving):
             self._scratch, self._leaving = np.empty(2 * rows), np.empty(2 * rows, np.int64)
-            self._scratch_at, self._leaving_at = _at(self._scratch), _at(self._leaving)
         self._all.rows = rows
         for name, column in self._usage.columns().items():
             setattr(self._all, name, column.buffer_info()[0])
@@ -490,15 +487,9 @@ class Leaving:
     def _follow(self, rule: Rule) -> None:
         self._rule = rule  # which keeps its arrays alive
         self._all.rule = RULES[rule.name]
-        self._all.nearness = None if rule.nearness is None else _at(rule.nearness)
-        self._all.following = None if rule.following is None else _at(rule.following)
+        self._all.nearness = None if rule.nearness is None else address(rule.nearness)
+        self._all.following = None if rule.following is None else address(rule.following)
         self._all.experts = 0 if rule.following is None else rule.following.shape[1]
-
-
-def _at(numbers: npt.NDArray[Any]) -> int:
-    """Returns the address of an array's first number."""
-    assert numbers.flags.c_contiguous
-    return int(numbers.ctypes.data)
 
 
 class Residency:

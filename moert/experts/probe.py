@@ -25,13 +25,13 @@ from moert.experts.store import (
     IoSettings,
     Reader,
     Table,
-    address,
     is_direct,
     open_expert,
     open_reader,
     parse_io,
     read_into,
 )
+from moert.kernels.library import address
 from moert.machine import DAMAGED, cache_file, entries, remember
 from moert.pack.codec import U8
 

@@ -12,7 +12,7 @@ import threading
 import time
 import zlib
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from ctypes import addressof, c_char, c_uint8
+from ctypes import c_uint8
 from dataclasses import dataclass
 from pathlib import Path
 from struct import Struct
@@ -26,7 +26,7 @@ from moert.errors import RunError, said
 from moert.experts.policy import Demand
 from moert.kernels import library
 from moert.kernels.backend import Backend, Expert, ExpertView, ProjectionView
-from moert.kernels.library import NativeFailed, crc32
+from moert.kernels.library import NativeFailed, address, crc32
 from moert.kernels.memory import FencedMapping, breaks, mapped
 from moert.pack.codec import U8
 from moert.pack.errors import FileTruncated, HashMismatch, HeaderInvalid, PackError
@@ -351,11 +351,6 @@ def table_of(reads: Iterable[Read]) -> Table:
     return np.frombuffer(bytearray().join(rows), READ)  # np.array of tuples takes several times as long
 
 
-def address(array: U8) -> int:
-    """Returns the address of the first byte of a writable array."""
-    return addressof(c_char.from_buffer(array))  # type: ignore[arg-type]  # array.ctypes takes three times as long
-
-
 class NativeReader:
     """A Reader by the native library, without Python's lock."""
 
@@ -374,11 +369,10 @@ class NativeReader:
     def read_many(self, table: Table) -> int:
         """See Reader."""
         if self._checks:
-            at = addressof(c_char.from_buffer(table)) if len(table) else None  # type: ignore[arg-type]
-            return int(self._call.moert_read_many(self._reader, at, len(table)))
+            return int(self._call.moert_read_many(self._reader, table, len(table)))
         checked = table["checked"].copy()
         table["checked"] = 0
-        self._call.moert_read_many(self._reader, table.ctypes.data, len(table))
+        self._call.moert_read_many(self._reader, table, len(table))
         table["checked"] = checked
         return _check(table)
 

@@ -263,10 +263,6 @@ class Streaming:
         policy = EVICTION[DEFAULT](pack.manifest.model.moe_layers())
         self.cache = ExpertCache(holding.store, policy, 0, counters, holding.whole.io.threads)
 
-    def runner(self, ahead: Lookahead | None, listeners: Iterable[Listener]) -> ListenedRunner:
-        """Returns the ExpertRunner of the pack. Raises PackError."""
-        return self.holding.runner(self.cache, ahead, listeners)
-
     @property
     def held_bytes(self) -> int:
         """Memory that experts take, read or not."""

@@ -9,6 +9,7 @@ from ctypes import (
     CDLL,
     POINTER,
     Structure,
+    addressof,
     c_char,
     c_char_p,
     c_double,
@@ -22,8 +23,10 @@ from ctypes import (
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
+from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 
 from moert.errors import RunError
 
@@ -236,6 +239,15 @@ class NativeFailed(MemoryError):
     """The library could not get the memory that it needs."""
 
 
+def address(array: npt.NDArray[Any]) -> int:
+    """Returns the address of an array's first number. The array's memory has to be contiguous."""
+    try:
+        return addressof(c_char.from_buffer(array))  # type: ignore[arg-type]
+    except (TypeError, ValueError):  # an array that is empty, or not to be written: takes three times as long
+        assert array.flags.c_contiguous
+        return int(array.ctypes.data)
+
+
 class _Array:
     """An argument that is an array: its memory has to be contiguous and writable."""
 
@@ -278,17 +290,17 @@ _FUNCTIONS = {
     "moert_gated": (None, [_POOL, _DATA, c_int, c_int, c_int, c_int, _DATA, _DATA, _Array]),
     "moert_crc32": (c_uint32, [c_uint32, _DATA, c_int64]),
     "moert_crc32_fast": (c_int, []),
-    "moert_leave": (c_int64, [_DATA, _DATA, c_int64, _DATA, _DATA]),
+    "moert_leave": (c_int64, [_DATA, _Array, c_int64, _Array, _Array]),
     "moert_fence": (c_int, [_DATA, c_int64]),
     "moert_fence_end": (None, [c_int]),
     "moert_fence_broken": (c_int, [c_int]),
     "moert_fences_broken": (c_int64, []),
-    "moert_assign": (c_double, [_DATA, c_int, _DATA, _DATA, _DATA]),
+    "moert_assign": (c_double, [_DATA, c_int, _Array, _Array, _Array]),
     "moert_code_inputs": (None, [c_int, _DATA]),
     "moert_reader_open": (_READER, [c_int, c_int]),
     "moert_reader_close": (None, [_READER]),
     "moert_reader_has_ring": (c_int, [_READER]),
-    "moert_read_many": (c_int, [_READER, _DATA, c_int]),
+    "moert_read_many": (c_int, [_READER, _Array, c_int]),
     "moert_head": (c_int, [_POOL, _DATA, c_float, c_float, POINTER(Matrix), c_int, _Array, _Array]),
 }
 

@@ -10,7 +10,7 @@ import ctypes
 import math
 import time
 from collections.abc import Callable, Mapping, Sequence
-from ctypes import Structure, addressof, c_char, c_int32, c_int64, c_void_p
+from ctypes import Structure, addressof, c_int32, c_int64, c_void_p
 from dataclasses import replace
 from itertools import accumulate
 from operator import attrgetter
@@ -33,6 +33,7 @@ from moert.kernels.backend import (
     Stored,
 )
 from moert.kernels.library import ACTIVATIONS, KINDS, SCORES, Library, Matrix, NativeFailed, check
+from moert.kernels.library import address as _at
 from moert.kernels.memory import Arena
 from moert.kernels.pages import KeptPage, PageLayout
 from moert.pack.codec import F32, MX_GROUP, U8, QuantizedMatrix
@@ -42,20 +43,6 @@ from moert.pack.parts import Attention, Ffn, Latent
 
 _S = TypeVar("_S", bound=Structure)
 _Item = TypeVar("_Item", bound=np.generic)
-
-
-def _at(array: npt.NDArray[Any]) -> int:
-    """Returns the address of an array's first number."""
-    try:
-        return addressof(c_char.from_buffer(array))  # type: ignore[arg-type]
-    except (TypeError, ValueError):  # an array that is empty, or not to be written: takes three times as long
-        return int(array.ctypes.data)
-
-
-def _in_place(state: F32) -> int:
-    """Returns the address of an array that is changed in place, which no copy can stand for."""
-    assert state.flags.c_contiguous
-    return _at(state)
 
 
 class NativeMatrix:
@@ -499,20 +486,20 @@ class NativeBackend:
         x, taps = np.ascontiguousarray(x), np.ascontiguousarray(taps)
         out, (k, channels) = np.empty(x.shape, np.float32), taps.shape
         struct = library.Taps(_at(taps), None if bias is None else _at(bias), channels, k, silu)
-        self._compute(x.size * (k + 2), "moert_convolve", addressof(struct), len(x), _at(x), _in_place(state), out)
+        self._compute(x.size * (k + 2), "moert_convolve", addressof(struct), len(x), _at(x), _at(state), out)
         return out
 
     def delta(self, q: F32, k: F32, v: F32, decay: F32, beta: F32, state: F32) -> F32:
         given = [np.ascontiguousarray(each) for each in (q, k, v, decay, beta)]
         out, (tokens, heads, dv), (_, key_heads, dk) = np.empty(v.shape, np.float32), v.shape, k.shape
-        struct = library.Delta(*map(_at, given), _in_place(state), _at(out), tokens, key_heads, heads, dk, dv)
+        struct = library.Delta(*map(_at, given), _at(state), _at(out), tokens, key_heads, heads, dk, dv)
         self._compute(3 * v.size * dk, "moert_delta_rule", addressof(struct))
         return out
 
     def scan(self, x: F32, dt: F32, a: F32, b: F32, c: F32, d: F32, state: F32) -> F32:
         given = [np.ascontiguousarray(each) for each in (x, dt, a, b, c, d)]
         out, (tokens, heads, p), (_, groups, n) = np.empty(x.shape, np.float32), x.shape, b.shape
-        struct = library.Scan(*map(_at, given), _in_place(state), _at(out), tokens, heads, groups, p, n, a.shape[1])
+        struct = library.Scan(*map(_at, given), _at(state), _at(out), tokens, heads, groups, p, n, a.shape[1])
         self._compute(2 * x.size * n, "moert_scan_tokens", addressof(struct))
         return out
 
@@ -520,7 +507,7 @@ class NativeBackend:
         given, lengths = [np.ascontiguousarray(each) for each in (inputs, recurrent)], (c_int32 * len(counts))(*counts)
         out, sizes = np.empty((len(inputs), len(recurrent)), np.float32), (len(counts), len(recurrent), backward)
         assert (len(inputs), *state.shape) == (sum(counts), len(counts), 2, len(recurrent))
-        struct = library.Lstm(*map(_at, given), addressof(lengths), _in_place(state), _at(out), *sizes)
+        struct = library.Lstm(*map(_at, given), addressof(lengths), _at(state), _at(out), *sizes)
         self._compute(inputs.size * len(recurrent), "moert_lstm_tokens", addressof(struct))
         return out
 
@@ -561,8 +548,9 @@ class NativeBackend:
 
     def _kept(self, array: npt.NDArray[_Item]) -> npt.NDArray[_Item]:
         """Returns the array in large pages: a copy, or the array itself where it lies in memory from `stay`."""
-        if _at(array) in self._staying:
-            self._staying.discard(_at(array))
+        place = array.ctypes.data
+        if place in self._staying:
+            self._staying.discard(place)
             return array
         room = self._arena.allocate(array.nbytes).view(array.dtype).reshape(array.shape)
         np.copyto(room, array)

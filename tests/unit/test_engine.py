@@ -3,6 +3,7 @@ from __future__ import annotations
 import gc
 import pickle
 import shutil
+import sys
 import weakref
 from mmap import PAGESIZE
 from pathlib import Path
@@ -20,12 +21,11 @@ from moert.engine.registry import PREDICTS
 from moert.engine.settings import EngineSettings
 from moert.errors import BudgetTooSmall, InputInvalid, PathsMissing, SettingInvalid, TokenizerMissing
 from moert.experts import store
-from moert.experts import store as io_module
 from moert.experts.names import Policies
 from moert.experts.policy import EVICTION, Demand
 from moert.experts.replay import replay
 from moert.experts.store import IoSettings, open_expert
-from moert.kernels import open_backend
+from moert.kernels import library, open_backend
 from moert.pack.codec import F32
 from moert.pack.errors import FileMissing, HashMismatch, HeaderInvalid
 from moert.pack.model_spec import ExpertKey, LayerKey
@@ -103,6 +103,25 @@ def test_without_a_limit_every_expert_is_read_once_and_then_always_there(packs, 
         assert engine.counters.evictions == 0
 
 
+@pytest.mark.skipif(library.load() is None, reason=f"{library.missing()}")
+def test_a_token_whose_experts_are_in_memory_makes_few_calls(packs) -> None:
+    counts: list[int] = []
+
+    def counted(frame: object, event: str, _: object) -> None:
+        counts[-1] += event == "call"
+
+    with Engine.open(packs["decoder"], kernels="auto") as engine, engine.session() as session:
+        session.add([3, 4, 5], max_new_tokens=40, ignore_eos=True)
+        for _ in range(40):
+            counts.append(0)
+            sys.setprofile(counted)
+            try:
+                session.turn()
+            finally:
+                sys.setprofile(None)
+        assert min(counts) <= 80 + 46 * len(engine.spec.moe_layers())
+
+
 @pytest.mark.parametrize("name", SPECS)
 @pytest.mark.parametrize("kernels", KERNELS)
 def test_the_smallest_cache_works_and_a_byte_less_is_refused_with_its_number(packs, name, kernels) -> None:
@@ -167,7 +186,7 @@ def test_a_way_of_reading_that_was_asked_for_is_used_though_all_experts_fit(pack
         ways.add(direct)
         return open_expert(path, direct)
 
-    for module in (store, io_module):
+    for module in (store, store):
         monkeypatch.setattr(module, "open_expert", opened)
     with Engine.open(packs["decoder"], predict="none", io=io) as engine:
         engine.generate("abc", GenerationSettings(max_new_tokens=2))

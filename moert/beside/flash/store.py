@@ -14,8 +14,9 @@ from typing import Any, NamedTuple, Protocol
 import numpy as np
 
 from moert.beside.flash.keeping import I64, Balance, Blocks, Keeping
-from moert.experts.store import FAILURES, READ, IoSettings, OpenFiles, Patience, Readers, Table, address
+from moert.experts.store import FAILURES, READ, IoSettings, OpenFiles, Patience, Readers, Table
 from moert.kernels.backend import Expert
+from moert.kernels.library import address
 from moert.kernels.memory import PAGE_BYTES, Arena, forget
 from moert.pack.codec import F32, U8
 from moert.pack.errors import FileTruncated, HashMismatch, PackError

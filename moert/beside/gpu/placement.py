@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Sequence
-from ctypes import addressof, c_char
+from ctypes import addressof
 from typing import Any, NamedTuple
 
 from moert.beside.gpu.device import DeviceCosts, HostCosts
@@ -229,13 +229,11 @@ class _Native:
         )  # fmt: skip
         self._address = addressof(self._placing)
         self._scratch = array("d", bytes(PLACING * 8 * _MOST))
-        self._scratch_at = self._scratch.buffer_info()[0]
 
     def decide(self, counts: Sequence[int], kinds: Sequence[int], where: Sequence[int], busy: Busy) -> Placed:
         given, who, placing = array("i", (*counts, *kinds, *where)), bytearray(len(counts)), self._placing
         placing.device_s, placing.copy_s, placing.read_s = busy
-        out = addressof(c_char.from_buffer(who)) if who else None
-        seconds = self._call(self._address, len(who), given.buffer_info()[0], out, self._scratch_at)
+        seconds = self._call(self._address, len(who), given, who, self._scratch)
         return Placed(bytes(who), seconds)
 
 
