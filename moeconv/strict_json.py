@@ -34,9 +34,7 @@ def bounded(path: Path, most_bytes: int) -> bytes:
     with open(path, "rb") as handle:
         body = b"" if found.st_size > most_bytes else handle.read(most_bytes + 1)
     if max(found.st_size, len(body)) > most_bytes:
-        raise NotJson(
-            f"it has {max(found.st_size, len(body))} bytes, and none that is meant well has over {most_bytes}"
-        )
+        raise NotJson(f"it has {max(found.st_size, len(body))} bytes, at most {most_bytes} are read")
     return body
 
 

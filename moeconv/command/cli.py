@@ -130,7 +130,7 @@ def quantize(
     asked: Asked = NOTHING,
     as_json: Json = False,
 ) -> None:  # fmt: skip
-    """Measure what each expert is worth, give each its width under the target, and write the pack."""
+    """Measure the sensitivity of each expert, choose bits that meet the target, and write the pack."""
     from moeconv.conversion.settings import (
         Settings,
         parse_bits,
@@ -165,7 +165,7 @@ def check(
     layout: Annotated[str, typer.Option(help="Order of the experts' bytes, as in moeconv quantize.")] = "expert",
     as_json: Json = False,
 ) -> None:  # fmt: skip
-    """Say whether a model can be converted, and what its pack would take; reads no weights."""
+    """Say whether a model can be converted, and how large its pack would be; reads no weights."""
     from moeconv.command.check import as_json as plain
     from moeconv.command.check import check as run
     from moeconv.command.check import lines
@@ -190,8 +190,8 @@ def plan(
     asked: Asked = NOTHING,
     as_json: Json = False,
 ) -> None:
-    """Of a model: what packs of it would take, how fast they would be, and what converting takes. Of a work directory:
-    the plan for a target, from what was measured there. Measures no loss."""
+    """For a model: estimate the size and speed of its packs, and the time to convert it. For a work directory: the
+    plan for a target, from the measurements there. Measures no loss."""
     from moeconv.command import forecast
     from moeconv.command.present import plan_table
     from moeconv.conversion.planning import plan as run
@@ -221,7 +221,7 @@ def recipe_run(
     overwrite: options.Overwrite = False,
     as_json: Json = False,
 ) -> None:  # fmt: skip
-    """Convert each recipe, reusing what was measured before, and fail when an expectation does not hold."""
+    """Convert each recipe, reusing earlier measurements, and fail if an expectation does not hold."""
     from moeconv.command.recipe import Recipe
 
     loaded = [Recipe.load(path, out, allow_code, overwrite) for path in recipes]

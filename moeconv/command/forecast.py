@@ -110,7 +110,7 @@ def where(machine: Mapping[str, Any], memory: int | None, drive: str | None) -> 
     has the free memory. Raises SettingsError."""
     free, known = machine["memory"]["free_bytes"], machine["drive"]
     if memory is None and free is None:
-        raise SettingsError("this system does not tell how much memory is free: give --memory, such as 4GB")
+        raise SettingsError("the free memory of this system is unknown: give --memory, such as 4GB")
     if drive is not None:
         speed = parse_speed(drive)
         found, told = Drive(speed, speed), "as --drive says"

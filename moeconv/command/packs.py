@@ -53,9 +53,9 @@ def profile_paths(
     memory: options.Within = None,
     as_json: Json = False,
 ) -> None:
-    """Record which expert follows which, so that the runtime can load experts before they are asked for.
+    """Record which expert follows which, so that moert can read experts ahead and choose its eviction policy.
 
-    Without --calib, the text that the pack was converted with.
+    Without --calib, the text of the pack's conversion is used.
     """
     from moeconv.command.present import path_table
     from moeconv.conversion.additions import profile_paths as run
@@ -98,9 +98,9 @@ def train_hash(
     metric: PackMetric = None,
     as_json: Json = False,
 ) -> None:  # fmt: skip
-    """Train a small network that says from the tokens alone which experts all layers will choose.
+    """Train a small network that predicts the experts of all layers from the tokens alone.
 
-    Without --calib, on the text that the pack was converted with.
+    Without --calib, the text of the pack's conversion is used.
     """
     from moeconv.command.present import hash_json, hash_table
     from moeconv.conversion.additions import HashAsked
@@ -147,10 +147,10 @@ def train_neurons(
     metric: PackMetric = None,
     as_json: Json = False,
 ) -> None:  # fmt: skip
-    """Train a small network for each layer that says which neurons of its experts will fire.
+    """Train a small network for each layer that predicts which neurons of its experts will fire.
 
-    moert run --tune neurons=predicted reads and computes only these. Without --calib, on the text that the pack was
-    converted with.
+    moert run --tune neurons=predicted reads and computes only these. Without --calib, the text of the pack's conversion
+    is used.
     """
     from moeconv.command.present import neurons_json, neurons_table
     from moeconv.conversion.additions import NeuronsAsked
@@ -169,7 +169,7 @@ def verify(
     against: Annotated[str | None, typer.Option(help="The pack's source model.")] = None,
     as_json: Json = False,
 ) -> None:
-    """Check every hash of a pack, and with --against that each expert is its source within its width's error."""
+    """Check every hash of a pack, and with --against that each expert is its source within the error of its bits."""
     from moeconv.command.present import verified
     from moeconv.packing.packed import verify as check
     from moeconv.source.checkpoint import Checkpoint

@@ -71,14 +71,14 @@ class Recipe:
         document = read_toml(path)
         for name, option in (("out", "out"), ("work", "out"), ("overwrite", "overwrite")):
             if name in document:
-                raise SettingsError(f"{path}: {name} is not for a recipe to say: give --{option} to the command")
+                raise SettingsError(f"{path}: {name} is not a key of recipes: give --{option} to the command")
         try:
             recipe = cls._of(path.stem, _placed(document, path.parent), out)
         except SettingsError as error:
             raise SettingsError(f"{path}: {as_entries(str(error))}") from None
         if not allow_code and is_module(recipe.settings.metric or ""):
             raise SettingsError(
-                f"{path}: metric = {document['metric']!r} is a program, which would run with all that you may do: read "
+                f"{path}: metric = {document['metric']!r} is a program, which would run with all your rights: read "
                 "it, then give --allow-code"
             )
         return replace(recipe, settings=replace(recipe.settings, overwrite=overwrite))

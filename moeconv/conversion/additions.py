@@ -206,8 +206,7 @@ def folder_of(pack: Pack, work: Path | None, ending: str, learnt: str) -> Path:
     others = [name for name in there if not any(fnmatch(name, ours) for ours in _LEFT)]
     if there and (others or LOCK not in there):
         raise SettingsError(
-            f"{folder} holds {(others or there)[0]}, which no training has left and which would be lost: give another "
-            "--work"
+            f"{folder} holds {(others or there)[0]}, which is not of a training and would be lost: give another --work"
         )
     return folder
 

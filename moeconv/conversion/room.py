@@ -135,8 +135,8 @@ def check_layered(settings: Settings, memory: Memory, checkpoint: Checkpoint) ->
     memory."""
     if settings.signal == FISHER and not have_gradients(checkpoint.family, checkpoint.spec):
         raise SettingsError(
-            f"{said('signal', FISHER)}: there is no way back through a {checkpoint.spec.family} model, which can't be "
-            f"run layer by layer: take {said('signal', 'kl')}"
+            f"{said('signal', FISHER)}: gradients cannot go back through a {checkpoint.spec.family} model, which "
+            f"can't be run layer by layer: take {said('signal', 'kl')}"
         )
     if not memory.layered:
         if settings.signal == FISHER and settings.cluster is not None:

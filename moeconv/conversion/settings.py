@@ -532,7 +532,7 @@ def settings_of(entries: Mapping[str, Any], out: Path, work: Path) -> Settings:
 def _parsed(values: dict[str, Any]) -> dict[str, Any]:
     """Returns the values that Settings hold, from entries written as on the command line. Raises SettingsError."""
     if "target" in values:
-        raise SettingsError("target: a recipe says it as loss, size or bits_per_weight")
+        raise SettingsError("target: a recipe has loss, size or bits_per_weight in its place")
     for name, parse in _PARSERS.items():
         if name in values:
             values[name] = _number(name, values[name], parse)

@@ -47,8 +47,8 @@ def half(numbers: Tensor) -> F16:
     if not np.isfinite(made).all() or (exact.ndim > 1 and lost):
         largest = np.abs(exact).max()
         raise ConversionError(
-            f"float16 does not hold numbers of what is learnt (the largest is {largest:.3g}): this model's own are too "
-            "large or too small to learn from; convert it without"
+            f"float16 cannot hold the numbers of the training (the largest is {largest:.3g}): this model's "
+            "numbers are too large or too small to learn from; convert it without this network"
         )
     return made
 
@@ -88,7 +88,7 @@ def believed(folder: Path) -> Iterator[None]:
     except (KeyError, IndexError, TypeError, ValueError, AttributeError, OverflowError, OSError) as error:
         reason = f"{type(error).__name__}: {' '.join(str(error).split())[:100]}"
         raise ConversionError(
-            f"{folder} holds examples that are none ({reason}): delete it, and they are made again"
+            f"{folder} holds damaged examples ({reason}): delete it, and they are made again"
         ) from error
 
 

@@ -328,7 +328,7 @@ class Tokenizer:
             return fenced(work, _LEAST_S + nbytes / _BYTES_PER_S)
         except Broken as error:
             raise CalibrationError(
-                f"the model's tokenizer breaks at the text ({error}): is it the model's own?"
+                f"the model's tokenizer fails on the text ({error}): is it the model's own?"
             ) from None
         except Unfinished as error:
             raise CalibrationError(f"the model's tokenizer {error} with the text: is it the model's own?") from None

@@ -125,7 +125,9 @@ class Renderer:
         if "memory" in found:
             raise TemplateFailed(f"the model's chat template takes too much memory: {_DAMAGED}")
         ended = f"by signal {-status}" if status < 0 else f"with status {status}"
-        raise TemplateFailed(f"what renders the model's chat template ended {ended}: {_DAMAGED}, or memory was short")
+        raise TemplateFailed(
+            f"the process that renders the model's chat template ended {ended}: {_DAMAGED}, or memory was short"
+        )
 
 
 def _plain(messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:

@@ -52,9 +52,9 @@ def info(
     ] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:
-    """Print what a pack holds, what it lost, and the smallest memory it runs in; or facts about this machine."""
+    """Print the contents of a pack, its loss, and the smallest memory that it runs in; or facts about this machine."""
     if (pack is None) != system:
-        raise RunError("moert info tells about a pack or about this machine: give either PACK or --system")
+        raise RunError("moert info describes a pack or this machine: give PACK or --system")
     if pack is None:
         _print_system(as_json)
         return
@@ -125,7 +125,7 @@ def score(
         bool, typer.Option("--json", help="Print a JSON object for each text, and with --input one for all of them.")
     ] = False,
 ) -> None:
-    """Print the log-likelihood of text, and its perplexity a token and a word."""
+    """Print the log-likelihood of text, and its perplexity per token and per word."""
     given = [name for name, value in (("TEXT", text), ("--file", file), ("--input", input_path)) if value is not None]
     if len(given) > 1:
         raise RunError(f"{' and '.join(given)} exclude each other: give one text or one file")
@@ -330,7 +330,7 @@ def bench(
     drive: DriveOption = False,
     as_json: LinesOption = False,
 ) -> None:
-    """Measure how fast packs run on this device, and how near that is to what is possible."""
+    """Measure the speed of packs on this device, and compare it with the possible speed."""
     if drive:
         check_unused(context, {"packs", "drive", "as_json"}, "--drive: it runs no model")
         from moert.bench.drive import bench_drives

@@ -53,7 +53,7 @@ class MemoryLimit:
             if self.share is None:
                 return None
             raise InvalidMemory(
-                f"this system does not tell how much memory is free: give {said('memory')} as a size like 1.5GB"
+                f"the free memory of this system is unknown: give {said('memory')} as a size like 1.5GB"
             )
         if self.share is not None:
             return int(self.share * most_bytes)

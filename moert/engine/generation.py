@@ -304,7 +304,7 @@ class GenerationSettings(Adjustable):
         if not 0 <= self.seed < 1 << 63:
             raise SettingInvalid("seed", f"is {self.seed}: it should be between 0 and 2**63 - 1")
         if any(not text for text in self.stops):
-            raise SettingInvalid("stop", "has an empty stop string: no text would get a first letter")
+            raise SettingInvalid("stop", "has an empty stop string: every answer would end at once")
 
 
 def adjusted(scores: F32, settings: GenerationSettings, read: Sequence[int], written: Sequence[int]) -> F32:
@@ -404,8 +404,8 @@ def check_finite(logits: F32, number: int, what: str = "answer") -> None:
     it is where any of them is NaN."""
     if not np.isfinite(logits.max()):
         raise NotFinite(
-            f"the model gives no finite numbers for token {number} of the {what}: its weights or factors are damaged, "
-            "or none of a model (moeconv verify PACK looks at all of them)"
+            f"the model computes numbers that are not finite for token {number} of the {what}: its weights or factors "
+            "are damaged or were never those of a model (moeconv verify PACK checks all of them)"
         )
 
 

@@ -128,7 +128,7 @@ class Scorer:
             raise SettingInvalid("context", f"is {context}: it should be from 2 to the {most or 'any number of'} "
                                  "tokens that the model can take")  # fmt: skip
         if alone and len(ids) < 2:
-            raise InputInvalid("the text is one token, and nothing is before it to score it by: give more")
+            raise InputInvalid("the text has only one token, and no token before it to predict it from: give more text")
         if most is not None and len(ids) > most and context is None:
             advice = f"give {said('context', most)} to score it in windows" if alone else "shorten it"
             raise PromptTooLong(f"the text has {len(ids)} tokens, the model can take {most}: {advice}")

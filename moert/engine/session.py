@@ -338,7 +338,7 @@ class Session:
         settings = self._resolved(request._generation.settings.but(**changes))
         with self._open():
             if request.ended:
-                raise SettingInvalid("request", "has ended: fork one that is still to write")
+                raise SettingInvalid("request", "has ended: fork a request that still writes")
             twin = Request(request.prompt, request._generation.fork(settings), now=self._now)
             if not request._states:
                 self._waiting.append(twin)

@@ -1,8 +1,8 @@
-"""`make bench-ahead`: is reading ahead worth it, and is more than LRU over experts of two bits? With equal room.
+"""`make bench-ahead`: whether reading ahead pays, and whether it beats LRU over experts of two bits, in equal room.
 
-Experts have OLMoE's size and go where a recording of a trained model says, on each of the imitated drives. In turns:
-what the next layer's router names is read ahead (`--tune predict=gate`); nothing is (`none`); and all experts at two
-bits under LRU, without reading ahead, in as many bytes. Writes build/bench/ahead.json.
+Experts have OLMoE's size, and the recorded routing of a trained model, on each imitated drive. In turns: the next
+layer's router names experts to read ahead (`--tune predict=gate`); nothing is read ahead (`none`); all experts have two
+bits, under LRU, without reading ahead, in the same number of bytes. Writes build/bench/ahead.json.
 """
 
 from __future__ import annotations

@@ -1,7 +1,8 @@
-"""`make tables`: the blocks of README.md and docs/ that show results, and the picture, from the files in docs/results.
+"""`make tables`: writes the picture, and the blocks of README.md and docs/ that show results, from docs/results.
 
-A block lies between `<!-- table: NAME -->` and `<!-- end -->`. What is in it is defined in recipes/bench/tables:
-tables, and below them the sentences that quote figures. A block whose result is not kept yet stays as it is."""
+A block lies between `<!-- table: NAME -->` and `<!-- end -->`. recipes/bench/tables defines its tables, and the
+sentences below them that quote figures. A block whose result is not kept yet stays as it is.
+"""
 
 from __future__ import annotations
 

@@ -1,13 +1,14 @@
-"""`make bench-devices`: experts on a card, in memory and on a drive, beside running them on one of these alone.
+"""`make bench-devices`: experts on a card, in memory and on a drive, beside experts in one of these places alone.
 
-No card is needed: all of it runs on simulated ones (moert/beside/gpu/simulated.py), with the engine's own tiers and
-experts of Mixtral-8x7B's sizes (recipes/bench/cards.py), routed as recipes/bench/cards.py says. Three
-others are compared, each with the same kernels, the same machine and the same bits: everything on the processor;
-Mixtral-offloading's method (the latest experts of each layer stay on the card, the others are copied, guessed ones
-ahead); whole layers on the card, as llama.cpp splits a model. The wiki pack itself runs in the engine as well. What
-deciding takes is processor time of this machine; all other times are a simulated card's.
+No card is needed: all of it runs on simulated cards (moert/beside/gpu/simulated.py), with the engine's own tiers and
+experts of Mixtral-8x7B's sizes; their routing is the wiki model's, made as wide and as deep. Three other methods run
+with the same kernels, machine and bits: everything on the processor; Mixtral-offloading's method (the latest experts of
+each layer stay on the card, the others are copied, guessed ones ahead); and whole layers on the card, as llama.cpp
+splits a model. The wiki pack itself runs in the engine as well. The time to decide is processor time of this machine;
+all other times are a simulated card's.
 
-Writes build/bench/devices.json."""
+Writes build/bench/devices.json.
+"""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
-"""`make keep-results`: copies build/bench/*.json into docs/results, where the text takes its figures from.
+"""`make keep-results`: copies build/bench/*.json into docs/results, the source of all figures in the docs.
 
-A result of changed files is refused, a missed aim is kept. Those of PER_KIND are kept for each kind of processor; a
-figure of speed that fell against the kept one is told. Of a file that would be too large, the rows that the tables
-need and all that missed their aim are kept; its context then counts the others.
+A result of uncommitted changes is refused; a missed aim is kept. Results of PER_KIND are kept for each kind of
+processor, and a speed that fell against the kept one is printed. A file that would be too large keeps only the rows
+that the tables need and all rows that missed their aim; its context then counts the others.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
-"""`make bench-many`: what packs of thousands of experts cost before the first token. Writes build/bench/many.json.
+"""`make bench-many`: the cost of packs with thousands of experts before the first token. Writes build/bench/many.json.
 
-As many experts as Qwen3-30B-A3B and DeepSeek-V3 have, tiny ones: what is measured grows with their number and not with
-their size. Each start is a process of its own; the page cache has the manifest. The same once more with a file for each
-layer in place of one for each expert.
+The packs have as many experts as Qwen3-30B-A3B and DeepSeek-V3, but tiny ones: the measured cost grows with the number
+of experts and not with their size. Each start is a process of its own; the page cache has the manifest. All is repeated
+with a file for each layer in place of a file for each expert.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
-"""`make bench-outlook`: how far off are the tokens a second that `moeconv plan` expects?
+"""`make bench-outlook`: the error of the tokens a second that `moeconv plan` expects.
 
-What docs/results/stream.json and less.json measured, beside what is expected of a pack of that shape at that share of
-room and that speed of the drive. Nothing of a streamed run goes into what is expected of it but the speed of the drive;
-how fast the machine was that day, that is taken from the run with all experts in memory: it stretches all times of
-computing. Writes build/bench/outlook.json.
+Measurements of docs/results/stream.json and less.json, beside the speeds expected of packs with that shape, share of
+room and speed of the drive. The estimate uses only two figures of a run: the speed of the drive, and the speed of the
+machine on that day, taken from the run with all experts in memory, which stretches all times to compute. Writes
+build/bench/outlook.json.
 """
 
 from __future__ import annotations

@@ -1,11 +1,11 @@
-"""`python -m recipes.bench.outlook_machine`: the machine that docs/models.md states, and what a layer and a miss cost,
-out of figures that lie in docs/results. Writes moeconv/plan/machine.json; measures nothing but what moert holds.
+"""`python -m recipes.bench.outlook_machine`: the machine of docs/models.md, and the cost of a layer and of a miss, from
+figures in docs/results. Writes moeconv/plan/machine.json; measures only the memory that moert itself holds.
 
-- Kernels: what KERNELS has of a linear map with one token, groups of 64.
-- A layer: less.json's runs of wiki and wikids with all experts in memory, less what their weights take by these
+- Kernels: the figures of KERNELS for a linear map with one token, groups of 64.
+- A layer: less.json's runs of wiki and wikids with all experts in memory, less the time of their weights by these
   kernels.
-- A miss: how much longer a token took there on the imitated drive of 500 MB/s with less room, for each expert that was
-  missing. Experts of 16 kB are read in less than that, so it is all cost of a miss.
+- A miss: the additional time of a token there on the imitated drive of 500 MB/s with less room, for each missing
+  expert. Experts of 16 kB are read in less time, so all of it is the cost of a miss.
 """
 
 from __future__ import annotations

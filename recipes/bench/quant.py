@@ -1,12 +1,13 @@
 """`make bench-quant`: our quantizers beside hqq and llama.cpp's K- and i-quants, at equal effective bits a weight.
 
-All experts of a reference model are quantized alike; what is lost is the rise of the perplexity, and the divergence, on
+All experts of a reference model are quantized alike. The loss is the rise of the perplexity, and the divergence, on
 text that no quantizer saw. Writes build/bench/quant.json.
 
-No reference model has rows that are whole blocks of 256 weights throughout. Where they are not, llama.cpp would fall
-back to formats of 4.5 bits and more; here rows are joined until they fill blocks, so that its formats keep their bits
-(scales of 16 or 32 weights stay within a row, what these are stored in units of spans rows). Beside that, g2p with
-those matrices alone quantized whose rows fit."""
+No reference model has only rows that are whole blocks of 256 weights. For other rows llama.cpp would fall back to
+formats of 4.5 bits and more; here rows are joined until they fill blocks, so that its formats keep their bits (scales
+of 16 or 32 weights stay within a row, and the units of these scales span rows). In addition, g2p is measured with only
+those matrices quantized whose rows fit.
+"""
 
 from __future__ import annotations
 

@@ -1,10 +1,11 @@
-"""`make bench-smoke`: every bench of the Makefile once with `--smoke`, so little that the figures mean nothing, to see
-that it still runs with its peers in a clean clone. Exit status 1 where one does not.
+"""`make bench-smoke`: runs every bench of the Makefile once with `--smoke`, to check that it still runs with its peers.
 
-All happens in build/smoke, a folder with links to this checkout and with recipes that convert on a little text, so that
-no result and no pack of a whole run is touched. Where only the environment of llama.cpp is built and not its library,
-as in continuous integration, its programs start in their own Python and must come as far as to that library. A bench
-whose other peers were not built is skipped, and that is said.
+The runs are too short for figures that mean anything. The exit status is 1 if a bench does not run.
+
+Everything happens in build/smoke, a folder with links to this checkout and with recipes that convert on a little text,
+so that no result and no pack of a whole run is touched. If only the environment of llama.cpp is built and not its
+library, as in continuous integration, its programs start in their own Python and must reach that library. A bench
+whose other peers were not built is skipped, with a line that says so.
 """
 
 from __future__ import annotations

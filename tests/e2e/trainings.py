@@ -25,7 +25,7 @@ def check_work_folders(trained: Train, pack: Path, other: Path) -> None:
         other.mkdir(exist_ok=True)
         for name in names:
             (other / name).write_text("hours of work")
-        with pytest.raises(SettingsError, match=rf"other holds {names[-1]}, which no training has left .* --work"):
+        with pytest.raises(SettingsError, match=rf"other holds {names[-1]}, which is not of a training .* --work"):
             trained(pack, epochs=1, work=other)
         assert {path.name for path in other.iterdir()} == set(names)
         shutil.rmtree(other)

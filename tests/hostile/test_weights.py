@@ -148,7 +148,7 @@ RUNS = {
 def test_a_run_says_that_there_are_no_numbers(pack: Path, moert: Moert, run: str, value: str, kernels: str) -> None:
     with_experts(pack, NUMBERS[value])
     said = moert.refuses("run", pack, "hello", "--max-new-tokens", "9", "--tune", f"kernels={kernels}", *RUNS[run])
-    assert said.startswith("moert: the model gives no finite numbers for token 1 of the answer")
+    assert said.startswith("moert: the model computes numbers that are not finite for token 1 of the answer")
 
 
 @pytest.mark.parametrize("shape", [DECODER_SHAPE, MIXERS_SHAPE])

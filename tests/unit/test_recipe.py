@@ -141,9 +141,9 @@ def test_what_a_recipe_lacks(tmp_path: Path) -> None:
         ("", "model is missing: the folder of a model, relative to the recipe, or a hub id"),
         ('model = "m"\nbits = [16]\n', "without calib"),
         ('model = "m"\nbits = [16]\nprofile_paths = false\nsignal = "nll"\n', "signal has no effect without calib"),
-        ('model = "m"\nout = "x"\n', "out is not for a recipe"),
-        ('model = "m"\nwork = "x"\n', "work is not for a recipe"),
-        ('model = "m"\noverwrite = true\n', "overwrite is not for a recipe to say: give --overwrite"),
+        ('model = "m"\nout = "x"\n', "out is not a key of recipes"),
+        ('model = "m"\nwork = "x"\n', "work is not a key of recipes"),
+        ('model = "m"\noverwrite = true\n', "overwrite is not a key of recipes: give --overwrite"),
         ("model = [", "can't be read as TOML"),
     ):
         path.write_text(body)

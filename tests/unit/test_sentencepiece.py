@@ -370,7 +370,7 @@ def test_a_huge_file_is_refused_unread(tmp_path: Path) -> None:
     folder = write(tmp_path / "hf", b"")
     with open(folder / "tokenizer.model", "r+b") as file:
         file.truncate(1 << 33)
-    with pytest.raises(TokenizerDamaged, match="none that is meant well"):
+    with pytest.raises(TokenizerDamaged, match=r"at most \d+ are read"):
         made(folder)
 
 

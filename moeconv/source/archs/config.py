@@ -368,8 +368,8 @@ class Config:
         given = None if self.get("head_dim") is None else self.count("head_dim")
         if given is None and features % heads:
             raise UnsupportedModel(
-                f"config.json sets num_attention_heads {heads} for hidden_size {features}: that leaves a rest, and "
-                "there is no head_dim"
+                f"config.json sets num_attention_heads {heads} for hidden_size {features}: the first "
+                "does not divide the second, and there is no head_dim"
             )
         dim = given or features // heads
         if turned and dim % 2:

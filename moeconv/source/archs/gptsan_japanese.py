@@ -124,7 +124,9 @@ def _layers(config: Config, d_model: int, positions: PositionTable) -> list[Laye
     """Returns the layers. Raises UnsupportedModel."""
     heads, eps = config.count("num_heads", "num_attention_heads"), config.number("layer_norm_epsilon")
     if d_model % heads:
-        raise UnsupportedModel(f"config.json sets num_heads {heads} for d_model {d_model}: a rest is left")
+        raise UnsupportedModel(
+            f"config.json sets num_heads {heads} for d_model {d_model}: the first does not divide the second"
+        )
     dim, after = d_model // heads, Join(Norm(eps, "layer"))
     attention = Attention(heads, heads, dim, dim**-0.5, None, None, rope=None, buckets=None)
     router = Router(

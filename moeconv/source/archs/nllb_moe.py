@@ -148,7 +148,10 @@ def _stack(config: Config, name: StackName, d_model: int, router: Router, positi
     aliases = {"layers": "num_hidden_layers", "attention_heads": "num_attention_heads"} if name == "encoder" else {}
     n_layers, heads = (config.count(f"{name}_{what}", *_of(aliases, what)) for what in ("layers", "attention_heads"))
     if d_model % heads:
-        raise UnsupportedModel(f"config.json sets {name}_attention_heads {heads} for d_model {d_model}: a rest is left")
+        raise UnsupportedModel(
+            f"config.json sets {name}_attention_heads {heads} for d_model {d_model}: the first does not divide "
+            "the second"
+        )
     dim = d_model // heads
     attention = Attention(heads, heads, dim, dim**-0.5, None, None, rope=None, buckets=None, biases="qkvo")
     cross = attention if name == "decoder" else None

@@ -97,7 +97,8 @@ def _attention(config: Config, d_model: int) -> Attention:
     heads = config.count("num_attention_heads")
     if d_model % heads:
         raise UnsupportedModel(
-            f"config.json sets num_attention_heads {heads} for hidden_size {d_model}: that leaves a rest"
+            f"config.json sets num_attention_heads {heads} for hidden_size {d_model}: the first does not "
+            "divide the second"
         )
     dim, biases = d_model // heads, config.biases("enable_bias", "qkvo")
     return Attention(heads, heads, dim, dim**-0.5, None, None, rope=None, buckets=None, biases=biases)

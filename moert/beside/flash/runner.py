@@ -213,7 +213,7 @@ class Scores:
         scores = self._backend.linear(compressed, self._heads[key])
         if not np.isfinite(scores).all():
             raise NotFinite(
-                f"{PREDICTOR} gives something else than numbers for expert {key}: run without it, or train it again "
+                f"{PREDICTOR} gives numbers that are not finite for expert {key}: run without it, or train it again "
                 "(moeconv train-neurons)"
             )
         found: Bools = scores >= self._threshold[key]

@@ -174,7 +174,7 @@ class Reader:
 def _finite(numbers: F32) -> F32:
     if not np.isfinite(numbers).all():
         raise NotFinite(
-            f"{HASH} gives something else than numbers for this text: run with {said('predict', 'none')} and without "
+            f"{HASH} gives numbers that are not finite for this text: run with {said('predict', 'none')} and without "
             "its routing, or train it again (moeconv train-hash)"
         )
     return numbers
