@@ -97,7 +97,7 @@ def test_what_can_not_be_scored(engines: dict[str, Engine]) -> None:
     for context in (0, 1, 401):
         with pytest.raises(SettingInvalid, match=f"context is {context}: it should be from 2 to the 400 tokens"):
             engine.score(TEXT, context=context)
-    for ids, words in (([], "no tokens"), ([VOCAB], "outside the model's vocabulary"), ([5], "is one token")):
+    for ids, words in (([], "no tokens"), ([VOCAB], "outside the model's vocabulary"), ([5], "has only one token")):
         with pytest.raises(InputInvalid, match=words):
             engine.score(ids)
     with pytest.raises(InputInvalid, match="a target is for models with an encoder"):
