@@ -42,21 +42,21 @@ def section() -> list[str]:
     machine = stated()
     speeds = machine.processor.kernel_bytes_per_s
     paragraphs = (
-        f"What packs of published models would take, and how fast moert is expected to write on one machine: "
+        f"Sizes of packs of published models, and the speed at which moert is expected to write on one machine: "
         f"{machine.name}, whose kernels multiply {speeds[2] / 1e9:.0f} GB/s of weights at two bits and "
-        f"{speeds[8] / 1e9:.0f} GB/s at eight. Experts have as many bits a weight as is said, all other matrices "
-        f"{DENSE_BITS}. Nobody has run these models here: the figures are [reckoned](method.md#before-converting), "
-        "which [was compared](benchmarks.md#before-converting) where something had been measured. `moeconv plan MODEL` "
-        "says the same of your machine, at more widths.",
+        f"{speeds[8] / 1e9:.0f} GB/s at eight. *bits* are those of an expert's weight; all other matrices have "
+        f"{DENSE_BITS}. Nobody has run these models here: the figures are [estimates](method.md#before-converting), "
+        "[compared](benchmarks.md#before-converting) with measurements of other models. `moeconv plan MODEL` prints "
+        "them for your machine, at more widths.",
     )
-    lines = ["## What real models take", "", "<!-- reckoned: models -->"]
+    lines = ["## Sizes and speeds of real models", "", "<!-- reckoned: models -->"]
     for paragraph in paragraphs:
         lines += [*textwrap.wrap(paragraph, 120, break_on_hyphens=False), ""]
     places = [f"{size(memory)}, {size(drive)}/s" for memory in MEMORY for drive in DRIVES]
     head = (*_HEAD, *places)
     lines += [_cells(head), _cells(["---"] * len(head))]
     lines += [row for name in MODELS for row in _rows(name)]
-    return [*lines, "", "Tokens a second; - where so much memory is too little.", "<!-- end -->"]
+    return [*lines, "", "Speeds are in tokens per second; - means that the memory is too small.", "<!-- end -->"]
 
 
 def _rows(name: str) -> Iterator[str]:

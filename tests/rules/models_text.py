@@ -26,39 +26,39 @@ from moeconv.source.outline import features  # noqa: E402
 from moert.pack.model_spec import ModelSpec  # noqa: E402
 
 _INTRODUCTION = (
-    "`make readme` writes this text from the families in `moeconv/source/archs` and from the settings of "
-    "published models in `tests/published.py`; a test compares. `moeconv check MODEL` says the same of a single "
-    "model, with the size of its pack and the memory that it wants.",
-    "The `model_type` in config.json decides which family a model is of. Each family is checked alike:",
+    "`make readme` writes this page from the families in `moeconv/source/archs` and from the settings of published "
+    "models in `tests/published.py`; a test compares. `moeconv check MODEL` prints the same for a single model, with "
+    "the size of its pack and the memory that it needs.",
+    "The `model_type` in config.json decides the family of a model. Each family has the same checks:",
 )
 _CHECKED = (
-    "**The same as transformers.** Tiny models with random weights, in all variants that are named below, give "
-    "the logits of transformers and write the same tokens: numpy to within 1e-4, the native kernels to within "
-    "their rounding (`tests/parity`).",
-    "**The right tensors.** Each tensor of a checkpoint has one place in the pack, of the same shape, and none "
+    "**Equality with transformers.** Tiny models with random weights, in all variants below, give the logits of "
+    "transformers and write the same tokens: numpy to within 1e-4, the native kernels to within their rounding "
+    "(`tests/parity`).",
+    "**The right tensors.** Each tensor of a checkpoint has one place in the pack, of the same shape, and no tensor "
     "is left over (`tests/unit/test_archs.py`).",
-    "**An exact sweep.** A model that is run in parts, as the sweep does, is the model as it is run whole "
-    "(`tests/unit/test_scorers.py`), and what the sweep says of an expert is what a full evaluation says; this "
-    "last is compared for some families, which stand for the others (`tests/unit/test_probes.py`).",
-    "**The published shapes.** config.json of the models that are named below opens, has as many parameters as "
-    "its makers say, and is planned (`tests/unit/test_published.py`). One layer of each kind, filled at random, "
-    "runs at full size on the native kernels and gives what plain arithmetic gives "
-    "(`tests/e2e/test_published_layers.py`). Nobody has run these models whole here.",
-    "**Every setting.** Each field of config.json is read, known to have no effect, or refused, if transformers "
-    "looks at it at all; changed at random, it gets an answer or a reason (`tests/unit/test_config_fields.py`).",
+    "**An exact sweep.** A model that runs in parts, as in the sweep, gives the results of the whole model "
+    "(`tests/unit/test_scorers.py`). The sweep's result for an expert equals that of a full evaluation; some families "
+    "are compared, which stand for the others (`tests/unit/test_probes.py`).",
+    "**The published shapes.** The config.json of each model below opens, has the number of parameters that its makers "
+    "state, and can be planned (`tests/unit/test_published.py`). One layer of each kind, with random weights, runs at "
+    "full size on the native kernels and gives the results of plain arithmetic "
+    "(`tests/e2e/test_published_layers.py`). Nobody has run these models as a whole here.",
+    "**Every setting.** If transformers uses a field of config.json, the field is read, known to have no effect, or "
+    "refused. Changed at random, it gets an answer or a reason (`tests/unit/test_config_fields.py`).",
 )
 _REFUSED_FIRST = (
-    "A setting that is on and not known for the family, if transformers' class or its modelling code has it, or if "
-    "other code than transformers' follows it. A setting that neither of them has changes nothing in transformers; a "
-    "note names it.",
+    "A setting that is on and unknown for the family, if transformers' class or its modelling code has it, or if other "
+    "code than transformers' follows it. A setting that neither of them has changes nothing in transformers; a note "
+    "names it.",
 )
 _REFUSED_LAST = (
-    "Weights in a form that the family does not read. All read floats, fp8 with a scale for each block as DeepSeek-V3 "
-    "is published, and symmetric groups of four bits (compressed-tensors) as Kimi K2 is; gpt-oss is read in its own "
-    "four bits, and keeps them where a plan gives no fewer. AWQ, GPTQ, bitsandbytes and codings of "
+    "Weights in a form that the family does not read. All families read floats, fp8 with a scale for each block as in "
+    "DeepSeek-V3, and symmetric groups of four bits (compressed-tensors) as in Kimi K2. gpt-oss is read in its own four "
+    "bits, and keeps them if the plan gives at least four. AWQ, GPTQ, bitsandbytes and the codings of "
     "hf_quant_config.json are not read.",
-    "Checkpoints without safetensors files, and GGUF. Where several files have a tensor, the index says which counts.",
-    "A tensor that has no place in the pack, but for what a note says is left out: layers that predict several "
+    "Checkpoints without safetensors files, and GGUF. If several files have a tensor, the index decides which counts.",
+    "A tensor without a place in the pack, except those that a note names as left out: layers that predict several "
     "tokens at once.",
 )
 
@@ -74,8 +74,8 @@ def text() -> str:
     lines = ["# Models"]
     for paragraph in _INTRODUCTION:
         lines += ["", *textwrap.wrap(paragraph, 120, break_on_hyphens=False)]
-    lines += ["", *map(_bullet, _CHECKED), "", "## What is refused of every family", ""]
-    lines += ["In one line, before anything long starts:", ""]
+    lines += ["", *map(_bullet, _CHECKED), "", "## Refused for every family", ""]
+    lines += ["Each of these is refused in one line, before any long work starts:", ""]
     lines += map(_bullet, (*_REFUSED_FIRST, *refused, *_REFUSED_LAST))
     lines += ["", *sizes()]
     for name in sorted(FAMILIES):
