@@ -54,8 +54,8 @@ _REFUSED_FIRST = (
 )
 _REFUSED_LAST = (
     "Weights in a form that the family does not read. All families read floats, fp8 with a scale for each block as in "
-    "DeepSeek-V3, and symmetric groups of four bits (compressed-tensors) as in Kimi K2. gpt-oss is read in its own four "
-    "bits, and keeps them if the plan gives at least four. AWQ, GPTQ, bitsandbytes and the codings of "
+    "DeepSeek-V3, and symmetric groups of four bits (compressed-tensors) as in Kimi K2. gpt-oss is read in its own "
+    "four bits, and keeps them if the plan gives at least four. AWQ, GPTQ, bitsandbytes and the codings of "
     "hf_quant_config.json are not read.",
     "Checkpoints without safetensors files, and GGUF. If several files have a tensor, the index decides which counts.",
     "A tensor without a place in the pack, except those that a note names as left out: layers that predict several "
