@@ -307,7 +307,7 @@ def test_what_float16_holds_is_stored(by: float) -> None:
 
 @pytest.mark.parametrize("numbers", [MATRIX * 2.0**20, MATRIX * 2.0**-20, MATRIX[0] * 2.0**20, MATRIX / 0])
 def test_what_it_does_not_hold_is_refused(numbers: torch.Tensor) -> None:
-    with pytest.raises(ConversionError, match=r"float16 does not hold numbers of what is learnt \(the largest is "):
+    with pytest.raises(ConversionError, match=r"float16 cannot hold the numbers of the training \(the largest is "):
         half(numbers)
 
 
