@@ -7,13 +7,13 @@ import json
 import re
 import types
 from collections.abc import Callable, Collection, Mapping
-from functools import cache
+from functools import cache, lru_cache
 from typing import Annotated, Any, Literal, NamedTuple, TypeVar, Union, cast, get_args, get_origin, get_type_hints
 
 import numpy as np
 from numpy.typing import NDArray
 
-from moert.pack.errors import ManifestInvalid, SizeOverflow
+from moert.pack.errors import FormatTooNew, ManifestInvalid, SizeOverflow
 
 
 def parsed(body: bytes) -> Any:
@@ -155,39 +155,46 @@ def _inside(body: bytes, field: str, events: list[tuple[int, int]]) -> list[tupl
 
 MAX_BYTES = 1 << 46  # 64 TiB: no single file is larger
 MAX_COUNT = 1 << 24
+_LARGEST = 1e30  # of the magnitudes of all numbers
 KIND = "kind"
 """The field that says which of several classes an object belongs to; each class has its own value as an attribute of
 this name."""
 
-
 T = TypeVar("T")
+Reader = Callable[[Any, str], Any]
+"""A function (value, where) → the field's Python value. Raises ManifestInvalid, or another PackError of its own."""
 
 
 class Within(NamedTuple):
-    """Annotates a field whose whole number, or each of whose whole numbers, lies between these limits, both allowed."""
-
-    low: int
-    high: int
-
-
-class Above(NamedTuple):
-    """Annotates a field whose number is larger than `limit`."""
-
-    limit: float
-
-
-class Between(NamedTuple):
-    """Annotates a field whose number, which need not be whole, lies between these limits, both allowed."""
+    """Annotates a field whose number, or each of whose numbers, lies between these limits, both allowed."""
 
     low: float
     high: float
 
+    def holds(self, value: Any) -> bool:
+        return bool(self.low <= value <= self.high)
+
+    @property
+    def words(self) -> str:
+        low, high = (f"{limit:g}" if isinstance(limit, float) else str(limit) for limit in self)
+        return f"between {low} and {high}"
+
+
+class Fit(NamedTuple):
+    """Annotates a field, or the names or values of a table, by a rule of its own and the words for it."""
+
+    holds: Callable[[Any], Any]
+    words: str
+
 
 class Read(NamedTuple):
-    """Annotates a field that has a reader of its own: (value, where) → the field's Python value. The function raises
-    ManifestInvalid, or another PackError of its own."""
+    """Annotates a field that has a reader of its own."""
 
-    function: Callable[[Any, str], Any]
+    function: Reader
+
+
+class Shared:
+    """Annotates a field whose tables many objects have alike: equal tables become one."""
 
 
 def read(kind: type[T], raw: Any, where: str, closed: bool = False) -> T:
@@ -196,30 +203,54 @@ def read(kind: type[T], raw: Any, where: str, closed: bool = False) -> T:
     A field that the class does not have is ignored, or refused if `closed`, since there no field may be left aside.
     Raises ManifestInvalid or SizeOverflow.
     """
-    table, plan = mapping(raw, where), _plan(cast("Any", kind))
-    if (named := _kind_of(kind)) is not None:
+    table, fields = mapping(raw, where), _fields(cast("Any", kind), closed)
+    if (named := getattr(kind, "KIND", None)) is not None:
         _said_kind(table, where, (named,))
-    names = {field.name for field in plan} | ({KIND} if _kind_of(kind) else set())
-    if closed and (unknown := sorted(set(table) - names)):
+    if closed and (unknown := sorted(table.keys() - fields.keys() - ({KIND} if named else set()))):
         raise ManifestInvalid(
             f"{where} has the field {unknown[0][:60]!r}, which this program does not know: upgrade it"
         )
     values = {}
-    for field in plan:
-        if field.name in table:
-            values[field.name] = _value(
-                field.annotation, table[field.name], _Place(f"{where}: {field.name}", field, closed)
-            )
-        elif field.required:
-            raise ManifestInvalid(f"{where} lacks the field {field.name!r}")
+    for name, (reader, required) in fields.items():
+        if name in table:
+            values[name] = reader(table[name], f"{where}: {name}")
+        elif required:
+            raise lacking(where, name)
     return kind(**values)
+
+
+def check_version(table: Mapping[str, Any], where: str, form: str, latest: int, field: str = "version") -> None:
+    """Checks the fields `format` and `version`, or the other name of the latter. Raises ManifestInvalid, or
+    FormatTooNew for a later version than `latest`."""
+    for name in ("format", field):
+        if name not in table:
+            raise lacking(where, name)
+    if table["format"] != form:
+        raise ManifestInvalid(f"{where} has format {brief(table['format'])}, expected {form!r}")
+    version = table[field]
+    if type(version) is not int or version < 1:
+        raise unfit(f"{where}: {field}", str(latest), version)
+    if version > latest:
+        raise FormatTooNew(
+            f"{where} has format version {brief(version)}, this program reads up to {latest}: upgrade moert"
+        )
 
 
 def mapping(raw: Any, where: str) -> dict[str, Any]:
     """Returns `raw` if it is a JSON object. Raises ManifestInvalid."""
     if not isinstance(raw, dict):
-        raise ManifestInvalid(f"{where} should be a JSON object, found {brief(raw)}")
+        raise unfit(where, "a JSON object", raw)
     return raw
+
+
+def unfit(where: str, expected: str, value: Any) -> ManifestInvalid:
+    """Returns the error for a value that is not as expected."""
+    return ManifestInvalid(f"{where} should be {expected}, found {brief(value)}")
+
+
+def lacking(where: str, name: str) -> ManifestInvalid:
+    """Returns the error for an object without a field that it should have."""
+    return ManifestInvalid(f"{where} lacks the field {name!r}")
 
 
 def brief(value: Any) -> str:
@@ -229,123 +260,124 @@ def brief(value: Any) -> str:
     return f"a JSON {'object' if isinstance(value, dict) else 'array'} of {len(value)}"
 
 
-class _Field(NamedTuple):
-    """A field of a dataclass; `rule`, if any, is a Within, Above, Between or Read."""
-
-    name: str
-    annotation: Any
-    rule: Any
-    required: bool
-
-
 @cache
-def _plan(kind: type[Any]) -> tuple[_Field, ...]:
-    annotations, plan = get_type_hints(kind, include_extras=True), []
-    for field in dataclasses.fields(kind):
-        annotation, rule = annotations[field.name], None
-        if get_origin(annotation) is Annotated:
-            annotation, rule = get_args(annotation)
-        plan.append(_Field(field.name, annotation, rule, field.default is dataclasses.MISSING))
-    return tuple(plan)
+def _fields(kind: type[Any], closed: bool) -> dict[str, tuple[Reader, bool]]:
+    """Returns for each field of a dataclass its reader, and whether it has to be there."""
+    annotations = get_type_hints(kind, include_extras=True)
+    return {
+        field.name: (_reader(annotations[field.name], None, closed), field.default is dataclasses.MISSING)
+        for field in dataclasses.fields(kind)
+    }
 
 
-def _kind_of(kind: type[Any]) -> str | None:
-    found = getattr(kind, "KIND", None)
-    return found if isinstance(found, str) else None
-
-
-class _Place(NamedTuple):
-    """The place of a value in the document, and the rules for its field."""
-
-    where: str
-    field: _Field
-    closed: bool
-
-    def bad(self, expected: str, value: Any) -> ManifestInvalid:
-        return ManifestInvalid(f"{self.where} should be {expected}, found {brief(value)}")
-
-
-def _value(annotation: Any, value: Any, place: _Place) -> Any:
-    if isinstance(place.field.rule, Read):
-        return place.field.rule.function(value, place.where)
+def _reader(annotation: Any, rule: Any, closed: bool) -> Reader:
+    """Returns the reader of a type; `rule`: an annotation around it, which items of lists and values beside None
+    have to keep."""
     origin, arguments = get_origin(annotation), get_args(annotation)
+    if origin is Annotated:
+        return _reader(arguments[0], arguments[1], closed)
+    if isinstance(rule, Read):
+        return rule.function
     if origin in (Union, types.UnionType):
-        return _one_of(arguments, value, place)
+        return _one_of(arguments, rule, closed)
     if origin is Literal:
-        if not isinstance(value, str) or value not in arguments:
-            raise place.bad("one of " + ", ".join(arguments), value)
-        return value
+        return _plain_reader(str, Fit(frozenset(arguments).__contains__, f"one of {', '.join(arguments)}"))
     if origin is tuple:
-        if not isinstance(value, list) or len(value) > MAX_COUNT:
-            raise place.bad("a list", value)
-        return tuple(_value(arguments[0], item, place) for item in value)
-    if hasattr(annotation, "__dataclass_fields__"):
-        return read(annotation, value, place.where, place.closed)
-    return _PLAIN[annotation](value, place)
+        return _list_reader(_reader(arguments[0], rule, closed))
+    if origin in (dict, Mapping):
+        return _table_reader(_reader(arguments[0], None, closed), _reader(arguments[1], None, closed), rule)
+    if dataclasses.is_dataclass(annotation):
+        return lambda value, where: read(cast("Any", annotation), value, where, closed)
+    return _plain_reader(annotation, rule)
 
 
-def _one_of(arguments: tuple[Any, ...], value: Any, place: _Place) -> Any:
+def _one_of(arguments: tuple[Any, ...], rule: Any, closed: bool) -> Reader:
     kinds = [argument for argument in arguments if argument is not types.NoneType]
-    if value is None and len(kinds) < len(arguments):
-        return None
+    named = {str(getattr(kind, "KIND", "")): _reader(kind, rule, closed) for kind in kinds}
     if len(kinds) == 1:
-        return _value(kinds[0], value, place)
-    named = {str(_kind_of(kind)): kind for kind in kinds}
-    return read(named[_said_kind(mapping(value, place.where), place.where, named)], value, place.where, place.closed)
+        (some,) = named.values()
+    else:
+
+        def some(value: Any, where: str) -> Any:
+            return named[_said_kind(mapping(value, where), where, named)](value, where)
+
+    return some if len(kinds) == len(arguments) else lambda value, where: None if value is None else some(value, where)
 
 
 def _said_kind(table: dict[str, Any], where: str, allowed: Collection[str]) -> str:
     if KIND not in table:
-        raise ManifestInvalid(f"{where} lacks the field {KIND!r}")
+        raise lacking(where, KIND)
     said = table[KIND]
     if not isinstance(said, str) or said not in allowed:
-        raise ManifestInvalid(f"{where}: kind should be one of {', '.join(allowed)}, found {brief(said)}")
+        raise unfit(f"{where}: kind", f"one of {', '.join(allowed)}", said)
     return said
 
 
-def _flag(value: Any, place: _Place) -> bool:
-    if not isinstance(value, bool):
-        raise place.bad("true or false", value)
-    return value
+def _list_reader(item: Reader) -> Reader:
+    def reader(value: Any, where: str) -> tuple[Any, ...]:
+        if not isinstance(value, list) or len(value) > MAX_COUNT:
+            raise unfit(where, "a list", value)
+        return tuple([item(each, where) for each in value])
+
+    return reader
 
 
-def _text(value: Any, place: _Place) -> str:
-    if not isinstance(value, str) or not value.isprintable():
-        raise place.bad("one line of text", value)
-    return value
+def _table_reader(name: Reader, item: Reader, rule: Any) -> Reader:
+    def reader(value: Any, where: str) -> dict[str, Any]:
+        table = mapping(value, where)
+        if isinstance(rule, Fit) and not rule.holds(table):
+            raise unfit(where, rule.words, table)
+        found = {name(key, f"{where}: a name"): item(each, f"{where}: {key[:60]}") for key, each in table.items()}
+        return _one(tuple(found.items())) if rule is Shared else found
+
+    return reader
 
 
-def _integer(value: Any, place: _Place) -> int:
-    low, high = place.field.rule if isinstance(place.field.rule, Within) else (0, MAX_COUNT)
-    if not isinstance(value, int) or isinstance(value, bool):
-        raise place.bad("a whole number", value)
-    if value > high and high >= MAX_BYTES:
-        raise SizeOverflow(f"{place.where} is {brief(value)}, larger than any file can be ({high} bytes)")
-    if not low <= value <= high:
-        raise place.bad(f"between {low} and {high}", value)
-    return value
+@lru_cache(maxsize=1024)
+def _one(items: tuple[tuple[str, Any], ...]) -> dict[str, Any]:
+    """Returns one table for all calls with equal items."""
+    return dict(items)
 
 
-def _number(value: Any, place: _Place) -> float:
-    if not isinstance(value, (int, float)) or isinstance(value, bool) or value != value or abs(value) > 1e30:
-        raise place.bad("a finite number", value)
-    rule = place.field.rule
-    if isinstance(rule, Above) and value <= rule.limit:
-        raise place.bad(f"above {rule.limit}", value)
-    if isinstance(rule, Between) and not rule.low <= value <= rule.high:
-        raise place.bad(f"between {rule.low:g} and {rule.high:g}", value)
-    return float(value)
+_PLAIN: Mapping[Any, tuple[str, Any]] = {
+    bool: ("true or false", Fit(lambda value: True, "true or false")),
+    str: ("text", Fit(str.isprintable, "one line of text")),
+    int: ("a whole number", Within(0, MAX_COUNT)),
+    float: ("a finite number", Within(-_LARGEST, _LARGEST)),
+}
+"""For each plain type the words for it, and the rule of fields without one."""
 
 
-_PLAIN: Mapping[Any, Callable[[Any, _Place], Any]] = {bool: _flag, str: _text, int: _integer, float: _number}
+def _plain_reader(kind: Any, rule: Any) -> Reader:
+    words, usual = _PLAIN[kind]
+    rule, kinds = rule or usual, (int, float) if kind is float else (kind,)
+    holds: Callable[[Any], Any] = rule.holds
+    if isinstance(rule, Fit):
+        words = rule.words
+
+    def reader(value: Any, where: str) -> Any:
+        if type(value) not in kinds or (kind is float and not abs(value) <= _LARGEST):
+            raise unfit(where, words, value)
+        if not holds(value):
+            if isinstance(rule, Within) and value > rule.high >= MAX_BYTES:
+                raise SizeOverflow(f"{where} is {brief(value)}, larger than any file can be ({rule.high} bytes)")
+            raise unfit(where, rule.words, value)
+        return float(value) if kind is float else value
+
+    return reader
 
 
 def plain(value: Any) -> Any:
-    """Returns a value as json writes it: the reverse of `read`."""
+    """Returns a value as json writes it: the reverse of `read`. Fields that a class names in LEFT_OUT are left out
+    where they have their default."""
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
-        kind = _kind_of(type(value))
-        named = {} if kind is None else {KIND: kind}
-        return named | {field.name: plain(getattr(value, field.name)) for field in dataclasses.fields(value)}
+        kind = getattr(value, "KIND", None)
+        left_out = getattr(value, "LEFT_OUT", ())
+        return ({} if kind is None else {KIND: kind}) | {
+            field.name: plain(each)
+            for field in dataclasses.fields(value)
+            if (each := getattr(value, field.name)) != field.default or field.name not in left_out
+        }
     if isinstance(value, Mapping):
         return {name: plain(item) for name, item in value.items()}
     return [plain(item) for item in value] if isinstance(value, (tuple, list)) else value

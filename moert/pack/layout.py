@@ -7,7 +7,7 @@ import zlib
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import lru_cache
-from typing import Annotated, Any, NamedTuple
+from typing import Annotated, Any, ClassVar, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -31,6 +31,7 @@ class Neurons:
     `bundled`: the columns of a block lie behind its rows; else all columns of an expert lie behind all its rows.
     `together`: rows, not bundled, are read all at once, so that their pieces are no whole sectors."""
 
+    LEFT_OUT: ClassVar = ("together",)
     piece_bytes: Annotated[int, Within(SECTOR, MOST_PIECE_BYTES)]
     bundled: bool
     together: bool = False

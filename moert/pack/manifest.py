@@ -7,16 +7,39 @@ import re
 import zlib
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
-from pathlib import PurePosixPath
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
 import numpy as np
 import numpy.typing as npt
 
 from moert.pack.codec import LEAST_POWER, MOST_POWER, WIDTHS, Form16, QuantizedMatrix, n_groups, row_bytes
-from moert.pack.documents import MAX_BYTES, MAX_COUNT, Above, Between, Read, Within, brief, mapping, parsed, plain, read
-from moert.pack.errors import FormatTooNew, HashMismatch, HeaderInvalid, ManifestInvalid, SizeOverflow, UnsafePath
-from moert.pack.layout import NEURONS, SECTOR, ExpertLayout, NeuronLayout, Neurons, expert_layout, group_of, with_powers
+from moert.pack.documents import (
+    MAX_BYTES,
+    MAX_COUNT,
+    Fit,
+    Read,
+    Shared,
+    Within,
+    brief,
+    check_version,
+    mapping,
+    parsed,
+    plain,
+    read,
+    unfit,
+)
+from moert.pack.errors import HashMismatch, HeaderInvalid, ManifestInvalid, SizeOverflow, UnsafePath
+from moert.pack.layout import (
+    NEURONS,
+    PROJECTIONS,
+    SECTOR,
+    ExpertLayout,
+    NeuronLayout,
+    Neurons,
+    expert_layout,
+    group_of,
+    with_powers,
+)
 from moert.pack.model_spec import STACKS, ExpertKey, LayerKey, ModelSpec
 from moert.pack.tensors import check_size, known_bounds
 
@@ -27,132 +50,42 @@ PLAIN_MINOR, PREFERRING_MINOR, JOINED_MINOR, NEURONS_MINOR, TOGETHER_MINOR, POWE
 """The minor version of a pack with none of these, with preferences, with several experts in a file, with experts in
 blocks of neurons, with rows of neurons that lie together, with matrices that are multiplied with a power of two."""
 SEAL = ',\n "crc32": '  # the text before the checksum that ends the file
-_HEX = frozenset("0123456789abcdef")
 _CRC32 = (1 << 32) - 1
-_SHA256 = re.compile("[0-9a-f]{64}")
-_WIDTHS = frozenset(WIDTHS)
-_LARGEST = 1e30  # the largest magnitude of any number in a manifest
 
 Dtype16 = Literal["F16", "BF16"]
 Files = Literal["expert", "layer"]
 """The unit that has a file of its own: each expert, or all experts of a layer."""
 
 
-# Readers of single fields -------------------------------------------------------------------------------------------
-
-
 def safe_path(path: str, where: str = "manifest.json") -> str:
     """Returns `path` itself if it stays inside the pack. Raises UnsafePath otherwise, ManifestInvalid if it is no
     text."""
     if not isinstance(path, str):
-        raise ManifestInvalid(f"{where} should be a path, found {brief(path)}")
-    pure = PurePosixPath(path)
-    sound = path.isascii() and path.isprintable() and not set("\\:").intersection(path) and 0 < len(path) <= 200
-    if not sound or not pure.parts or pure.is_absolute() or ".." in pure.parts or str(pure) != path:
+        raise unfit(where, "a path", path)
+    sound = path.isascii() and path.isprintable() and not set("\\:").intersection(path) and len(path) <= 200
+    if not sound or {"", ".", ".."}.intersection(path.split("/")):
         raise UnsafePath(f"manifest.json names the file {path[:80]!r}, which is not a plain path inside the pack")
     return path
 
 
-def _digest(value: Any, where: str) -> str:
-    if not isinstance(value, str) or len(value) != 64 or not _HEX.issuperset(value):
-        raise ManifestInvalid(f"{where} should be a sha256 in hexadecimal, found {brief(value)}")
-    return value
-
-
 def _key(value: Any, where: str) -> ExpertKey:
     key = value if isinstance(value, list) else []
-    whole = [item for item in key[1:3] if isinstance(item, int) and not isinstance(item, bool)]
-    if len(key) != 3 or len(whole) != 2 or not isinstance(key[0], str) or key[0] not in STACKS:
+    if len(key) != 3 or key[0] not in STACKS or any(type(number) is not int for number in key[1:]):
         found = f"[{', '.join(brief(item) for item in key[:4])}]" if isinstance(value, list) else brief(value)
         raise ManifestInvalid(f'{where} should be ["decoder", layer, expert], found {found}')
-    return ExpertKey("encoder" if key[0] == "encoder" else "decoder", key[1], key[2])
+    return ExpertKey(*key)
 
 
-def _widths(value: Any, where: str) -> dict[str, int]:
-    widths = mapping(value, where)
-    for name, width in widths.items():
-        if not isinstance(width, int) or isinstance(width, bool) or width not in WIDTHS:
-            raise ManifestInvalid(f"{where}: {name[:20]} should be among {WIDTHS}, found {brief(width)}")
-    return widths
-
-
-def _bits(value: Any, where: str) -> dict[str, int]:
-    if not {"gate", "up", "down"}.issuperset(mapping(value, where)):
-        raise ManifestInvalid(f"{where} should give widths for gate, up and down, found {brief(list(value))}")
-    return _widths(value, where)
-
-
-def _powers(value: Any, where: str) -> dict[str, int] | None:
-    if value is None:
-        return None
-    powers = mapping(value, where)
-    for name, power in powers.items():
-        if type(power) is not int or not LEAST_POWER <= power <= MOST_POWER or not power:
-            raise ManifestInvalid(
-                f"{where}: {name[:60]} should be {LEAST_POWER} to {MOST_POWER} and not 0, found {brief(power)}"
-            )
-    return powers
-
-
-def _model(value: Any, where: str) -> ModelSpec:
-    return read(ModelSpec, value, where, closed=True)
-
-
-def _files(value: Any, where: str) -> dict[str, FileEntry]:
-    named = mapping(value, where).items()
-    return {safe_path(name): read(FileEntry, item, f"{where}: {name[:60]}") for name, item in named}
-
-
-def _experts(value: Any, where: str) -> tuple[ExpertEntry, ...]:
-    """Returns the experts of a manifest, of which there may be ten thousand: a sound entry is read in one step, any
-    other one field by field, for an error that names its fault."""
-    if not isinstance(value, list) or len(value) > MAX_COUNT:
-        raise ManifestInvalid(f"{where} should be a list, found {brief(value)}")
-    widths: dict[tuple[tuple[str, int], ...], Mapping[str, int]] = {}
-    return tuple(_sound(item, widths) or read(ExpertEntry, item, where) for item in value)
-
-
-def _sound(raw: Any, widths: dict[tuple[tuple[str, int], ...], Mapping[str, int]]) -> ExpertEntry | None:
-    """Returns the expert's entry, or None if any field is not plainly right. `widths`: the mappings seen so far, so
-    that experts of the same widths share one."""
-    try:
-        (stack, layer, expert), path, bits = raw["key"], raw["path"], raw["bits"]
-        sha256, importance = raw["sha256"], raw["importance"]
-        counts = raw["file_bytes"], raw["tensor_bytes"], raw["crc32"], raw.get("offset", 0)
-        plain = raw.get("powers") is None
-    except (TypeError, KeyError, ValueError):
-        return None
-    if (
-        not plain
-        or type(raw["key"]) is not list
-        or stack not in STACKS
-        or type(layer) is not int
-        or type(expert) is not int
-    ):
-        return None
-    key = ExpertKey(stack, layer, expert)
-    if (
-        path not in (expert_path(key), layer_path(key.at))
-        or type(bits) is not dict
-        or type(sha256) is not str
-        or not _SHA256.fullmatch(sha256)
-    ):
-        return None
-    if not all(type(count) is int for count in counts) or not all(type(width) is int for width in bits.values()):
-        return None
-    if not (0 < counts[0] <= MAX_BYTES and 0 < counts[1] <= MAX_BYTES and 0 <= counts[2] <= _CRC32):
-        return None
-    if not 0 <= counts[3] <= MAX_BYTES:
-        return None
-    if not {"gate", "up", "down"}.issuperset(bits) or not _WIDTHS.issuperset(bits.values()):
-        return None
-    if importance is not None and (type(importance) is not float or not abs(importance) <= _LARGEST):
-        return None
-    shared = widths.setdefault(tuple(bits.items()), bits)
-    return ExpertEntry(key, path, counts[0], counts[1], shared, sha256, counts[2], importance, counts[3])
-
-
-# The manifest and its parts -----------------------------------------------------------------------------------------
+_Sha256 = Annotated[str, Fit(re.compile("[0-9a-f]{64}").fullmatch, "a sha256 in hexadecimal")]
+_Projection = Annotated[str, Fit(frozenset(PROJECTIONS).__contains__, "gate, up or down")]
+_Width = Annotated[int, Fit(frozenset(WIDTHS).__contains__, f"among {WIDTHS}")]
+_Power = Annotated[
+    int, Fit(frozenset(range(LEAST_POWER, MOST_POWER + 1)).difference({0}).__contains__,
+             f"{LEAST_POWER} to {MOST_POWER} and not 0"),
+]  # fmt: skip
+_Path = Annotated[str, Read(safe_path)]
+_Model = Annotated[ModelSpec, Read(lambda value, where: read(ModelSpec, value, where, closed=True))]
+_Count = Annotated[int, Within(0, MAX_COUNT)]
 
 
 @dataclass(frozen=True)
@@ -160,7 +93,7 @@ class FileEntry:
     """The manifest's entry for a file of the pack that is not an expert."""
 
     nbytes: Annotated[int, Within(0, MAX_BYTES)]
-    sha256: Annotated[str, Read(_digest)]
+    sha256: _Sha256
     crc32: Annotated[int, Within(0, _CRC32)]
 
 
@@ -170,10 +103,11 @@ class Dense:
     group_size as for experts. `powers`: canonical name → the power of two that the matrix is multiplied with, where it
     is."""
 
+    LEFT_OUT: ClassVar = ("powers",)
     quantizer: str
-    group_size: Annotated[int, Within(0, MAX_COUNT)]
-    bits: Annotated[Mapping[str, int], Read(_widths)]
-    powers: Annotated[Mapping[str, int] | None, Read(_powers)] = None
+    group_size: _Count
+    bits: Mapping[str, _Width]
+    powers: Mapping[str, _Power] | None = None
 
     def power(self, name: str) -> int:
         """Returns the power of two that the matrix of this canonical name is multiplied with; 0 for most."""
@@ -185,8 +119,9 @@ class Quantization:
     """The quantization of the experts. group_size 0 is one group per output channel. `dense`: the quantization of the
     other matrices; None: they are as in the source."""
 
+    LEFT_OUT: ClassVar = ("neurons",)
     quantizer: str
-    group_size: Annotated[int, Within(0, MAX_COUNT)]
+    group_size: _Count
     dtype16: Dtype16  # how matrices of 16 bits are stored
     seed: Annotated[int, Within(0, 1 << 32)]
     dense: Dense | None = None
@@ -206,12 +141,13 @@ class LossEstimate:
     """One measured value of the metric and the loss that it means, with a 95% interval of the loss (fractions). Where
     the metric is a perplexity per word, `reference_per_token` and `value_per_token` are the perplexities per token."""
 
+    LEFT_OUT: ClassVar = ("reference_per_token", "value_per_token")
     reference: float
     value: float
     loss: float
     low: float
     high: float
-    samples: Annotated[int, Within(0, MAX_COUNT)]
+    samples: _Count
     reference_per_token: float | None = None
     value_per_token: float | None = None
 
@@ -239,8 +175,8 @@ class Quality:
     target_loss: float | None
     calibration: LossEstimate | None
     heldout: LossEstimate | None
-    calibration_sha256: Annotated[str, Read(_digest)]
-    heldout_sha256: Annotated[str, Read(_digest)]
+    calibration_sha256: _Sha256
+    heldout_sha256: _Sha256
 
 
 @dataclass(frozen=True)
@@ -253,10 +189,10 @@ class Preference:
     for each layer with experts. `calibration` and `heldout`: the loss of this routing and the widths together.
     """
 
-    share: Annotated[float, Above(0)]
+    share: Annotated[float, Fit(lambda share: share > 0, "a finite number above 0")]
     recent: Annotated[int, Within(1, MAX_COUNT)]
-    sure: Annotated[int, Within(0, MAX_COUNT)]
-    bonus: Annotated[tuple[float, ...], Between(0, 1e6)]
+    sure: _Count
+    bonus: Annotated[tuple[float, ...], Within(0, 1e6)]
     calibration: LossEstimate | None = None
     heldout: LossEstimate | None = None
 
@@ -271,30 +207,32 @@ class ExpertEntry:
     where it is.
     """
 
+    LEFT_OUT: ClassVar = ("offset", "powers")
     key: Annotated[ExpertKey, Read(_key)]
-    path: Annotated[str, Read(safe_path)]
+    path: _Path
     file_bytes: Annotated[int, Within(1, MAX_BYTES)]
     tensor_bytes: Annotated[int, Within(1, MAX_BYTES)]
-    bits: Annotated[Mapping[str, int], Read(_bits)]
-    sha256: Annotated[str, Read(_digest)]
+    bits: Annotated[Mapping[_Projection, _Width], Shared]
+    sha256: _Sha256
     crc32: Annotated[int, Within(0, _CRC32)]
     importance: float | None
     offset: Annotated[int, Within(0, MAX_BYTES)] = 0
-    powers: Annotated[Mapping[str, int] | None, Read(_powers)] = None
+    powers: Mapping[str, _Power] | None = None
 
 
 @dataclass(frozen=True)
 class Manifest:
+    LEFT_OUT: ClassVar = ("preferences",)
     creator: str
     page_bytes: Annotated[int, Within(4096, 1 << 20)]
-    model: Annotated[ModelSpec, Read(_model)]
+    model: _Model
     quantization: Quantization
     quality: Quality | None
-    files: Annotated[Mapping[str, FileEntry], Read(_files)]
-    experts: Annotated[tuple[ExpertEntry, ...], Read(_experts)]
+    files: Mapping[_Path, FileEntry]
+    experts: tuple[ExpertEntry, ...]
     preferences: tuple[Preference, ...] = ()
     """The preferences, ascending by share."""
-    minor: Annotated[int, Within(0, MAX_COUNT)] = PLAIN_MINOR
+    minor: _Count = PLAIN_MINOR
 
     def layout(self, entry: ExpertEntry) -> ExpertLayout:
         quantization = self.quantization
@@ -345,23 +283,6 @@ def dump_manifest(manifest: Manifest) -> str:
     checksum."""
     document = plain(manifest)
     minor, experts = document.pop("minor"), document.pop("experts")
-    if not manifest.preferences:
-        del document["preferences"]
-    if manifest.quantization.neurons is None:
-        del document["quantization"]["neurons"]
-    elif not manifest.quantization.neurons.together:
-        del document["quantization"]["neurons"]["together"]
-    if document["quantization"]["dense"] is not None and not manifest.quantization.dense.powers:  # type: ignore[union-attr]
-        del document["quantization"]["dense"]["powers"]
-    for expert in experts:
-        for name in ("offset", "powers"):
-            if not expert[name]:
-                del expert[name]
-    for measured in (document["quality"], *document.get("preferences", ())):
-        for found in (measured["calibration"], measured["heldout"]) if measured else ():
-            for name in ("reference_per_token", "value_per_token"):
-                if found and found[name] is None:
-                    del found[name]
     head = {"format": FORMAT_NAME, "major": MAJOR, "minor": minor, **document}
     lines = [json.dumps(expert, separators=(",", ":"), allow_nan=False) for expert in experts]
     text = json.dumps(head, indent=1, allow_nan=False)
@@ -441,46 +362,33 @@ def parse_manifest(text: str | bytes) -> Manifest:
     except ValueError as error:
         raise ManifestInvalid(f"manifest.json is not JSON ({error}); convert the model again") from None
     document = mapping(raw, _WHERE)
-    _check_version(document)
-    _check_seal(body, document)
+    check_version(document, _WHERE, FORMAT_NAME, MAJOR, "major")
+    if document["major"] < MAJOR:
+        raise ManifestInvalid(
+            f"{_WHERE} has format version {document['major']}, expected {MAJOR}: convert the model again"
+        )
+    _check_seal(body, read(_Ends, document, _WHERE).crc32)
     manifest = read(Manifest, document, _WHERE)
     _check(manifest)
     return manifest
 
 
-def _check_version(document: dict[str, Any]) -> None:
-    if _field(document, "format") != FORMAT_NAME:
-        raise ManifestInvalid(f"manifest.json has format {brief(document['format'])}, expected {FORMAT_NAME!r}")
-    major = _whole(document, "major", MAX_COUNT)
-    if major > MAJOR:
-        raise FormatTooNew(f"the pack has format version {major}, this program reads up to {MAJOR}: upgrade moert")
-    if major < MAJOR:
-        raise ManifestInvalid(f"the pack has format version {major}, expected {MAJOR}: convert the model again")
-    _whole(document, "minor", MAX_COUNT)
+@dataclass(frozen=True)
+class _Ends:
+    """The fields that a manifest begins and ends with, which every file has and no Manifest needs."""
+
+    minor: _Count
+    crc32: Annotated[int, Within(0, _CRC32)]
 
 
-def _check_seal(body: bytes, document: dict[str, Any]) -> None:
+def _check_seal(body: bytes, crc32: int) -> None:
     """Raises HashMismatch unless the last field is the checksum of all the text before it, so that a changed digit
     anywhere is noticed; ManifestInvalid if the text does not end with that field."""
-    crc32 = _whole(document, "crc32", (1 << 32) - 1)
     at = body.rfind(SEAL.encode())
     if at < 0 or body[at:] != f"{SEAL}{crc32}\n}}\n".encode():
         raise ManifestInvalid("manifest.json does not end with its crc32: it was cut, edited or laid out anew")
     if zlib.crc32(memoryview(body)[:at]) != crc32:
         raise HashMismatch("manifest.json differs from its own checksum: it is damaged or was edited; copy it again")
-
-
-def _field(document: dict[str, Any], name: str) -> Any:
-    if name not in document:
-        raise ManifestInvalid(f"{_WHERE} lacks the field {name!r}")
-    return document[name]
-
-
-def _whole(document: dict[str, Any], name: str, high: int) -> int:
-    value = _field(document, name)
-    if not isinstance(value, int) or isinstance(value, bool) or not 0 <= value <= high:
-        raise ManifestInvalid(f"{_WHERE}: {name} should be between 0 and {high}, found {brief(value)}")
-    return value
 
 
 def _check(manifest: Manifest) -> None:

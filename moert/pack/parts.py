@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Annotated, ClassVar, Literal, NamedTuple
 
-from moert.pack.documents import MAX_COUNT, Between, Within
+from moert.pack.documents import MAX_COUNT, Within
 
 MOST = 65535
 """The most heads, features of a head, experts, and other things that a part counts."""
@@ -14,13 +14,13 @@ MOST_FEATURES = 1 << 24
 
 # Bounds of numbers that are not whole, so that float32 has them, and products of them, in every kernel alike. All known
 # models are well inside: the least and the largest number in use stand beside each.
-Eps = Annotated[float, Between(1e-30, 1.0)]
+Eps = Annotated[float, Within(1e-30, 1.0)]
 """1e-12 to 1e-5"""
-Factor = Annotated[float, Between(1e-6, 1e6)]
+Factor = Annotated[float, Within(1e-6, 1e6)]
 """A factor: 0.0078 (scores of Granite) to 72 (embeddings of 5,120 features)"""
-Limit = Annotated[float | None, Between(1e-3, 1e9)]
+Limit = Annotated[float | None, Within(1e-3, 1e9)]
 """A bound on a number, hard or soft: 6 to 50"""
-Plus = Annotated[float, Between(-1e3, 1e3)]
+Plus = Annotated[float, Within(-1e3, 1e3)]
 """A summand: 0 or 1"""
 
 Role = Literal["attention", "mixer", "router", "ffn", "head", "embed"]
@@ -96,7 +96,7 @@ class Stretch:
     """A factor on queries, 1 + by · ln(1 + ⌊(p + 1) / every⌋) at position p: far ones look more sharply."""
 
     every: Annotated[int, Within(1, MAX_COUNT)]
-    by: Annotated[float, Between(0, 1e3)]
+    by: Annotated[float, Within(0, 1e3)]
 
 
 @dataclass(frozen=True)
@@ -527,7 +527,7 @@ class Router:
     choice_bias: bool = False
     groups: Groups | None = None
     factor: Factor = 1.0
-    jitter: Annotated[float, Between(0, 1)] = 0.0
+    jitter: Annotated[float, Within(0, 1)] = 0.0
     own_norm: bool = False
     expert_scale: bool = False
     weigh: Literal["output", "input"] = "output"

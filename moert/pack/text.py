@@ -14,8 +14,8 @@ from typing import Annotated, Any, Literal, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from moert.pack.documents import Read, brief, mapping, parsed, plain, read, skim
-from moert.pack.errors import ChatInvalid, FormatTooNew, ManifestInvalid
+from moert.pack.documents import Fit, check_version, mapping, parsed, plain, read, skim
+from moert.pack.errors import ChatInvalid, ManifestInvalid
 from moert.pack.reader import Pack
 from moert.pack.tensors import TOKENIZER, bound_of
 
@@ -477,32 +477,20 @@ _NAME = re.compile(r"[A-Za-z][A-Za-z0-9_]{0,63}")
 _MOST_TOKENS, _LONGEST_TOKEN = 64, 256
 
 
-def _chat_template(value: Any, where: str) -> str:
-    if not isinstance(value, str) or not value or not _encodable(value):
-        raise ManifestInvalid(f"{where} should be a template, found {brief(value)}")
-    return value
-
-
-def _no_or_template(value: Any, where: str) -> str | None:
-    return None if value is None else _chat_template(value, where)
-
-
-def _tokens(value: Any, where: str) -> dict[str, str]:
-    tokens = mapping(value, where)
-    if len(tokens) > _MOST_TOKENS:
-        raise ManifestInvalid(f"{where} should be at most {_MOST_TOKENS} tokens, found {len(tokens)}")
-    for name, token in tokens.items():
-        if _NAME.fullmatch(name) is None or name in GIVEN:
-            raise ManifestInvalid(f"{where}: {name[:60]!r} is no name that a template can call a token by")
-        if not isinstance(token, str) or len(token) > _LONGEST_TOKEN or not _encodable(token):
-            raise ManifestInvalid(
-                f"{where}: {name} should be text of at most {_LONGEST_TOKEN} letters, found {brief(token)}"
-            )
-    return tokens
-
-
 def _encodable(text: str) -> bool:
     return not any("\ud800" <= letter <= "\udfff" for letter in text)
+
+
+def _is_token(text: str) -> bool:
+    return len(text) <= _LONGEST_TOKEN and _encodable(text)
+
+
+_Template = Annotated[str, Fit(lambda text: text and _encodable(text), "a template")]
+_Name = Annotated[
+    str, Fit(lambda name: _NAME.fullmatch(name) and name not in GIVEN, "one that a template can call a token by")
+]
+_Token = Annotated[str, Fit(_is_token, f"text of at most {_LONGEST_TOKEN} letters")]
+_FEW_TOKENS = Fit(lambda tokens: len(tokens) <= _MOST_TOKENS, f"at most {_MOST_TOKENS} tokens")
 
 
 @dataclass(frozen=True)
@@ -510,9 +498,9 @@ class ChatFormat:
     """A model's chat format: `template` is in the language of Jinja; `tool_template`, if any, takes its place where
     tools are given. `tokens`: special tokens by the names that templates call them by, as bos_token."""
 
-    template: Annotated[str, Read(_chat_template)]
-    tokens: Annotated[Mapping[str, str], Read(_tokens)]
-    tool_template: Annotated[str | None, Read(_no_or_template)] = None
+    template: _Template
+    tokens: Annotated[Mapping[_Name, _Token], _FEW_TOKENS]
+    tool_template: _Template | None = None
 
     @property
     def ends(self) -> list[str]:
@@ -543,17 +531,7 @@ def parse_chat(body: bytes) -> ChatFormat:
         raise ChatInvalid(f"{CHAT} is not JSON ({error}); convert the model again") from None
     try:
         document = mapping(raw, CHAT)
-        _check_version(document)
+        check_version(document, CHAT, _FORMAT, _VERSION)
         return read(ChatFormat, document, CHAT)
     except ManifestInvalid as error:
         raise ChatInvalid(str(error)) from None
-
-
-def _check_version(document: dict[str, Any]) -> None:
-    if document.get("format") != _FORMAT:
-        raise ManifestInvalid(f"{CHAT} has format {brief(document.get('format'))}, expected {_FORMAT!r}")
-    version = document.get("version")
-    if not isinstance(version, int) or isinstance(version, bool) or version < 1:
-        raise ManifestInvalid(f"{CHAT}: version should be {_VERSION}, found {brief(version)}")
-    if version > _VERSION:
-        raise FormatTooNew(f"{CHAT} has version {version}, this program reads up to {_VERSION}: upgrade moert")

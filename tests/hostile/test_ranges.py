@@ -22,11 +22,11 @@ from tiny_packs import DECODER_SHAPE, write_pack
 from moert.engine.engine import Engine
 from moert.engine.generation import GenerationSettings
 from moert.errors import NotFinite
-from moert.pack.documents import Above, Between, Within, plain, read
+from moert.pack.documents import Within, plain, read
 from moert.pack.errors import ManifestInvalid, PackError
 from moert.pack.model_spec import ModelSpec
 
-Rule = Above | Between | Within
+Rule = Within
 Place = tuple[Any, ...]
 
 
@@ -61,9 +61,7 @@ FIELDS = list(parts(ModelSpec))
 
 def test_every_number_has_a_range_beside_it() -> None:
     assert len(FIELDS) > 60
-    assert [
-        (kind.__name__, name) for kind, name, inner, rule in FIELDS if not isinstance(rule, (Between, Within))
-    ] == []
+    assert [(kind.__name__, name) for kind, name, inner, rule in FIELDS if not isinstance(rule, Within)] == []
     assert [(kind.__name__, name) for kind, name, inner, rule in FIELDS if inner is float and rule.high > 1e9] == []
 
 

@@ -259,7 +259,7 @@ RELATIONS: dict[str, tuple[str, Callable[[dict[str, Any]], Any]]] = {
     "heads": ("3 heads share 2 heads of keys", lambda d: layer(d)["mixer"].update(n=3, kv=2)),
     "page": ("multiple of 4096", lambda d: d.update(page_bytes=5000)),
     "another page": ("of them weights, scales and minima; its widths need", lambda d: d.update(page_bytes=8192)),
-    "bits of nothing": ("gate, up and down", lambda d: d["experts"][0]["bits"].update({"a\nb": 4})),
+    "bits of nothing": ("gate, up or down", lambda d: d["experts"][0]["bits"].update({"a\nb": 4})),
     "bits missing": ("has widths for", lambda d: d["experts"][0]["bits"].pop("up")),
     "other widths": ("its widths need", swap_widths),
     "group size": ("its widths need", lambda d: d["quantization"].update(group_size=3)),
@@ -398,7 +398,7 @@ def test_a_changed_byte_of_an_expert_in_blocks(blocks_dir: Path, at: int) -> Non
 
 # Routing that no reader could follow: words of the refusal, and what is changed of one that it could.
 PREFERENCES: dict[str, tuple[str, dict[str, Any]]] = {
-    "of no share": ("share should be above 0", {"share": 0}),
+    "of no share": ("share should be a finite number above 0", {"share": 0}),
     "of all experts": ("for shares below 1", {"share": 1.0}),
     "of a share that is no number": ("share should be a finite number", {"share": "25%"}),
     "fewer recent ones than a token takes": ("prefers 1 experts of a layer, it should be 2 to 3", {"recent": 1}),

@@ -15,7 +15,6 @@ from hypothesis import strategies as st
 from random_packs import DECODER, ENCODER_DECODER, NEURON_SPECS, QUANTIZATION, SPECS, sealed, write_pack
 
 from moeconv.source.archs import FAMILIES
-from moert.pack.documents import plain, read
 from moert.pack.errors import HashMismatch, ManifestInvalid, PackError
 from moert.pack.layout import NEURONS, Neurons, expert_layout
 from moert.pack.manifest import (
@@ -24,7 +23,6 @@ from moert.pack.manifest import (
     ExpertEntry,
     LossEstimate,
     Quality,
-    _sound,
     dump_manifest,
     expert_path,
     parse_manifest,
@@ -326,29 +324,3 @@ def test_backbone_of_an_encoder_decoder() -> None:
     assert shapes["decoder.1.cross.q.weight"] == (12, 10)
     assert not any(name.startswith("encoder") and "cross" in name for name in shapes)
     assert "encoder.0.ffn.gate.weight" not in shapes
-
-
-FIELDS = st.sampled_from(["key", "path", "file_bytes", "tensor_bytes", "bits", "sha256", "crc32", "importance"])
-ODD = st.sampled_from([
-    None, True, -1, 0, 1, 7, 1.5, 1 << 60, float("nan"), "", "x", "experts/D00/E000.safetensors", "0" * 64, "é" * 64,
-    [], ["decoder", 0, 0], ["decoder", True, 0], ["x", 0, 0], "abc", {}, {"up": 4}, {"up": True}, {"up": 5}, {"x": 4},
-])  # fmt: skip
-
-
-@given(field=FIELDS, value=ODD, drop=st.booleans())
-def test_experts_are_read_as_strictly_at_once_as_one_by_one(field: str, value: object, drop: bool) -> None:
-    """What is read quickly is what would be read field by field, and all else is left to that."""
-    key = ExpertKey("decoder", 0, 0)
-    entry = ExpertEntry(key, expert_path(key), 4096, 100, {"up": 4, "down": 2}, "0" * 64, 5, 0.5)
-    raw = plain(entry)
-    if drop:
-        del raw[field]
-    else:
-        raw[field] = value
-    try:
-        expected = read(ExpertEntry, raw, "here")
-    except PackError:
-        expected = None
-    found = _sound(raw, {})
-    assert found is None or found == expected
-    assert _sound(plain(entry), {}) == entry
