@@ -7,7 +7,7 @@ import os
 import sys
 from contextlib import suppress
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from moert.chat.conversation import Conversation, Part, Reply
 from moert.chat.renderer import MAX_REQUEST_BYTES
@@ -21,12 +21,6 @@ from moert.pack.documents import parsed
 from moert.pack.errors import PackError
 from moert.pack.files import write_atomically
 from moert.pack.messages import json_line
-
-if TYPE_CHECKING:
-    from moert.engine.engine import Engine
-    from moert.engine.generation import GenerationSettings
-    from moert.engine.session import Answer
-
 
 _HELP = """\
 /reset         forget what was said

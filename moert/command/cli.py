@@ -13,8 +13,10 @@ import typer
 
 from moert import __version__
 from moert.command import console
-from moert.command.options import (
+from moert.command.prompts import PromptRecord, Source, check_output, longest_text, read_prompt, read_records
+from moert.command.settings import (
     CHAT_NEW_TOKENS,
+    PROMPTS,
     DriveOption,
     InputOption,
     LinesOption,
@@ -29,11 +31,8 @@ from moert.command.options import (
     engine_settings,
     generation_settings,
     grouped,
-    longest_text,
     taking,
 )
-from moert.command.prompts import PromptRecord, Source, check_output, read_prompt, read_records
-from moert.command.settings import PROMPTS
 from moert.command.tuning import NOTHING, Asked, prepare_completion
 from moert.errors import InputInvalid, RunError, said
 from moert.pack.errors import PackError

@@ -9,7 +9,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from moert.command.options import CHAT_NEW_TOKENS
+from moert.command.settings import CHAT_NEW_TOKENS
 from moert.engine.budget import Budget, budget_of, share_text
 from moert.engine.registry import hash_function, hash_memory, measured_devices
 from moert.engine.regulator import TYPICAL

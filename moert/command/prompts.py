@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from moert.engine.engine import Engine
     from moert.engine.generation import GenerationResult, GenerationSettings
     from moert.engine.session import Answer
+    from moert.engine.settings import EngineSettings
 
 STDIN = Path("-")
 PROMPT_FIELDS = ("prompt", "input", "text")
@@ -44,6 +45,13 @@ class Longest:
                 f"tokens of: shorten it, or give more {said('memory')}"
             )
         return text
+
+
+def longest_text(settings: EngineSettings) -> Longest:
+    """Returns the length of the longest text that is read."""
+    from moert.engine.budget import letters_within
+
+    return Longest(*letters_within(settings.limit))
 
 
 class Source(NamedTuple):

@@ -137,22 +137,14 @@ class HashFunction:
 def _routed(file: TensorFile, size: int) -> RoutedLoss | None:
     if not file.has("routed_top_k"):
         return None
-    values = file.tensor("routed", np.float64)
-    if values.shape != (3,) or not np.isfinite(values).all():
-        raise file.wrong("routed should be a loss and the two ends of its interval")
-    loss, low, high = values.tolist()
-    return RoutedLoss(file.number("routed_top_k", size), loss, low, high)
+    return RoutedLoss(file.number("routed_top_k", size), *file.shaped("routed", np.float64, 3).tolist())
 
 
 def _stack(file: TensorFile, stack: StackName, size: int) -> StackHash:
     """Returns one stack's function. Every shape follows from `compress`, `heads` and the directions in the file."""
 
     def take(name: str, *shape: int) -> F16:
-        array: F16 = file.tensor(f"{stack}.{name}", np.float16, len(shape))
-        expected = tuple(found if asked < 0 else asked for asked, found in zip(shape, array.shape, strict=True))
-        if array.shape != expected or not np.isfinite(array).all():
-            raise file.wrong(f"{stack}.{name} should be finite and of shape {expected}, found {array.shape}")
-        return array
+        return file.shaped(f"{stack}.{name}", np.float16, *shape)
 
     compress = take("compress.weight", -1, -1)
     width = len(compress)

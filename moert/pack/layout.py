@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import zlib
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Annotated, Any, ClassVar, NamedTuple
@@ -12,7 +12,18 @@ from typing import Annotated, Any, ClassVar, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from moert.pack.codec import F32, MX_GROUP, U8, Form16, QuantizedMatrix, from_bfloat16, n_groups, row_bytes, times_two
+from moert.pack.codec import (
+    F32,
+    MX_GROUP,
+    U8,
+    Form16,
+    Mxfp4Matrix,
+    QuantizedMatrix,
+    from_bfloat16,
+    n_groups,
+    row_bytes,
+    times_two,
+)
 from moert.pack.documents import Within
 from moert.pack.model_spec import ExpertKey, ModelSpec
 
@@ -23,6 +34,64 @@ MOST_PIECE_BYTES = 1 << 20
 _ALIGNMENT = 8  # bytes, of each array in a piece
 _BIAS_BYTES = 4
 DOWN = "down"
+
+
+DTYPE_BYTES = {"U8": 1, "F16": 2, "BF16": 2, "F32": 4}
+
+
+class Part(NamedTuple):
+    """One of the tensors that stand for a matrix: its name behind the matrix's, and its type and columns."""
+
+    name: str
+    dtype: str
+    columns: int
+
+    @property
+    def nbytes(self) -> int:
+        """Returns the bytes of a row."""
+        return DTYPE_BYTES[self.dtype] * self.columns
+
+
+@lru_cache(maxsize=1024)
+def parts_of(bits: int, in_features: int, group_size: int, form16: Form16) -> tuple[Part, ...]:
+    """Returns the tensors that stand for a matrix of this width, in their order; `group_size` as in `group_of`."""
+    if bits == 16 and form16 == "MXFP4":
+        exponents = Part("exponent", "U8", n_groups(in_features, MX_GROUP))
+        return Part("qweight", "U8", row_bytes(in_features, 4)), exponents
+    if bits == 16:
+        return (Part("weight", form16, in_features),)
+    groups = n_groups(in_features, group_of(in_features, group_size))
+    codes = Part("qweight", "U8", row_bytes(in_features, bits))
+    return codes, Part("scale", "F16", groups), Part("min", "F16", groups)
+
+
+class Storage(NamedTuple):
+    """The form of a stored matrix: its width, its inputs, the inputs of a group, the form of 16 bits, and the power of
+    two that it is multiplied with."""
+
+    bits: int
+    in_features: int
+    group_size: int
+    form16: Form16
+    power: int = 0
+
+    def matrix(self, parts: Sequence[U8]) -> QuantizedMatrix | F32:
+        """Returns the matrix [rows, in_features] that the bytes of its parts, each [rows, bytes], stand for; weights of
+        16 bits become float32."""
+        if self.bits != 16:
+            scale, minimum = (part.view(np.float16) for part in parts[1:])
+            group = group_of(self.in_features, self.group_size)
+            return QuantizedMatrix(self.bits, self.in_features, group, parts[0], scale, minimum, self.power)
+        if self.form16 == "MXFP4":
+            return Mxfp4Matrix(self.in_features, *parts).widened()
+        if self.form16 == "BF16":
+            return from_bfloat16(parts[0].view(np.uint16))
+        return times_two(parts[0].view(np.float16).astype(np.float32), self.power)
+
+
+def group_of(in_features: int, group_size: int) -> int:
+    """Returns the inputs per group; the manifest's group_size 0 stands for the whole row."""
+    return in_features if group_size == 0 else min(group_size, in_features)
 
 
 @dataclass(frozen=True)
@@ -51,7 +120,7 @@ class MatrixPlace(NamedTuple):
 
     def neuron_bytes(self, d_model: int) -> tuple[int, ...]:
         """Returns the bytes that one neuron takes at each of `places`."""
-        return _neuron_bytes(self.bits, d_model, self.group_size)
+        return tuple(part.nbytes for part in parts_of(self.bits, d_model, self.group_size, self.form16))
 
 
 class NeuronLayout(NamedTuple):
@@ -126,7 +195,7 @@ def neuron_layout(
 
 def columns_bytes(width: int, d_model: int, group_size: int) -> int:
     """Returns the bytes of one neuron's column where `down` has this width; `group_size` as in `neuron_layout`."""
-    return sum(_neuron_bytes(width, d_model, _features(group_size, d_model)))
+    return sum(part.nbytes for part in parts_of(width, d_model, group_size, "F16"))
 
 
 @lru_cache(maxsize=1024)
@@ -134,7 +203,7 @@ def _layout(
     sizes: tuple[int, int], bias: bool, widths: tuple[tuple[str, int], ...], group_size: int, form16: Form16,
     page_bytes: int, neurons: Neurons,
 ) -> NeuronLayout:  # fmt: skip
-    (d_model, d_ff), group = sizes, _features(group_size, sizes[0])
+    (d_model, d_ff), group = sizes, group_of(sizes[0], group_size)
     plain = {name: MatrixPlace(width, group, form16, (), None) for name, width in widths}
     per_block = _per_block(plain[DOWN], d_model, d_ff, neurons.piece_bytes)
     n_blocks = -(-d_ff // per_block)
@@ -181,18 +250,6 @@ def _placed(
     return found, _filled(end, unit)
 
 
-def _features(group_size: int, d_model: int) -> int:
-    """Returns the features of a group: a `group_size` of 0 stands for all."""
-    return min(group_size, d_model) if group_size else d_model
-
-
-def _neuron_bytes(bits: int, d_model: int, group_size: int) -> tuple[int, ...]:
-    if bits == 16:
-        return (2 * d_model,)
-    groups = n_groups(d_model, group_size)
-    return row_bytes(d_model, bits), 2 * groups, 2 * groups
-
-
 def _filled(nbytes: int, unit: int) -> int:
     return -(-nbytes // unit) * unit
 
@@ -202,7 +259,6 @@ SMALL_PAGE, LARGE_PAGE = 4096, 16384
 _LARGE_EXPERT_BYTES = 1 << 20
 _NAME = b"#"  # no other text in a header has this letter
 PROJECTIONS = ("gate", "up", "down")
-DTYPE_BYTES = {"U8": 1, "F16": 2, "BF16": 2, "F32": 4}
 
 
 @dataclass(frozen=True)
@@ -257,11 +313,6 @@ def choose_page_bytes(spec: ModelSpec) -> int:
     return LARGE_PAGE if spec.weights_per_expert() // 2 >= _LARGE_EXPERT_BYTES else SMALL_PAGE
 
 
-def group_of(in_features: int, group_size: int) -> int:
-    """Returns the inputs per group; the manifest's group_size 0 stands for the whole row."""
-    return in_features if group_size == 0 else min(group_size, in_features)
-
-
 def expert_layout(
     spec: ModelSpec, key: ExpertKey, bits: Mapping[str, int], group_size: int, form16: Form16, page_bytes: int,
     neurons: Neurons | None = None,
@@ -296,24 +347,15 @@ class _Pattern:
 
 @lru_cache(maxsize=1024)
 def _pattern(
-    shapes: tuple[tuple[str, int, int, int], ...], bias: bool, group_size: int, form16: str, page_bytes: int,
+    shapes: tuple[tuple[str, int, int, int], ...], bias: bool, group_size: int, form16: Form16, page_bytes: int,
     name_bytes: int,
 ) -> _Pattern:  # fmt: skip
     """Returns the pattern of experts without blocks of neurons. `shapes`: (projection, outputs, inputs, width) of each
     projection. `name_bytes`: of the expert's name."""
     tensors: list[tuple[str, str, tuple[int, ...]]] = []
     for projection, out_features, in_features, width in shapes:
-        if width == 16 and form16 == "MXFP4":
-            tensors.append((f"{projection}.qweight", "U8", (out_features, row_bytes(in_features, 4))))
-            tensors.append((f"{projection}.exponent", "U8", (out_features, n_groups(in_features, MX_GROUP))))
-            continue
-        if width == 16:
-            tensors.append((f"{projection}.weight", form16, (out_features, in_features)))
-            continue
-        groups = n_groups(in_features, group_of(in_features, group_size))
-        tensors.append((f"{projection}.qweight", "U8", (out_features, row_bytes(in_features, width))))
-        tensors.append((f"{projection}.scale", "F16", (out_features, groups)))
-        tensors.append((f"{projection}.min", "F16", (out_features, groups)))
+        for part in parts_of(width, in_features, group_size, form16):
+            tensors.append((f"{projection}.{part.name}", part.dtype, (out_features, part.columns)))
     if bias:
         tensors += [(f"{projection}.bias", "F32", (out_features,)) for projection, out_features, _, _ in shapes]
     slots, data_bytes = _place(tensors, TENSOR_ALIGNMENT, page_bytes)
@@ -421,15 +463,8 @@ def matrix_of(layout: NeuronLayout, buffer: U8, name: str) -> QuantizedMatrix | 
     matrix = layout.columns if name == DOWN else layout.rows[name]
     pieces = columns_of(layout, buffer) if name == DOWN else rows_of(layout, buffer)
     sizes = matrix.neuron_bytes(layout.d_model)
-    parts = [_taken(layout, pieces, at, nbytes) for at, nbytes in zip(matrix.places, sizes, strict=True)]
-    if matrix.bits == 16:
-        return (
-            from_bfloat16(parts[0].view(np.uint16))
-            if matrix.form16 == "BF16"
-            else times_two(_widened(parts[0]), matrix.power)
-        )
-    scale, minimum = (part.view(np.float16) for part in parts[1:])
-    return QuantizedMatrix(matrix.bits, layout.d_model, matrix.group_size, parts[0], scale, minimum, matrix.power)
+    storage = Storage(matrix.bits, layout.d_model, matrix.group_size, matrix.form16, matrix.power)
+    return storage.matrix([_taken(layout, pieces, *place) for place in zip(matrix.places, sizes, strict=True)])
 
 
 def bias_of(layout: NeuronLayout, buffer: U8, name: str) -> F32:
@@ -480,8 +515,3 @@ def _given(biases: Mapping[str, F32], name: str) -> F32:
     if name not in biases:
         raise ValueError(f"{name}.bias is not given")
     return np.ascontiguousarray(biases[name], np.float32)
-
-
-def _widened(halves: U8) -> F32:
-    wide: F32 = halves.view(np.float16).astype(np.float32)
-    return wide

@@ -12,7 +12,7 @@ from typing import Annotated, Any, ClassVar, Literal
 import numpy as np
 import numpy.typing as npt
 
-from moert.pack.codec import LEAST_POWER, MOST_POWER, WIDTHS, Form16, QuantizedMatrix, n_groups, row_bytes
+from moert.pack.codec import LEAST_POWER, MOST_POWER, WIDTHS, Form16, QuantizedMatrix
 from moert.pack.documents import (
     MAX_BYTES,
     MAX_COUNT,
@@ -38,6 +38,7 @@ from moert.pack.layout import (
     Neurons,
     expert_layout,
     group_of,
+    parts_of,
     with_powers,
 )
 from moert.pack.model_spec import STACKS, ExpertKey, LayerKey, ModelSpec
@@ -134,6 +135,14 @@ class Quantization:
     def form16(self) -> Form16:
         """Returns the form in which experts' 16-bit projections are stored."""
         return "MXFP4" if self.mxfp4 else self.dtype16
+
+    def layout(
+        self, spec: ModelSpec, key: ExpertKey, bits: Mapping[str, int], powers: Mapping[str, int] | None,
+        page_bytes: int,
+    ) -> ExpertLayout:  # fmt: skip
+        """Returns the layout of an expert whose projections have these widths and are multiplied with these powers."""
+        plain = expert_layout(spec, key, bits, self.group_size, self.form16, page_bytes, self.neurons)
+        return with_powers(plain, powers, page_bytes)
 
 
 @dataclass(frozen=True)
@@ -235,12 +244,7 @@ class Manifest:
     minor: _Count = PLAIN_MINOR
 
     def layout(self, entry: ExpertEntry) -> ExpertLayout:
-        quantization = self.quantization
-        layout = expert_layout(
-            self.model, entry.key, entry.bits, quantization.group_size, quantization.form16, self.page_bytes,
-            quantization.neurons,
-        )  # fmt: skip
-        return with_powers(layout, entry.powers, self.page_bytes)
+        return self.quantization.layout(self.model, entry.key, entry.bits, entry.powers, self.page_bytes)
 
     def neurons(self, entry: ExpertEntry) -> NeuronLayout:
         """Returns the places of the neurons of an expert, in a pack that has them in blocks
@@ -326,11 +330,11 @@ def stored_tensors(spec: ModelSpec, quantization: Quantization) -> dict[str, Sto
             whole = name if width is None else f"{stem_of(name, dense)}.weight"
             found[name] = {whole: (None if width is None else quantization.dtype16, shape)}
             continue
-        out_features, in_features = shape
-        groups = n_groups(in_features, group_of(in_features, dense.group_size))
-        codes, scale, minimum = part_names(name, dense)
-        wide = ("F16", (out_features, groups))
-        found[name] = {codes: ("U8", (out_features, row_bytes(in_features, width))), scale: wide, minimum: wide}
+        parts = parts_of(width, shape[1], dense.group_size, quantization.dtype16)
+        found[name] = {
+            said: (part.dtype, (shape[0], part.columns))
+            for said, part in zip(part_names(name, dense), parts, strict=True)
+        }
     return found
 
 

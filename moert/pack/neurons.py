@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
@@ -14,7 +13,7 @@ from moert.pack.codec import F32, U8, QuantizedMatrix
 from moert.pack.errors import HashMismatch, HeaderInvalid
 from moert.pack.layout import DOWN, NEURONS, U32, NeuronLayout, checksums
 from moert.pack.manifest import Manifest
-from moert.pack.model_spec import STACKS, ExpertKey, LayerKey, ModelSpec
+from moert.pack.model_spec import ExpertKey, LayerKey, ModelSpec
 from moert.pack.reader import Pack, Projection
 from moert.pack.tensors import TensorFile, to_bytes
 
@@ -52,8 +51,6 @@ def check_pieces(key: ExpertKey, layout: NeuronLayout, buffer: U8, expected: U32
 ORDER = "order.safetensors"
 ORDER_VERSION = 1
 CONVERT_AGAIN = "convert the model"
-
-_LAYER = re.compile("([ED])([0-9]{2,5})")
 
 
 @dataclass(frozen=True)
@@ -105,14 +102,11 @@ class NeuronOrder:
     def from_bytes(cls, body: bytes) -> NeuronOrder:
         """Returns the order that a file's content holds. Raises HeaderInvalid or FormatTooNew."""
         file = TensorFile(ORDER, body, ORDER_VERSION, CONVERT_AGAIN)
-        stacks = {name[0].upper(): name for name in STACKS}
-        found = [match for name in file.names() if (match := _LAYER.fullmatch(name))]
-        keys = {LayerKey(stacks[match[1]], int(match[2])) for match in found}
-        file.only(map(str, keys))
-        if not keys:
+        layers = file.layers()
+        file.only(map(str, layers))
+        if not layers:
             raise file.wrong("has no layer")
-        in_order = sorted(keys, key=lambda at: (STACKS.index(at.stack), at.layer))
-        return cls({at: _order_of_layer(file, at) for at in in_order})
+        return cls({at: _order_of_layer(file, at) for at in layers})
 
 
 def load_order(pack: Pack) -> NeuronOrder | None:
@@ -147,8 +141,6 @@ MOST_PER_BLOCK = 1 << 16
 TRAIN_AGAIN = "train the predictor of this pack's neurons"
 
 F16 = npt.NDArray[np.float16]
-
-_COMPRESS = re.compile("([ED])([0-9]{2,5})[.]compress")
 
 
 class Kept(NamedTuple):
@@ -236,15 +228,15 @@ class NeuronPredictor:
         """Returns the predictor that a file's content holds. Raises HeaderInvalid or FormatTooNew."""
         file = TensorFile(PREDICTOR, body, PREDICTOR_VERSION, TRAIN_AGAIN)
         rank, per_block = file.number("rank", MOST_RANK), file.number("per_block", MOST_PER_BLOCK)
-        layers = {at: _layer(file, at, rank) for at in _places(file)}
+        layers = {at: _layer(file, at, rank) for at in file.layers(".compress")}
         if not layers:
             raise file.wrong("has no layer")
         names = [f"{at}.{part}" for at, layer in layers.items() for part, _ in layer.tensors()]
         file.only([*names, "missed", "loss"])
-        missed = _numbers(file, "missed", 1)[0]
+        missed = float(file.shaped("missed", np.float64, 1)[0])
         if not 0 <= missed <= 1:
             raise file.wrong(f"missed should be a share, found {missed}")
-        loss = PredictedLoss(*_numbers(file, "loss", 3)) if file.has_tensor("loss") else None
+        loss = PredictedLoss(*file.shaped("loss", np.float64, 3).tolist()) if file.has_tensor("loss") else None
         return cls(layers, missed, per_block, loss)
 
 
@@ -257,23 +249,11 @@ def load_predictor(pack: Pack) -> NeuronPredictor | None:
     return found
 
 
-def _places(file: TensorFile) -> list[LayerKey]:
-    """Returns the layers that have a matrix, in the order of execution."""
-    stacks = {name[0].upper(): name for name in STACKS}
-    found = [match for name in file.names() if (match := _COMPRESS.fullmatch(name))]
-    keys = [LayerKey(stacks[match[1]], int(match[2])) for match in found]
-    return sorted(keys, key=lambda at: (STACKS.index(at.stack), at.layer))
-
-
 def _layer(file: TensorFile, at: LayerKey, rank: int) -> LayerPredictor:
     """Returns one layer's predictor. Every shape follows from the shapes of `compress` and `heads`."""
 
     def take(part: str, dtype: Any, *shape: int) -> npt.NDArray[Any]:
-        array = file.tensor(f"{at}.{part}", dtype, len(shape))
-        expected = tuple(found if asked < 0 else asked for asked, found in zip(shape, array.shape, strict=True))
-        if array.shape != expected or not array.size or not np.isfinite(array).all():
-            raise file.wrong(f"{at}.{part} should be finite and of shape {expected}, found {array.shape}")
-        return array
+        return file.shaped(f"{at}.{part}", dtype, *shape)
 
     compress, heads = take("compress", np.float16, rank, -1), take("heads", np.float16, -1, -1, rank)
     bias, threshold = take("bias", np.float32, *heads.shape[:2]), take("threshold", np.float32, len(heads))
@@ -281,11 +261,3 @@ def _layer(file: TensorFile, at: LayerKey, rank: int) -> LayerPredictor:
     if not ((kept >= 0) & (kept <= 1)).all():
         raise file.wrong(f"{at}.kept should be three shares")
     return LayerPredictor(compress, heads, bias, threshold, Kept(*kept.tolist()))
-
-
-def _numbers(file: TensorFile, name: str, count: int) -> list[float]:
-    values = file.tensor(name, np.float64)
-    if values.shape != (count,) or not np.isfinite(values).all():
-        raise file.wrong(f"{name} should be {count} finite number(s)")
-    found: list[float] = values.tolist()
-    return found

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from moert.pack.codec import U8, Mxfp4Matrix, QuantizedMatrix, dequantize, from_bfloat16, times_two
+from moert.pack.codec import U8, QuantizedMatrix, dequantize
 from moert.pack.errors import (
     FileMissing,
     FileTruncated,
@@ -25,7 +25,7 @@ from moert.pack.errors import (
     UnsafePath,
 )
 from moert.pack.files import OpenedFile, irregular, is_left, placed, unreadable, wrong_length
-from moert.pack.layout import DOWN, ExpertLayout, NeuronLayout, bias_of, group_of, matrix_of
+from moert.pack.layout import DOWN, ExpertLayout, NeuronLayout, Storage, bias_of, matrix_of, parts_of
 from moert.pack.manifest import BACKBONE, FORMAT_NAME, ExpertEntry, Manifest, parse_manifest
 from moert.pack.model_spec import ExpertKey
 from moert.pack.tensors import Room, bound_of, check_size, header_of, json_bytes, take_room, unbounded
@@ -162,11 +162,14 @@ class Pack:
         if self.has_neurons:
             placed = self.neurons(key)
             return {name: matrix_of(placed, buffer, name) for name in entry.bits}
-        data = buffer[layout.data_offset :]
-        powers = entry.powers or {}
-        return {
-            name: self._projection(layout, data, name, width, powers.get(name, 0)) for name, width in entry.bits.items()
-        }
+        data, how, powers = buffer[layout.data_offset :], self.manifest.quantization, entry.powers or {}
+        found = {}
+        for name, width in entry.bits.items():
+            rows, columns = self.manifest.model.projection_shape(name)
+            storage = Storage(width, columns, how.group_size, how.form16, powers.get(name, 0))
+            slots = [layout.slot(f"{name}.{part.name}") for part in parts_of(*storage[:4])]
+            found[name] = storage.matrix([data[slot.start : slot.stop].reshape(rows, -1) for slot in slots])
+        return found
 
     def biases(self, key: ExpertKey, buffer: U8) -> dict[str, npt.NDArray[np.float32]]:
         """Returns the bias [out] of each projection of the bytes of read_expert; none where experts have none."""
@@ -177,26 +180,6 @@ class Pack:
         slots = {name: layout.slot(f"{name}.bias") for name in ffn.projections} if ffn.bias else {}
         data = buffer[layout.data_offset :]
         return {name: data[slot.start : slot.stop].view(np.float32) for name, slot in slots.items()}
-
-    def _projection(self, layout: ExpertLayout, data: U8, name: str, width: int, power: int) -> Projection:
-        def tensor(part: str, dtype: Any) -> npt.NDArray[Any]:
-            slot = layout.slot(f"{name}.{part}")
-            values: npt.NDArray[Any] = data[slot.start : slot.stop].view(dtype).reshape(slot.shape)
-            return values
-
-        if width == 16 and self.manifest.quantization.mxfp4:
-            in_features = self.manifest.model.projection_shape(name)[1]
-            return Mxfp4Matrix(in_features, tensor("qweight", np.uint8), tensor("exponent", np.uint8)).widened()
-        if width == 16:
-            if self.manifest.quantization.dtype16 == "BF16":
-                return from_bfloat16(tensor("weight", np.uint16))
-            return times_two(tensor("weight", np.float16).astype(np.float32), power)
-        in_features = self.manifest.model.projection_shape(name)[1]
-        group_size = group_of(in_features, self.manifest.quantization.group_size)
-        return QuantizedMatrix(
-            width, in_features, group_size, tensor("qweight", np.uint8), tensor("scale", np.float16),
-            tensor("min", np.float16), power,
-        )  # fmt: skip
 
     def verify_hashes(self) -> Iterator[str]:
         """Reads all pieces, several at a time; yields the path of each once its sha256 is found right. Raises

@@ -15,6 +15,7 @@ import numpy.typing as npt
 from moert.pack.documents import parsed
 from moert.pack.errors import FormatTooNew, HeaderInvalid, SizeOverflow
 from moert.pack.files import OpenedFile
+from moert.pack.model_spec import STACKS, LayerKey
 
 Room = Callable[[int, str], None]
 """A function that is called, before memory is taken, with the bytes that reading a file of this name will take at once;
@@ -180,6 +181,7 @@ DTYPE_BYTES: Mapping[str, int] = {
 LENGTH_BYTES = 8
 _MOST_DIMS = 8
 _METADATA = "__metadata__"
+_LAYER = re.compile("([ED])([0-9]{2,5})")
 
 
 class HeaderWrong(ValueError):
@@ -275,10 +277,10 @@ def _brief(name: str) -> str:
 
 
 _TYPES: Mapping[str, Any] = {
-    "U8": np.uint8, "U16": np.uint16, "U32": np.uint32, "U64": np.uint64, "F16": np.float16, "F32": np.float32,
-    "F64": np.float64,
+    "U8": np.uint8, "U16": np.uint16, "F16": np.float16, "U32": np.uint32, "F32": np.float32, "F64": np.float64,
+    "U64": np.uint64,
 }  # fmt: skip
-"""The numpy types of the tensors that TensorFile reads."""
+"""The numpy types of the tensors that TensorFile reads, in the order of the library that other programs write with."""
 
 
 class TensorFile:
@@ -307,10 +309,6 @@ class TensorFile:
 
     def has_tensor(self, name: str) -> bool:
         return name in self._tensors
-
-    def names(self) -> list[str]:
-        """Returns the names of all tensors."""
-        return sorted(self._tensors)
 
     def only(self, names: Iterable[str]) -> None:
         """Checks that the file has no other tensors."""
@@ -344,6 +342,22 @@ class TensorFile:
             raise self.wrong(f"{name} should be {np.dtype(dtype)} with {ndim}, found {found}")
         return self._view(place)
 
+    def shaped(self, name: str, dtype: Any, *shape: int) -> npt.NDArray[Any]:
+        """Returns the tensor of this name, dtype and shape, in which -1 stands for any size; all its numbers are
+        finite."""
+        array = self.tensor(name, dtype, len(shape))
+        expected = tuple(found if asked < 0 else asked for asked, found in zip(shape, array.shape, strict=True))
+        if array.shape != expected or not array.size or not np.isfinite(array).all():
+            raise self.wrong(f"{name} should be finite and of shape {expected}, found {array.shape}")
+        return array
+
+    def layers(self, ending: str = "") -> list[LayerKey]:
+        """Returns the layers, in the order of execution, that have a tensor D03 with this ending."""
+        stacks = {name[0].upper(): name for name in STACKS}
+        found = [_LAYER.fullmatch(name.removesuffix(ending)) for name in self._tensors if name.endswith(ending)]
+        keys = {LayerKey(stacks[match[1]], int(match[2])) for match in found if match is not None}
+        return sorted(keys, key=lambda at: (STACKS.index(at.stack), at.layer))
+
     def _view(self, place: Place) -> npt.NDArray[Any]:
         dtype = np.dtype(_TYPES[place.dtype])
         count = (place.stop - place.start) // dtype.itemsize
@@ -356,12 +370,21 @@ class TensorFile:
 
 
 def to_bytes(tensors: Mapping[str, npt.NDArray[Any]], metadata: Mapping[str, object]) -> bytes:
-    """Returns the file's content; safetensors itself writes metadata in no fixed order, here they are sorted."""
-    from safetensors.numpy import save  # a peer's Python has no safetensors, and reads headers by this file
-
-    body = save({name: np.ascontiguousarray(array) for name, array in tensors.items()})
-    length = int.from_bytes(body[:8], "little")
-    texts = {name: str(value) for name, value in sorted(metadata.items())}
-    text = json.dumps({"__metadata__": texts, **json.loads(body[8 : 8 + length])}, separators=(",", ":")).encode()
+    """Returns a safetensors file's content, in which equal tensors give equal bytes: metadata in the order of their
+    names, tensors from the largest numbers to the smallest, as the library has them, then by name."""
+    header: dict[str, object] = {_METADATA: {name: str(value) for name, value in sorted(metadata.items())}}
+    bodies = list[bytes]()
+    end, order = 0, [*_TYPES]
+    for name in sorted(tensors, key=lambda name: (-order.index(_called(tensors[name])), name)):
+        array = tensors[name]
+        start, end = end, end + array.nbytes
+        header[name] = {"dtype": _called(array), "shape": list(array.shape), "data_offsets": [start, end]}
+        bodies.append(array.tobytes())
+    text = json.dumps(header, separators=(",", ":")).encode()
     text += b" " * (-len(text) % 8)
-    return len(text).to_bytes(8, "little") + text + body[8 + length :]
+    return b"".join([len(text).to_bytes(LENGTH_BYTES, "little"), text, *bodies])
+
+
+def _called(array: npt.NDArray[Any]) -> str:
+    """Returns the name that safetensors has for an array's type."""
+    return next(name for name, kind in _TYPES.items() if kind == array.dtype)

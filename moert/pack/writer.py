@@ -9,7 +9,7 @@ import os
 import shutil
 import zlib
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import replace
 from itertools import accumulate
 from mmap import ACCESS_READ, mmap
@@ -20,7 +20,8 @@ import numpy as np
 import numpy.typing as npt
 
 from moert.pack.codec import F32, Form16, QuantizedMatrix, power_of_halves, times_two, to_bfloat16, to_mxfp4
-from moert.pack.errors import WriteFailed
+from moert.pack.documents import parsed, plain, read
+from moert.pack.errors import PackError, WriteFailed
 from moert.pack.files import DirectoryLock, atomic_write, beside, fsync, placed, write_atomically, write_in_order
 from moert.pack.layout import (
     NEURONS,
@@ -28,9 +29,7 @@ from moert.pack.layout import (
     ExpertLayout,
     checksums,
     choose_page_bytes,
-    expert_layout,
     place,
-    with_powers,
 )
 from moert.pack.manifest import (
     BACKBONE,
@@ -156,7 +155,7 @@ class PackWriter:
         stored in 16 bits, biases [out] as they are. Raises WriteFailed."""
         bits = {name: part.bits if isinstance(part, QuantizedMatrix) else 16 for name, part in projections.items()}
         powers = powers_of(projections, self.quantization)
-        layout = self._layout(key, bits, powers)
+        layout = self.quantization.layout(self.spec, key, bits, powers, self.page_bytes)
         body = expert_body(key, layout, self.quantization, projections, biases or {})
         entry = ExpertEntry(
             key, expert_path(key), layout.file_bytes, layout.tensor_bytes, bits,
@@ -242,11 +241,6 @@ class PackWriter:
             return TOGETHER_MINOR if self.quantization.neurons.together else NEURONS_MINOR
         return JOINED_MINOR if self.files == "layer" else PREFERRING_MINOR if preferences else PLAIN_MINOR
 
-    def _layout(self, key: ExpertKey, bits: Mapping[str, int], powers: Mapping[str, int] | None) -> ExpertLayout:
-        how = self.quantization
-        layout = expert_layout(self.spec, key, bits, how.group_size, how.form16, self.page_bytes, how.neurons)
-        return with_powers(layout, powers, self.page_bytes)
-
     def _join(self) -> None:
         """Puts the experts of each layer into one file; a run that was killed here goes on with the next layer."""
         for at in self.spec.moe_layers():
@@ -272,10 +266,9 @@ class PackWriter:
             write_atomically(path, body)
 
     def _note(self, entry: ExpertEntry) -> None:
-        line = json.dumps([*entry.key, entry.file_bytes, entry.tensor_bytes, dict(entry.bits), entry.sha256,
-                           entry.crc32, entry.importance, *([entry.powers] if entry.powers else [])])  # fmt: skip
         with _writing(self.partial), open(self.partial / _JOURNAL, "a", encoding="utf-8") as journal:
-            journal.write(f"\n{line}\n")  # the line before may be one that a killed run left unfinished
+            # The line before may be one that a killed run left unfinished.
+            journal.write(f"\n{json.dumps(plain(entry))}\n")
 
     def _resume(self, fingerprint: str) -> dict[ExpertKey, ExpertEntry]:
         """Returns the finished experts of a run with this fingerprint; removes every other file, also those that a
@@ -312,7 +305,8 @@ class PackWriter:
     def _is_there(self, entry: ExpertEntry, body: bytes) -> bool:
         if hashlib.sha256(body).hexdigest() != entry.sha256:
             return False
-        if (neurons := self._layout(entry.key, entry.bits, entry.powers).neurons) is not None:
+        layout = self.quantization.layout(self.spec, entry.key, entry.bits, entry.powers, self.page_bytes)
+        if (neurons := layout.neurons) is not None:
             self._checksums[entry.key] = checksums(neurons, np.frombuffer(body, np.uint8))
         return True
 
@@ -320,15 +314,9 @@ class PackWriter:
         """Returns the experts that the journal lists as written, each in a file of its own."""
         noted: dict[ExpertKey, ExpertEntry] = {}
         for line in lines:
-            try:
-                stack, layer, expert, file_bytes, tensor_bytes, bits, sha256, crc32, importance, *powers = json.loads(
-                    line
-                )
-            except ValueError:
-                continue  # empty, or being written when the last run was killed
-            key = ExpertKey(stack, layer, expert)
-            entry = ExpertEntry(key, expert_path(key), file_bytes, tensor_bytes, bits, sha256, crc32, importance)
-            noted[key] = replace(entry, powers=powers[0]) if powers else entry
+            with suppress(ValueError, PackError):  # empty, or being written when the last run was killed
+                entry = read(ExpertEntry, parsed(line.encode()), _JOURNAL)
+                noted[entry.key] = entry
         return noted
 
 

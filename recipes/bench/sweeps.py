@@ -26,7 +26,8 @@ from moert.bench.measure import BenchRun, BenchSettings, furthest_first, measure
 from moert.beside.flash.runner import PREDICTED
 from moert.command import console
 from moert.command.description import system_facts
-from moert.command.options import (
+from moert.command.prompts import longest_text
+from moert.command.settings import (
     DriveOption,
     InputOption,
     LinesOption,
@@ -36,7 +37,6 @@ from moert.command.options import (
     check_unused,
     engine_settings,
     grouped,
-    longest_text,
     taking,
 )
 from moert.command.tuning import NOTHING, Asked

@@ -99,7 +99,7 @@ OTHER_PACKAGES = {
     "moert.kernels.build": {"setuptools"}, "moert.chat.sandbox": {"jinja2"},
     **{name: {"torch"} for name in TORCH}, "moert.beside.gpu.triton_kernel": {"torch", "triton"},
 }  # fmt: skip
-RUNTIME_PACKAGES = {"numpy", "safetensors", "tokenizers", "tqdm", "typer", "click", "rich"}
+RUNTIME_PACKAGES = {"numpy", "tokenizers", "tqdm", "typer", "click", "rich"}
 FOR_TYPES = "typing_extensions"
 """Type checkers have it by themselves: never imported where a program runs."""
 HEAVY = {
