@@ -100,9 +100,17 @@ class MachineMemory:
 def held_bytes(root: Path = ROOT) -> int:
     """Returns the physical memory [bytes] that this process holds: its own, mapped files, shared. Elsewhere than on
     Linux its peak."""
-    fields = _fields(root / "proc/self/status")
-    if "VmRSS" in fields:
-        return fields["VmRSS"]
+    found = _fields(root / "proc/self/status").get("VmRSS")
+    return peak_bytes(root) if found is None else found
+
+
+def peak_bytes(root: Path = ROOT) -> int:
+    """Returns the most physical memory [bytes] that this process has held, as the system counts it.
+
+    The figure of getrusage on Linux can be the peak of the process that started this one, so it comes second.
+    """
+    if (found := _fields(root / "proc/self/status").get("VmHWM")) is not None:
+        return found
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     return peak if sys.platform == "darwin" else peak * 1024
 

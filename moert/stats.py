@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-import re
-import resource
-import sys
 from dataclasses import asdict, dataclass
-from pathlib import Path
 from typing import Any, Protocol
 
 from moert.errors import said
+from moert.machine import peak_bytes
 
 PAGE_CACHE = "page cache"
 
@@ -258,7 +255,7 @@ def run_stats(
         prefetch_precision=ahead.precision,
         prefetch_recall=ahead.recall,
         prefetch_on=ahead.on,
-        peak_rss_bytes=peak_rss_bytes(),
+        peak_rss_bytes=peak_bytes(),
         memory_bytes=room.memory_bytes,
         cache_bytes=room.cache_bytes,
         smallest_cache_bytes=room.cache_bytes if room.smallest_cache_bytes is None else room.smallest_cache_bytes,
@@ -270,21 +267,6 @@ def run_stats(
         belady_hit_rate=best[1],
         **further,
     )
-
-
-def peak_rss_bytes() -> int:
-    """Returns the most physical memory [bytes] that this process has held, as the system counts it.
-
-    The figure of getrusage on Linux can be the peak of the process that started this one, so it comes second.
-    """
-    try:
-        status = Path("/proc/self/status").read_text(encoding="utf-8", errors="replace")
-    except OSError:  # not Linux
-        status = ""
-    if found := re.search(r"^VmHWM:\s+(\d+) kB$", status, re.MULTILINE):
-        return int(found[1]) * 1024
-    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    return peak if sys.platform == "darwin" else peak * 1024
 
 
 def size(nbytes: int) -> str:

@@ -25,9 +25,9 @@ from moeconv.plan.outlook import (
     uniform,
 )
 from moeconv.plan.problem import Storage
-from moert.pack.layout import DTYPE_BYTES
 from moert.pack.manifest import Dense, Quantization, dense_width, stored_tensors
 from moert.pack.model_spec import ModelSpec
+from moert.pack.tensors import DTYPE_BITS
 
 # Hit rates of the reference model that a model is most like. Pure but for reading hit_rates.json, which
 # `python -m recipes.bench.hit_rates` makes from the traces of recipes/models, by moert's own replay.
@@ -435,6 +435,6 @@ def outside_bytes(spec: ModelSpec, quantization: Quantization) -> Mapping[int, f
         if name.startswith("encoder.") or once or spec.tensors[name].role in ("embed", None):
             continue
         width = dense_width(spec, quantization.dense, name) or 16
-        nbytes = sum(DTYPE_BYTES[dtype or "BF16"] * math.prod(shape) for dtype, shape in parts.values())
+        nbytes = sum(DTYPE_BITS[dtype or "BF16"] // 8 * math.prod(shape) for dtype, shape in parts.values())
         found[width] = found.get(width, 0.0) + nbytes
     return found

@@ -11,10 +11,10 @@ from itertools import pairwise
 from moeconv.plan.problem import Storage, layout_bytes
 from moert.engine.budget import FIRST_BYTES, Budget
 from moert.models.footprint import Footprint, Load
-from moert.pack.layout import DTYPE_BYTES, choose_page_bytes, expert_layout
+from moert.pack.layout import choose_page_bytes, expert_layout
 from moert.pack.manifest import Dense, Quantization, stored_tensors
 from moert.pack.model_spec import ExpertKey, LayerKey, ModelSpec
-from moert.pack.tensors import vocabulary_takes
+from moert.pack.tensors import DTYPE_BITS, vocabulary_takes
 
 # Bytes of a pack, on the drive and in memory, at each width of its experts. Pure.
 # The memory is reckoned by moert's own two modules, which its engine uses too.
@@ -186,7 +186,7 @@ def backbone_bytes(spec: ModelSpec, quantization: Quantization, computed: Collec
     for name, parts in stored_tensors(spec, quantization).items():
         for part, (dtype, shape) in parts.items():
             kind = dtype or ("F32" if name in computed else "BF16")
-            start, end = end, end + DTYPE_BYTES[kind] * math.prod(shape)
+            start, end = end, end + DTYPE_BITS[kind] // 8 * math.prod(shape)
             header[part] = {"dtype": kind, "shape": shape, "data_offsets": [start, end]}
     text = len(json.dumps(header, separators=(",", ":")))
     return end + _HEADER_BYTES + -(-text // _HEADER_BYTES) * _HEADER_BYTES

@@ -33,10 +33,11 @@ from moert.pack.codec import (
     to_mxfp4,
 )
 from moert.pack.files import write_atomically
-from moert.pack.layout import DOWN, DTYPE_BYTES, Neurons
+from moert.pack.layout import DOWN, Neurons
 from moert.pack.manifest import Dense, Dtype16, Quantization, dense_width, stored_tensors
 from moert.pack.model_spec import ExpertKey, ModelSpec, StackName
 from moert.pack.reader import Projection
+from moert.pack.tensors import DTYPE_BITS
 from moert.pack.writer import power_stored
 
 # Codes of experts on disk, made once and used for every plan: for models whose experts do not fit memory.
@@ -418,7 +419,7 @@ class DenseCoder:
             element = self.checkpoint.stored_tensor(name, self._tensors[name].shape).element_size()
             original += element * int(np.prod(self._tensors[name].shape)) if name in there else 0
             for dtype, shape in tensors.values():
-                stored += (element if dtype is None else DTYPE_BYTES[dtype]) * int(np.prod(shape))
+                stored += (element if dtype is None else DTYPE_BITS[dtype] // 8) * int(np.prod(shape))
         return stored, original
 
     def _quantize(self, name: str, width: int) -> Projection:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import os
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
@@ -11,35 +10,16 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, TypeVar
 
 from moeconv.source.outline import INDEX, SINGLE, CheckpointError, indexed_files, json_object, leads_out, line
-from moeconv.strict_json import NotJson, parse
-from moert.pack.documents import MAX_BYTES, brief
+from moert.pack.tensors import LENGTH_BYTES, HeaderWrong, header_bytes, read_header
 
 if TYPE_CHECKING:
     import torch
 
-# The header of a safetensors file: its tensors and their shapes, accepted only if the file has the bytes for them.
-
 MAX_HEADER_BYTES = 100_000_000
 """The limit of the library that reads the tensors."""
-_MOST_VALUES = 1 << 23
-_METADATA = "__metadata__"
-_BITS = {
-    "BOOL": 8, "U8": 8, "I8": 8, "F8_E5M2": 8, "F8_E4M3": 8, "F8_E8M0": 8, "F4": 4, "I16": 16, "U16": 16, "F16": 16,
-    "BF16": 16, "I32": 32, "U32": 32, "F32": 32, "I64": 64, "U64": 64, "F64": 64,
-}  # fmt: skip
+_MOST_MARKS = 1 << 24
 
 Shape = tuple[int, ...]
-
-
-class HeaderWrong(ValueError):
-    """A header that is not sound. The message is a part of a line."""
-
-
-class _Slot(NamedTuple):
-    start: int
-    stop: int
-    name: str
-    shape: Shape
 
 
 def shapes_of(file: Path) -> Mapping[str, Shape]:
@@ -47,46 +27,9 @@ def shapes_of(file: Path) -> Mapping[str, Shape]:
     OSError."""
     with open(file, "rb") as handle:
         nbytes = os.fstat(handle.fileno()).st_size
-        length = int.from_bytes(handle.read(8), "little")
-        if nbytes < 8 or not 2 <= length <= min(nbytes - 8, MAX_HEADER_BYTES):
-            raise HeaderWrong(f"a header of {length} bytes in a file of {nbytes}")
-        body = handle.read(length)
-    try:
-        document = parse(body, most_values=_MOST_VALUES)
-    except NotJson as error:
-        raise HeaderWrong(f"its header is not JSON: {error}") from None
-    if not isinstance(document, dict):
-        raise HeaderWrong(f"its header should be a JSON object, found {brief(document)}")
-    slots = sorted(_slots(document))
-    end = 0
-    for slot in slots:
-        if slot.start != end:
-            raise HeaderWrong(f"{slot.name[:80]!r} begins at byte {slot.start}, the tensor before it ends at {end}")
-        end = slot.stop
-    if end != nbytes - 8 - length:
-        raise HeaderWrong(f"its tensors take {end} bytes, {nbytes - 8 - length} are there")
-    return {slot.name: slot.shape for slot in slots}
-
-
-def _slots(document: Mapping[str, Any]) -> Iterator[_Slot]:
-    for name, said in document.items():
-        if name == _METADATA:
-            continue
-        fields = said if isinstance(said, dict) else {}
-        shape, place, dtype = _counts(fields.get("shape")), _counts(fields.get("data_offsets")), fields.get("dtype")
-        if shape is None or place is None or len(place) != 2 or not isinstance(dtype, str):
-            raise HeaderWrong(f"{name[:80]!r} should have dtype, shape and data_offsets")
-        start, stop = place
-        bits = _BITS.get(dtype)
-        if start > stop or (bits is not None and math.prod(shape) * bits != 8 * (stop - start)):
-            raise HeaderWrong(f"{name[:80]!r} is {dtype[:20]} of {brief(str(shape))} in {stop - start} bytes")
-        yield _Slot(start, stop, name, shape)
-
-
-def _counts(value: Any) -> Shape | None:
-    """Returns a list of counts as a tuple; None for any other value."""
-    sound = isinstance(value, list) and all(type(each) is int and 0 <= each <= MAX_BYTES for each in value)
-    return tuple(value) if sound else None
+        length = header_bytes(handle.read(LENGTH_BYTES), nbytes, MAX_HEADER_BYTES)
+        header = read_header(handle.read(length), nbytes, _MOST_MARKS)
+    return {name: place.shape for name, place in header.tensors.items()}
 
 
 # The tensors of a checkpoint in safetensors files, whose headers are read at once, all else when it is needed.

@@ -32,7 +32,9 @@ def parsed(body: bytes) -> Any:
 def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     table = dict(pairs)
     if len(table) != len(pairs):
-        raise ValueError("it names a field twice in one object")
+        names = [name for name, _ in pairs]
+        twice = next(name for name in names if names.count(name) > 1)
+        raise ValueError(f"it names {twice[:60]!r} twice in one object")
     return table
 
 

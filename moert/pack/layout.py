@@ -7,6 +7,7 @@ import zlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
+from math import prod
 from typing import Annotated, Any, ClassVar, NamedTuple
 
 import numpy as np
@@ -26,6 +27,7 @@ from moert.pack.codec import (
 )
 from moert.pack.documents import Within
 from moert.pack.model_spec import ExpertKey, ModelSpec
+from moert.pack.tensors import DTYPE_BITS
 
 NEURONS = "neurons.safetensors"
 """The file of a pack with a checksum of each piece."""
@@ -34,9 +36,6 @@ MOST_PIECE_BYTES = 1 << 20
 _ALIGNMENT = 8  # bytes, of each array in a piece
 _BIAS_BYTES = 4
 DOWN = "down"
-
-
-DTYPE_BYTES = {"U8": 1, "F16": 2, "BF16": 2, "F32": 4}
 
 
 class Part(NamedTuple):
@@ -49,7 +48,7 @@ class Part(NamedTuple):
     @property
     def nbytes(self) -> int:
         """Returns the bytes of a row."""
-        return DTYPE_BYTES[self.dtype] * self.columns
+        return DTYPE_BITS[self.dtype] // 8 * self.columns
 
 
 @lru_cache(maxsize=1024)
@@ -393,9 +392,7 @@ def _place(
     slots: list[TensorSlot] = []
     position = 0
     for index, (name, dtype, shape) in enumerate(tensors):
-        size = DTYPE_BYTES[dtype]
-        for extent in shape:
-            size *= extent
+        size = DTYPE_BITS[dtype] // 8 * prod(shape)
         slots.append(TensorSlot(name, dtype, shape, position, position + size))
         position += size
         last = index == len(tensors) - 1

@@ -18,6 +18,8 @@ PATHS = "paths.safetensors"
 PATHS_VERSION = 2
 _CHUNK_TOKENS = 8192
 _MOST_LAYERS = 4096
+_COLUMNS: Mapping[str, Any] = {"contexts": np.uint32, "rows": np.uint32, "experts": np.uint16, "counts": np.uint32}
+"""The tensors of a table of counts, and their types: see ContextCounts."""
 
 I64 = npt.NDArray[np.int64]
 F64 = npt.NDArray[np.float64]
@@ -135,10 +137,7 @@ class TransitionTable:
             at = f"{stack}.{layer}"
             tensors[f"{at}.frequency"] = paths.frequency
             for name, table in (("one", paths.one_before), ("two", paths.two_before)):
-                tensors[f"{at}.{name}.contexts"] = table.contexts
-                tensors[f"{at}.{name}.rows"] = table.rows
-                tensors[f"{at}.{name}.experts"] = table.experts
-                tensors[f"{at}.{name}.counts"] = table.counts
+                tensors |= {f"{at}.{name}.{column}": getattr(table, column) for column in _COLUMNS}
         metadata = {"format": "model.pack paths", "version": PATHS_VERSION, "num_experts": self.num_experts}
         for stack in dict.fromkeys(at.stack for at in self.layers):
             metadata[f"{stack}_layers"] = ",".join(str(at.layer) for at in self.layers if at.stack == stack)
@@ -189,29 +188,24 @@ def _count_layer(layers: list[I64], size: int) -> LayerPaths:
     if selected.size and int(selected.max()) >= size:
         raise ValueError(f"a trace names expert {int(selected.max())}, there are {size}")
     frequency = np.bincount(selected, minlength=size).astype(np.uint64)
-    one = _table(_pairs(layers[-2], present, size), size) if len(layers) > 1 else _table(iter(()), size)
-    if len(layers) < 3:
-        return LayerPaths(frequency, one, _table(iter(()), size))
-    return LayerPaths(frequency, one, _table(_triples(layers[-3], layers[-2], present, size), size))
+    one = _table(_entries(layers[-2:], size) if len(layers) > 1 else (), size)
+    two = _table(_entries(layers[-3:], size) if len(layers) > 2 else (), size)
+    return LayerPaths(frequency, one, two)
 
 
-def _pairs(before: I64, present: I64, size: int) -> Iterator[I64]:
-    for start in range(0, len(present), _CHUNK_TOKENS):
-        rows = slice(start, start + _CHUNK_TOKENS)
-        b, c = np.broadcast_arrays(before[rows, :, None], present[rows, None, :])
-        yield (b * size + c)[(b >= 0) & (c >= 0)]
+def _entries(layers: list[I64], size: int) -> Iterator[I64]:
+    """Yields context * size + expert for every choice of one expert of each layer that a token went to, in chunks. The
+    experts of all layers but the last are the context."""
+    for start in range(0, len(layers[-1]), _CHUNK_TOKENS):
+        entries, kept = np.zeros(1, np.int64), np.ones(1, bool)
+        for place, layer in enumerate(layers):
+            others = [1 + other for other in range(len(layers)) if other != place]
+            experts = np.expand_dims(layer[start : start + _CHUNK_TOKENS], others)
+            entries, kept = entries * size + experts, kept & (experts >= 0)
+        yield entries[kept]
 
 
-def _triples(earlier: I64, before: I64, present: I64, size: int) -> Iterator[I64]:
-    for start in range(0, len(present), _CHUNK_TOKENS):
-        rows = slice(start, start + _CHUNK_TOKENS)
-        a, b, c = np.broadcast_arrays(
-            earlier[rows, :, None, None], before[rows, None, :, None], present[rows, None, None, :]
-        )
-        yield ((a * size + b) * size + c)[(a >= 0) & (b >= 0) & (c >= 0)]
-
-
-def _table(chunks: Iterator[I64], size: int) -> ContextCounts:
+def _table(chunks: Iterable[I64], size: int) -> ContextCounts:
     """Returns a sparse table that counts pairs of context and expert, given in chunks as context * size + expert."""
     entries, counts = np.zeros(0, dtype=np.int64), np.zeros(0, dtype=np.int64)
     for chunk in chunks:
@@ -240,12 +234,7 @@ def _layer(file: TensorFile, at: str, size: int) -> LayerPaths:
 
 
 def _sparse(file: TensorFile, at: str, size: int, contexts: int) -> ContextCounts:
-    table = ContextCounts(
-        contexts=file.tensor(f"{at}.contexts", np.uint32),
-        rows=file.tensor(f"{at}.rows", np.uint32),
-        experts=file.tensor(f"{at}.experts", np.uint16),
-        counts=file.tensor(f"{at}.counts", np.uint32),
-    )
+    table = ContextCounts(**{column: file.tensor(f"{at}.{column}", dtype) for column, dtype in _COLUMNS.items()})
     rows = table.rows
     sound = (
         len(rows) == len(table.contexts) + 1

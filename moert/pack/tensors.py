@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from moert.pack.documents import parsed
+from moert.pack.documents import brief, parsed
 from moert.pack.errors import FormatTooNew, HeaderInvalid, SizeOverflow
 from moert.pack.files import OpenedFile
 from moert.pack.model_spec import STACKS, LayerKey
@@ -174,10 +174,11 @@ def _nodes(words: list[bytes]) -> int:
     return nodes
 
 
-DTYPE_BYTES: Mapping[str, int] = {
-    "BOOL": 1, "U8": 1, "I8": 1, "F8_E4M3": 1, "F8_E5M2": 1, "U16": 2, "I16": 2, "F16": 2, "BF16": 2,
-    "U32": 4, "I32": 4, "F32": 4, "U64": 8, "I64": 8, "F64": 8,
+DTYPE_BITS: Mapping[str, int] = {
+    "F4": 4, "BOOL": 8, "U8": 8, "I8": 8, "F8_E4M3": 8, "F8_E5M2": 8, "F8_E8M0": 8, "U16": 16, "I16": 16, "F16": 16,
+    "BF16": 16, "U32": 32, "I32": 32, "F32": 32, "U64": 64, "I64": 64, "F64": 64, "C64": 64,
 }  # fmt: skip
+"""The bits of a number of each type of tensors in safetensors files."""
 LENGTH_BYTES = 8
 _MOST_DIMS = 8
 _METADATA = "__metadata__"
@@ -217,27 +218,28 @@ def header_of(file: OpenedFile, room: Room) -> Header:
         raise HeaderInvalid(f"{file.relative} is not a safetensors file ({error}): copy the pack again") from None
 
 
-def header_bytes(prefix: bytes, file_bytes: int) -> int:
+def header_bytes(prefix: bytes, file_bytes: int, most_bytes: int = HEADER_BYTES) -> int:
     """Returns the bytes of the JSON that follows the first 8 bytes of a file. Raises HeaderWrong where the file has
-    fewer, or for more than any header has."""
+    fewer, or for more than `most_bytes`."""
     length = int.from_bytes(prefix[:LENGTH_BYTES], "little")
     if len(prefix) < LENGTH_BYTES or length > file_bytes - LENGTH_BYTES:
         raise HeaderWrong(f"its header should have {length} bytes, the file has {file_bytes}")
-    if length > HEADER_BYTES:
-        raise HeaderWrong(f"its header has {length} bytes, none is larger than {HEADER_BYTES}")
+    if length > most_bytes:
+        raise HeaderWrong(f"its header has {length} bytes, none is larger than {most_bytes}")
     return length
 
 
-def read_header(text: bytes, file_bytes: int) -> Header:
+def read_header(text: bytes, file_bytes: int, most_marks: int = HEADER_MARKS) -> Header:
     """Returns the header whose JSON is `text`, of a file of `file_bytes` bytes. Its tensors have to fill the rest of
-    the file, one behind the other. Raises HeaderWrong, or SizeOverflow for more values than any header has."""
-    json_bytes("a safetensors header", text, HEADER_MARKS)
+    the file, one behind the other. Raises HeaderWrong, also for more values and names than `most_marks`."""
+    if (count := marks(text)) > most_marks:
+        raise HeaderWrong(f"its header has {count} values and names, none has more than {most_marks}")
     try:
         document = parsed(text)
     except ValueError as error:
         raise HeaderWrong(f"its header is not JSON: {error}") from None
     if not isinstance(document, dict):
-        raise HeaderWrong("its header is no JSON object")
+        raise HeaderWrong(f"its header should be a JSON object, found {brief(document)}")
     metadata = document.pop(_METADATA, None) or {}
     if not isinstance(metadata, dict) or not all(isinstance(value, str) for value in metadata.values()):
         raise HeaderWrong("its metadata should be text by name")
@@ -246,7 +248,7 @@ def read_header(text: bytes, file_bytes: int) -> Header:
     end = first
     for name, place in sorted(tensors.items(), key=lambda item: item[1][2:]):
         if place.start != end:
-            raise HeaderWrong(f"{_brief(name)} begins at byte {place.start - first}, expected {end - first}")
+            raise HeaderWrong(f"{brief(name)} begins at byte {place.start - first}, expected {end - first}")
         end = place.stop
     if end != file_bytes:
         raise HeaderWrong(f"its tensors end at byte {end}, the file at {file_bytes}")
@@ -255,25 +257,23 @@ def read_header(text: bytes, file_bytes: int) -> Header:
 
 def _place(name: str, entry: Any, first: int) -> Place:
     if not isinstance(entry, dict) or set(entry) != {"dtype", "shape", "data_offsets"}:
-        raise HeaderWrong(f"{_brief(name)} should have a dtype, a shape and data_offsets")
+        raise HeaderWrong(f"{brief(name)} should have a dtype, a shape and data_offsets")
     dtype, shape, offsets = entry["dtype"], entry["shape"], entry["data_offsets"]
-    if not isinstance(dtype, str) or dtype not in DTYPE_BYTES:
-        raise HeaderWrong(f"{_brief(name)} has a dtype that is none")
+    if not isinstance(dtype, str) or dtype not in DTYPE_BITS:
+        raise HeaderWrong(f"{brief(name)} has a dtype that is none")
+    if not name.isprintable():
+        raise HeaderWrong(f"{brief(name)} is no name of a tensor")
     if not _whole(shape) or len(shape) > _MOST_DIMS or not _whole(offsets) or len(offsets) != 2:
-        raise HeaderWrong(f"{_brief(name)} has a shape or data_offsets that are none")
+        raise HeaderWrong(f"{brief(name)} has a shape or data_offsets that are none")
     start, stop = offsets
-    if stop - start != DTYPE_BYTES[dtype] * math.prod(shape):
-        raise HeaderWrong(f"{_brief(name)} has {stop - start} bytes, its shape needs others")
+    if 8 * (stop - start) != DTYPE_BITS[dtype] * math.prod(shape):
+        raise HeaderWrong(f"{brief(name)} has {stop - start} bytes, its shape needs others")
     return Place(dtype, tuple(shape), first + start, first + stop)
 
 
 def _whole(values: Any) -> bool:
     """Returns whether `values` is a list of whole numbers that a file's bytes may be counted with."""
     return isinstance(values, list) and all(type(value) is int and 0 <= value < 1 << 48 for value in values)
-
-
-def _brief(name: str) -> str:
-    return repr(name[:60])
 
 
 _TYPES: Mapping[str, Any] = {

@@ -154,12 +154,12 @@ OF_SINGLE: dict[str, tuple[Change, str]] = {
     "a config that leads out": (linked(CONFIG), "is a link that leads out"),
     "weights that lead out": (linked("model.safetensors"), "is a link that leads out"),
     "a tokenizer that leads out": (linked("tokenizer.json"), "is a link that leads out"),
-    "a header of 2⁶³ bytes": (written("model.safetensors", b"\xff" * 7 + b"\x7f" + b"{}"), "is damaged .a header of"),
+    "a header of 2⁶³ bytes": (written("model.safetensors", b"\xff" * 7 + b"\x7f" + b"{}"), "is damaged .its header"),
     "no header": (written("model.safetensors", b"\x01"), "is damaged"),
     "a deep header": (header(lambda said: b'{"a": ' + b"[" * 200_000), "is damaged .its header is not JSON"),
     "a header with a tensor twice": (header(lambda said: b'{"a": {}, "a": {}}'), "'a' twice"),
     "tensors that overlap": (header(_overlap), "is damaged"),
-    "a tensor that lies of its shape": (header(_lie), "is damaged .'model.norm.weight' is"),
+    "a tensor that lies of its shape": (header(_lie), "is damaged .'model.norm.weight' has"),
     "a header of another kind": (header(lambda said: b"[1, 2]"), "should be a JSON object"),
 }  # fmt: skip
 OF_SHARDED: dict[str, tuple[Change, str]] = {

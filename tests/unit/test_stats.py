@@ -8,16 +8,16 @@ from pathlib import Path
 
 import pytest
 
-from moert import stats
-from moert.stats import ExpertCounters, ReadAhead, RequestTimes, Room, RunStats, Ways, run_stats
+from moert import machine
+from moert.stats import PAGE_CACHE, ExpertCounters, ReadAhead, RequestTimes, Room, RunStats, Ways, run_stats
 
 ROOT = Path(__file__).resolve().parents[2]
-CHILD = "from moert.stats import peak_rss_bytes; print(peak_rss_bytes())"
+CHILD = "from moert.machine import peak_bytes; print(peak_bytes())"
 PARENT = f"""
 import subprocess, sys
 held = bytes(range(256)) * (300_000_000 // 256)
-from moert.stats import peak_rss_bytes
-print(peak_rss_bytes(), flush=True)
+from moert.machine import peak_bytes
+print(peak_bytes(), flush=True)
 subprocess.run([sys.executable, "-c", {CHILD!r}], check=True)
 """
 
@@ -31,15 +31,15 @@ def test_the_peak_is_this_process_own_not_that_of_the_one_that_started_it() -> N
 
 def test_the_peak_without_a_status_file(monkeypatch: pytest.MonkeyPatch) -> None:
     """Systems other than Linux have none; some kernels have one without the line."""
-    known = stats.peak_rss_bytes()
-    monkeypatch.setattr(stats.Path, "read_text", lambda *args, **kwargs: "Name:\tpython\nVmRSS:\t 17 kB\n")
-    assert stats.peak_rss_bytes() >= 0.5 * known
+    known = machine.peak_bytes()
+    monkeypatch.setattr(machine.Path, "read_text", lambda *args, **kwargs: "Name:\tpython\nVmRSS:\t 17 kB\n")
+    assert machine.peak_bytes() >= 0.5 * known
 
     def missing(*args: object, **kwargs: object) -> str:
         raise FileNotFoundError
 
-    monkeypatch.setattr(stats.Path, "read_text", missing)
-    assert stats.peak_rss_bytes() >= 0.5 * known
+    monkeypatch.setattr(machine.Path, "read_text", missing)
+    assert machine.peak_bytes() >= 0.5 * known
 
 
 def figures(io: str = "direct,2", **room: int | None) -> RunStats:
@@ -75,7 +75,7 @@ def test_the_least_room_is_said_only_where_it_was_less() -> None:
 
 
 def test_the_page_cache_is_named_in_words() -> None:
-    assert any("160 reads (through the system's page cache)" in line for line in figures(stats.PAGE_CACHE).lines())
+    assert any("160 reads (through the system's page cache)" in line for line in figures(PAGE_CACHE).lines())
 
 
 def test_what_did_not_happen_is_not_said() -> None:

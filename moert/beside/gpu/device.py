@@ -228,10 +228,10 @@ def host_costs(backend: Backend, drive_bytes_per_s: float) -> HostCosts:
 def _roofline(backend: Backend, bits: int, bytes_per_s: float | None) -> Roofline:
     stored = _matrix(bits)
     matrix = backend.matrix(stored)
-    many = _least_s(lambda: backend.linear(np.ones((_ROWS, _SIDE), np.float32), matrix)) / (_ROWS * _SIDE**2)
+    many = least_s(lambda: backend.linear(np.ones((_ROWS, _SIDE), np.float32), matrix)) / (_ROWS * _SIDE**2)
     if bytes_per_s is not None:
         return Roofline((bits + (_SCALES if bits < 16 else 0)) / 8 / bytes_per_s, many)
-    return Roofline(_least_s(lambda: backend.linear(np.ones((1, _SIDE), np.float32), matrix)) / _SIDE**2, many)
+    return Roofline(least_s(lambda: backend.linear(np.ones((1, _SIDE), np.float32), matrix)) / _SIDE**2, many)
 
 
 def _matrix(bits: int) -> Any:
@@ -246,7 +246,7 @@ def _matrix(bits: int) -> Any:
     return QuantizedMatrix(bits, _SIDE, _GROUP, codes, scale, minimum)
 
 
-def _least_s(call: Callable[[], object]) -> float:
+def least_s(call: Callable[[], object]) -> float:
     """Returns the least time of a few calls [s], after one that is not counted."""
     call()
     times = []

@@ -3,7 +3,6 @@ Code with streams has not been run so far: no GPU was there."""
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
@@ -21,6 +20,7 @@ from moert.beside.gpu.device import (
     Roofline,
     Running,
     WallClock,
+    least_s,
     remembered_costs,
 )
 from moert.beside.gpu.torch_backend import TILE, PlacedMatrix, PlacedNetwork, TorchBackend, ffn, product
@@ -32,7 +32,6 @@ from moert.pack.parts import Act, Ffn
 
 _ROWS, _COLS, _GROUP, _TOKENS = 1024, 1024, 64, 64
 _COPIED = 8 << 20
-_TRIES = 3
 
 
 def measured(device: Device, place: torch.device) -> DeviceCosts:
@@ -68,7 +67,7 @@ def _product_s(matrix: TorchMatrix, tokens: int) -> float:
         if x.is_cuda:
             torch.cuda.synchronize(x.device)
 
-    return _least(run)
+    return least_s(run)
 
 
 def _copy_s(device: Device, nbytes: int) -> float:
@@ -79,7 +78,7 @@ def _copy_s(device: Device, nbytes: int) -> float:
         device.wait(held)
         device.free(held)
 
-    return _least(run)
+    return least_s(run)
 
 
 def _mixture_s(device: Device, experts: int) -> float:
@@ -91,16 +90,7 @@ def _mixture_s(device: Device, experts: int) -> float:
     def run() -> None:
         device.finish(device.begin([held] * experts, [1] * experts, np.zeros(experts, np.int32), x, spec), parts)
 
-    return _least(run)
-
-
-def _least(run: Callable[[], None]) -> float:
-    found = []
-    for _ in range(1 + _TRIES):
-        begun = time.perf_counter()
-        run()
-        found.append(time.perf_counter() - begun)
-    return min(found[1:])
+    return least_s(run)
 
 
 PROCESSOR = "torch:cpu"
