@@ -10,12 +10,11 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from moert.pack.errors import HeaderInvalid
 from moert.pack.model_spec import STACKS, LayerKey, ModelSpec, StackName
-from moert.pack.tensors import TensorFile, to_bytes
+from moert.pack.tensors import FileKind, TensorFile
 
 HASH = "hash.safetensors"
-VERSION = 1
+_HASH = FileKind(HASH, "hash", 1, "train the hash function of this pack")
 LSTM_LAYERS = 2
 DIRECTIONS = ("forward", "backward")
 ATTENTION = ("query", "key", "value")
@@ -98,35 +97,29 @@ class HashFunction:
 
     def check(self, spec: ModelSpec) -> None:
         """Raises HeaderInvalid if the function does not fit a model of this shape."""
-        found = {name: (len(stack.heads), stack.compress.shape[1]) for name, stack in self.stacks.items()}
-        counts = {name: len(spec.moe_layers(name)) for name in STACKS}
-        expected = {name: (count, spec.d_model) for name, count in counts.items() if count}
-        if self.num_experts != spec.moe.n or found != expected:
-            raise HeaderInvalid(
-                f"{HASH} names {self.num_experts} experts in (layers, d_model) {found}, the model has {spec.moe.n} in "
-                f"{expected}: train the hash function of this pack again"
-            )
+        found = {
+            name: (self.num_experts, len(stack.heads), stack.compress.shape[1]) for name, stack in self.stacks.items()
+        }
+        expected = spec.of_stacks(lambda layers: (spec.moe.n, layers, spec.d_model))
+        _HASH.check("(experts, layers, d_model)", found, expected)
         if len({stack.width for stack in self.stacks.values()}) > 1:
-            raise HeaderInvalid(f"{HASH}: both stacks should have as many features: train the hash function again")
+            raise _HASH.wrong("both stacks should have as many features")
         for name, stack in self.stacks.items():
             if bool(stack.encoded) != (name == "decoder" and "encoder" in self.stacks):
-                raise HeaderInvalid(f"{HASH}: only a decoder looks at the encoder: train the hash function again")
+                raise _HASH.wrong("only a decoder looks at the encoder")
 
     def to_bytes(self) -> bytes:
         """Returns the file's content; equal functions give equal bytes."""
         tensors = {f"{name}.{part}": array for name, stack in self.stacks.items() for part, array in stack.tensors()}
-        metadata: dict[str, object] = {
-            "format": "model.pack hash", "version": VERSION, "num_experts": self.num_experts,
-        }  # fmt: skip
-        if self.routed is not None:
-            metadata["routed_top_k"] = self.routed.top_k
-            tensors["routed"] = np.array([self.routed.loss, self.routed.low, self.routed.high], np.float64)
-        return to_bytes(tensors, metadata)
+        if self.routed is None:
+            return _HASH.body(tensors, num_experts=self.num_experts)
+        tensors["routed"] = np.array([self.routed.loss, self.routed.low, self.routed.high], np.float64)
+        return _HASH.body(tensors, num_experts=self.num_experts, routed_top_k=self.routed.top_k)
 
     @classmethod
     def from_bytes(cls, body: bytes) -> HashFunction:
         """Returns the function that a file's content holds. Raises HeaderInvalid or FormatTooNew."""
-        file = TensorFile(HASH, body, VERSION, "train the hash function of this pack")
+        file = TensorFile(_HASH, body)
         size = file.number("num_experts", 65535)
         stacks = {name: _stack(file, name, size) for name in STACKS if file.has_tensor(f"{name}.compress.weight")}
         if not stacks:

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
-from typing import Annotated, Literal, NamedTuple
+from typing import Annotated, Literal, NamedTuple, TypeVar
 
 from moert.pack.documents import MAX_COUNT, Within
 from moert.pack.parts import (
@@ -29,6 +29,7 @@ from moert.pack.parts import (
 )
 
 MOST_LAYERS = 4096
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -306,6 +307,11 @@ class ModelSpec:
     def moe_layers(self, name: StackName | None = None) -> list[LayerKey]:
         """Returns every layer with experts, in the order of execution; of one stack if it is named."""
         return [at for at in self.experts if name in (None, at.stack)]
+
+    def of_stacks(self, shape: Callable[[int], T]) -> dict[StackName, T]:
+        """Returns for each stack with experts the result of `shape` for its number of layers with experts."""
+        counts = {name: len(self.moe_layers(name)) for name in STACKS}
+        return {name: shape(count) for name, count in counts.items() if count}
 
     def expert_keys(self) -> list[ExpertKey]:
         """Returns the key of every expert, in the order of execution."""

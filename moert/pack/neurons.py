@@ -10,26 +10,26 @@ import numpy as np
 import numpy.typing as npt
 
 from moert.pack.codec import F32, U8, QuantizedMatrix
-from moert.pack.errors import HashMismatch, HeaderInvalid
+from moert.pack.errors import HashMismatch
 from moert.pack.layout import DOWN, NEURONS, U32, NeuronLayout, checksums
 from moert.pack.manifest import Manifest
 from moert.pack.model_spec import ExpertKey, LayerKey, ModelSpec
 from moert.pack.reader import Pack, Projection
-from moert.pack.tensors import TensorFile, to_bytes
+from moert.pack.tensors import FileKind, TensorFile
 
-CHECKSUMS_VERSION = 1
+CONVERT_AGAIN = "convert the model"
+_CHECKSUMS = FileKind(NEURONS, "neurons", 1, CONVERT_AGAIN)
 
 
 def checksums_to_bytes(of: Mapping[ExpertKey, U32]) -> bytes:
     """Returns the file's content; equal checksums give equal bytes."""
-    metadata: dict[str, object] = {"format": "model.pack neurons", "version": CHECKSUMS_VERSION}
-    return to_bytes({str(key): of[key] for key in sorted(of)}, metadata)
+    return _CHECKSUMS.body({str(key): of[key] for key in sorted(of)})
 
 
 def checksums_from_bytes(body: bytes, manifest: Manifest) -> dict[ExpertKey, U32]:
     """Returns for each expert its checksums, uint32 [n_checksums]: see moert.pack.layout.checksums. Raises
     HeaderInvalid, FormatTooNew."""
-    file = TensorFile(NEURONS, body, CHECKSUMS_VERSION, "convert the model")
+    file = TensorFile(_CHECKSUMS, body)
     file.only(str(entry.key) for entry in manifest.experts)
     found: dict[ExpertKey, U32] = {}
     for entry in manifest.experts:
@@ -49,8 +49,7 @@ def check_pieces(key: ExpertKey, layout: NeuronLayout, buffer: U8, expected: U32
 
 
 ORDER = "order.safetensors"
-ORDER_VERSION = 1
-CONVERT_AGAIN = "convert the model"
+_ORDER = FileKind(ORDER, "order", 1, CONVERT_AGAIN)
 
 
 @dataclass(frozen=True)
@@ -84,24 +83,17 @@ class NeuronOrder:
     def check(self, spec: ModelSpec) -> None:
         """Raises HeaderInvalid if the order does not fit a model of this shape."""
         shape = spec.moe.n, spec.moe.ffn.d_ff
-        found = {str(at): rows.shape for at, rows in self.layers.items()}
-        expected = {str(at): shape for at in spec.moe_layers()}
-        for at in sorted({*found, *expected}):
-            if found.get(at) != expected.get(at):
-                raise HeaderInvalid(
-                    f"{ORDER}: layer {at} has (experts, d_ff) {found.get(at)}, in the model {expected.get(at)}: "
-                    f"{CONVERT_AGAIN} again"
-                )
+        found = {at: rows.shape for at, rows in self.layers.items()}
+        _ORDER.check("(experts, d_ff)", found, dict.fromkeys(spec.moe_layers(), shape))
 
     def to_bytes(self) -> bytes:
         """Returns the file's content; equal orders give equal bytes."""
-        metadata: dict[str, object] = {"format": "model.pack order", "version": ORDER_VERSION}
-        return to_bytes({str(at): rows for at, rows in self.layers.items()}, metadata)
+        return _ORDER.body({str(at): rows for at, rows in self.layers.items()})
 
     @classmethod
     def from_bytes(cls, body: bytes) -> NeuronOrder:
         """Returns the order that a file's content holds. Raises HeaderInvalid or FormatTooNew."""
-        file = TensorFile(ORDER, body, ORDER_VERSION, CONVERT_AGAIN)
+        file = TensorFile(_ORDER, body)
         layers = file.layers()
         file.only(map(str, layers))
         if not layers:
@@ -116,7 +108,7 @@ def load_order(pack: Pack) -> NeuronOrder | None:
     found = NeuronOrder.from_bytes(pack.read_file(ORDER))
     found.check(pack.manifest.model)
     if not pack.has_neurons:
-        raise HeaderInvalid(f"{ORDER} is there, and experts do not lie by neurons: {CONVERT_AGAIN} again")
+        raise _ORDER.wrong("it is there, and experts do not lie by neurons")
     return found
 
 
@@ -135,10 +127,9 @@ def _rows(matrix: Projection, rows: U32) -> Projection:
 
 
 PREDICTOR = "predictor.safetensors"
-PREDICTOR_VERSION = 1
 MOST_RANK = 4096
 MOST_PER_BLOCK = 1 << 16
-TRAIN_AGAIN = "train the predictor of this pack's neurons"
+_PREDICTOR = FileKind(PREDICTOR, "predictor", 1, "train the predictor of this pack's neurons")
 
 F16 = npt.NDArray[np.float16]
 
@@ -202,14 +193,9 @@ class NeuronPredictor:
 
     def check(self, spec: ModelSpec) -> None:
         """Raises HeaderInvalid if the predictor does not fit a model of this shape."""
-        found = {str(at): (layer.compress.shape[1], *layer.bias.shape) for at, layer in self.layers.items()}
-        expected = {str(at): (spec.expert_width, spec.moe.n, spec.moe.ffn.d_ff) for at in spec.moe_layers()}
-        for at in sorted({*found, *expected}):
-            if found.get(at) != expected.get(at):
-                raise HeaderInvalid(
-                    f"{PREDICTOR}: layer {at} has (features, experts, d_ff) {found.get(at)}, in the model "
-                    f"{expected.get(at)}: {TRAIN_AGAIN} again"
-                )
+        found = {at: (layer.compress.shape[1], *layer.bias.shape) for at, layer in self.layers.items()}
+        expected = dict.fromkeys(spec.moe_layers(), (spec.expert_width, spec.moe.n, spec.moe.ffn.d_ff))
+        _PREDICTOR.check("(features, experts, d_ff)", found, expected)
 
     def to_bytes(self) -> bytes:
         """Returns the file's content; equal predictors give equal bytes."""
@@ -217,16 +203,12 @@ class NeuronPredictor:
         tensors["missed"] = np.array([self.missed], np.float64)
         if self.loss is not None:
             tensors["loss"] = np.array([self.loss.loss, self.loss.low, self.loss.high], np.float64)
-        metadata: dict[str, object] = {
-            "format": "model.pack predictor", "version": PREDICTOR_VERSION, "rank": self.rank,
-            "per_block": self.per_block,
-        }  # fmt: skip
-        return to_bytes(tensors, metadata)
+        return _PREDICTOR.body(tensors, rank=self.rank, per_block=self.per_block)
 
     @classmethod
     def from_bytes(cls, body: bytes) -> NeuronPredictor:
         """Returns the predictor that a file's content holds. Raises HeaderInvalid or FormatTooNew."""
-        file = TensorFile(PREDICTOR, body, PREDICTOR_VERSION, TRAIN_AGAIN)
+        file = TensorFile(_PREDICTOR, body)
         rank, per_block = file.number("rank", MOST_RANK), file.number("per_block", MOST_PER_BLOCK)
         layers = {at: _layer(file, at, rank) for at in file.layers(".compress")}
         if not layers:

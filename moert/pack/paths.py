@@ -10,12 +10,12 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from moert.pack.errors import HeaderInvalid
 from moert.pack.model_spec import STACKS, LayerKey, ModelSpec, StackName
-from moert.pack.tensors import TensorFile, to_bytes
+from moert.pack.tensors import FileKind, TensorFile
 
 PATHS = "paths.safetensors"
-PATHS_VERSION = 2
+_AGAIN = "profile the paths of this pack"
+_PATHS = FileKind(PATHS, "paths", 2, _AGAIN)
 _CHUNK_TOKENS = 8192
 _MOST_LAYERS = 4096
 _COLUMNS: Mapping[str, Any] = {"contexts": np.uint32, "rows": np.uint32, "experts": np.uint16, "counts": np.uint32}
@@ -123,12 +123,9 @@ class TransitionTable:
 
     def check(self, spec: ModelSpec) -> None:
         """Raises HeaderInvalid if the table does not fit a model of this shape."""
-        expected = spec.moe_layers()
-        if self.num_experts != spec.moe.n or list(self.layers) != expected:
-            raise HeaderInvalid(
-                f"{PATHS} counts {self.num_experts} experts in {_said(self.layers)}, the model has "
-                f"{spec.moe.n} in {_said(expected)}: profile the paths of this pack again"
-            )
+        _PATHS.check(
+            "experts", dict.fromkeys(self.layers, self.num_experts), dict.fromkeys(spec.moe_layers(), spec.moe.n)
+        )
 
     def to_bytes(self) -> bytes:
         """Returns the file's content; equal tables give equal bytes."""
@@ -138,15 +135,16 @@ class TransitionTable:
             tensors[f"{at}.frequency"] = paths.frequency
             for name, table in (("one", paths.one_before), ("two", paths.two_before)):
                 tensors |= {f"{at}.{name}.{column}": getattr(table, column) for column in _COLUMNS}
-        metadata = {"format": "model.pack paths", "version": PATHS_VERSION, "num_experts": self.num_experts}
-        for stack in dict.fromkeys(at.stack for at in self.layers):
-            metadata[f"{stack}_layers"] = ",".join(str(at.layer) for at in self.layers if at.stack == stack)
-        return to_bytes(tensors, metadata)
+        layers = {
+            f"{stack}_layers": ",".join(str(at.layer) for at in self.layers if at.stack == stack)
+            for stack in dict.fromkeys(at.stack for at in self.layers)
+        }
+        return _PATHS.body(tensors, num_experts=self.num_experts, **layers)
 
     @classmethod
     def from_bytes(cls, body: bytes) -> TransitionTable:
         """Returns the table that a file's content holds. Raises HeaderInvalid or FormatTooNew."""
-        file = TensorFile(PATHS, body, PATHS_VERSION)
+        file = TensorFile(_PATHS, body)
         size = file.number("num_experts", 65535)
         order = [
             LayerKey(stack, layer)
@@ -171,14 +169,6 @@ def build(num_experts: int, routes: Mapping[LayerKey, npt.NDArray[np.integer[Any
         before.append(np.asarray(experts, dtype=np.int64))
         layers[at] = _count_layer(before, num_experts)
     return TransitionTable(num_experts, layers)
-
-
-def _said(layers: Iterable[LayerKey]) -> str:
-    """Returns the layers of each stack, for a message."""
-    of: dict[StackName, list[str]] = {}
-    for stack, layer in layers:
-        of.setdefault(stack, []).append(str(layer))
-    return " and ".join(f"{stack} layers {', '.join(found)}" for stack, found in of.items()) or "no layer"
 
 
 def _count_layer(layers: list[I64], size: int) -> LayerPaths:
@@ -252,7 +242,7 @@ def _sparse(file: TensorFile, at: str, size: int, contexts: int) -> ContextCount
 
 
 TRACE = "trace.safetensors"
-TRACE_VERSION = 1
+_TRACE = FileKind(TRACE, "trace", 1, _AGAIN)
 DROPPED = 65535
 """The number in place of an expert where a token was sent to none, since the one that it selected was full."""
 MOST_ENTRIES = 1 << 17
@@ -314,33 +304,22 @@ class Trace:
 
     def check(self, spec: ModelSpec) -> None:
         """Raises HeaderInvalid if the trace does not fit a model of this shape."""
-        found = {name: trace.experts.shape[1:] for name, trace in self.stacks.items()}
-        counts = {name: len(spec.moe_layers(name)) for name in STACKS}
-        expected = {name: (count, spec.moe.router.top_k) for name, count in counts.items() if count}
-        if self.num_experts != spec.moe.n or found != expected:
-            raise HeaderInvalid(
-                f"{TRACE} names {self.num_experts} experts in (layers, top_k) {found}, the model has "
-                f"{spec.moe.n} in {expected}: profile the paths of this pack again"
-            )
+        found = {name: (self.num_experts, *trace.experts.shape[1:]) for name, trace in self.stacks.items()}
+        expected = spec.of_stacks(lambda layers: (spec.moe.n, layers, spec.moe.router.top_k))
+        _TRACE.check("(experts, layers, top_k)", found, expected)
 
     def to_bytes(self) -> bytes:
         """Returns the file's content; equal traces give equal bytes."""
         tensors: dict[str, npt.NDArray[Any]] = {}
         for name, stack in self.stacks.items():
             tensors[f"{name}.experts"], tensors[f"{name}.samples"] = stack.experts, stack.starts
-        metadata: dict[str, object] = {
-            "format": "model.pack trace",
-            "version": TRACE_VERSION,
-            "num_experts": self.num_experts,
-        }
-        if self.eviction:
-            metadata[EVICTION] = ",".join(f"{percent}={name}" for percent, name in self.eviction.items())
-        return to_bytes(tensors, metadata)
+        chosen = ",".join(f"{percent}={name}" for percent, name in self.eviction.items())
+        return _TRACE.body(tensors, num_experts=self.num_experts, **({EVICTION: chosen} if chosen else {}))
 
     @classmethod
     def from_bytes(cls, body: bytes) -> Trace:
         """Returns the trace that a file's content holds. Raises HeaderInvalid or FormatTooNew."""
-        file = TensorFile(TRACE, body, TRACE_VERSION)
+        file = TensorFile(_TRACE, body)
         num_experts = file.number("num_experts", 65535)
         stacks: dict[StackName, StackTrace] = {}
         for name in STACKS:

@@ -283,21 +283,44 @@ _TYPES: Mapping[str, Any] = {
 """The numpy types of the tensors that TensorFile reads, in the order of the library that other programs write with."""
 
 
-class TensorFile:
-    """A safetensors file of a pack beside the weights; its tensors are views of the file's bytes. All methods raise
-    HeaderInvalid where the file lacks a field or tensor, or has it in another form."""
+class FileKind(NamedTuple):
+    """A safetensors file of a pack beside the weights: its name, its form, the latest version of it, and the way to
+    make it anew."""
 
-    def __init__(self, name: str, body: bytes, version: int, again: str = "profile the paths of this pack") -> None:
-        """Reads the header. `name` is for messages, `again` names the way to make the file anew. Raises HeaderInvalid,
-        SizeOverflow, or FormatTooNew for a later version than `version`."""
-        self.name, self._again, self._body = name, again, body
+    name: str
+    form: str
+    version: int
+    again: str
+
+    def body(self, tensors: Mapping[str, npt.NDArray[Any]], **metadata: object) -> bytes:
+        """Returns the content of a file with these tensors; equal ones give equal bytes."""
+        return to_bytes(tensors, {"format": f"model.pack {self.form}", "version": self.version, **metadata})
+
+    def wrong(self, fault: str) -> HeaderInvalid:
+        """Returns the error for a fault of the file."""
+        return HeaderInvalid(f"{self.name}: {' '.join(fault.split())}: {self.again} again")
+
+    def check(self, what: str, found: Mapping[Any, object], expected: Mapping[Any, object]) -> None:
+        """Raises HeaderInvalid for the first layer or stack whose numbers, which `what` names, are not the model's."""
+        for at in [*expected, *found]:
+            if found.get(at) != expected.get(at):
+                raise self.wrong(f"{at} has {what} {found.get(at)}, in the model {expected.get(at)}")
+
+
+class TensorFile:
+    """The content of such a file; its tensors are views of the file's bytes. All methods raise HeaderInvalid where the
+    file lacks a field or tensor, or has it in another form."""
+
+    def __init__(self, kind: FileKind, body: bytes) -> None:
+        """Reads the header. Raises HeaderInvalid, or FormatTooNew for a later version than the kind's."""
+        self._kind, self._body = kind, body
         try:
             length = header_bytes(body[:LENGTH_BYTES], len(body))
             self._tensors, self._metadata = read_header(body[LENGTH_BYTES : LENGTH_BYTES + length], len(body))
         except HeaderWrong as error:
             raise self.wrong(f"is not a safetensors file ({error})") from None
-        if self.number("version", 1 << 16) > version:
-            raise FormatTooNew(f"{name} has version {self._metadata['version']}, this program reads {version}")
+        if (version := self.number("version", 1 << 16)) > kind.version:
+            raise FormatTooNew(f"{kind.name} has version {version}, this program reads {kind.version}")
 
     def has(self, field: str) -> bool:
         """Returns whether the file has metadata of this name."""
@@ -364,9 +387,9 @@ class TensorFile:
         array = np.frombuffer(self._body, dtype, count, place.start) if count else np.empty(0, dtype)
         return np.require(array.reshape(place.shape), requirements="A")  # kernels get addresses of numbers
 
-    def wrong(self, what: str) -> HeaderInvalid:
-        """Returns the error for a fault of the file; `what` names the fault."""
-        return HeaderInvalid(f"{self.name}: {' '.join(what.split())}: {self._again} again")
+    def wrong(self, fault: str) -> HeaderInvalid:
+        """Returns the error for a fault of the file."""
+        return self._kind.wrong(fault)
 
 
 def to_bytes(tensors: Mapping[str, npt.NDArray[Any]], metadata: Mapping[str, object]) -> bytes:

@@ -124,8 +124,8 @@ def test_the_order_of_a_pack(tmp_path: Path) -> None:
     assert found.to_bytes() == order.to_bytes()
     d_ff = FIRING.moe.ffn.d_ff
     for layers, said in (
-        ({at: rows for at, rows in order.layers.items() if at.layer}, r"layer D00 has \(experts, d_ff\) None"),
-        ({**order.layers, LayerKey("decoder", 1): shuffled(FIRING.moe.n, d_ff)}, "layer D01 has .* in the model None"),
+        ({at: rows for at, rows in order.layers.items() if at.layer}, r"D00 has \(experts, d_ff\) None"),
+        ({**order.layers, LayerKey("decoder", 1): shuffled(FIRING.moe.n, d_ff)}, "D01 has .* in the model None"),
         ({at: shuffled(FIRING.moe.n + 1, d_ff) for at in order.layers}, r"D00 has \(experts, d_ff\) \(5, 75\)"),
         ({at: shuffled(FIRING.moe.n, d_ff - 1) for at in order.layers}, r"D00 has \(experts, d_ff\) \(4, 74\)"),
     ):  # fmt: skip

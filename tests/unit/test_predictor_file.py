@@ -120,7 +120,7 @@ def test_the_predictor_of_a_pack(tmp_path: Path) -> None:
     assert found.to_bytes() == made.to_bytes()
 
     add_predictor(path, pair())
-    with pytest.raises(HeaderInvalid, match=f"{PREDICTOR}: layer D00 has"):
+    with pytest.raises(HeaderInvalid, match=f"{PREDICTOR}: D00 has"):
         load_predictor(Pack.open(path))
 
     body = bytearray((path / PREDICTOR).read_bytes())
