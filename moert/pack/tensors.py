@@ -277,10 +277,11 @@ def _whole(values: Any) -> bool:
 
 
 _TYPES: Mapping[str, Any] = {
-    "U8": np.uint8, "U16": np.uint16, "F16": np.float16, "U32": np.uint32, "F32": np.float32, "F64": np.float64,
-    "U64": np.uint64,
+    "BOOL": np.bool_, "U8": np.uint8, "I8": np.int8, "I16": np.int16, "U16": np.uint16, "F16": np.float16,
+    "I32": np.int32, "U32": np.uint32, "F32": np.float32, "F64": np.float64, "I64": np.int64, "U64": np.uint64,
 }  # fmt: skip
-"""The numpy types of the tensors that TensorFile reads, in the order of the library that other programs write with."""
+"""numpy's types by the names that safetensors has for them, in the order of the library that other programs write
+with."""
 
 
 class FileKind(NamedTuple):
@@ -370,8 +371,10 @@ class TensorFile:
         finite."""
         array = self.tensor(name, dtype, len(shape))
         expected = tuple(found if asked < 0 else asked for asked, found in zip(shape, array.shape, strict=True))
-        if array.shape != expected or not array.size or not np.isfinite(array).all():
-            raise self.wrong(f"{name} should be finite and of shape {expected}, found {array.shape}")
+        if array.shape != expected or not array.size:
+            raise self.wrong(f"{name} should be of shape {expected}, found {array.shape}")
+        if not np.isfinite(array).all():
+            raise self.wrong(f"{name} should be finite")
         return array
 
     def layers(self, ending: str = "") -> list[LayerKey]:
