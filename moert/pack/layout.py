@@ -260,6 +260,11 @@ _NAME = b"#"  # no other text in a header has this letter
 PROJECTIONS = ("gate", "up", "down")
 
 
+Said = tuple[int, str]
+"""The variable parts of a header: the number of letters of the expert's name, and the powers that its projections are
+multiplied with, as text."""
+
+
 @dataclass(frozen=True)
 class TensorSlot:
     """The place of one tensor in an expert file. `start` and `stop` count bytes from the beginning of the data."""
@@ -290,22 +295,6 @@ class ExpertLayout:
         return next(slot for slot in self.slots if slot.name == name)
 
 
-def with_powers(layout: ExpertLayout, powers: Mapping[str, int] | None, page_bytes: int) -> ExpertLayout:
-    """Returns the layout of an expert some of whose projections are multiplied with powers of two. The header names the
-    powers: readers that do not know of powers refuse it."""
-    if not powers:
-        return layout
-    said = ",".join(f"{name}:{powers[name]}" for name in PROJECTIONS if name in powers)
-    text = layout.header[8:].rstrip(b" ").replace(b'"}', f'","powers":"{said}"}}'.encode(), 1)
-    text += b" " * (-(8 + len(text)) % page_bytes)
-    further = 8 + len(text) - layout.data_offset
-    neurons = None if layout.neurons is None else layout.neurons.moved(further).scaled(powers)
-    return replace(
-        layout, header=len(text).to_bytes(8, "little") + text, data_offset=layout.data_offset + further,
-        file_bytes=layout.file_bytes + further, neurons=neurons,
-    )  # fmt: skip
-
-
 def choose_page_bytes(spec: ModelSpec) -> int:
     """Returns the page size [bytes]: 16 KiB for experts of a MiB and more at 4 bits, 4 KiB below, where padding would
     outweigh the weights."""
@@ -314,17 +303,20 @@ def choose_page_bytes(spec: ModelSpec) -> int:
 
 def expert_layout(
     spec: ModelSpec, key: ExpertKey, bits: Mapping[str, int], group_size: int, form16: Form16, page_bytes: int,
-    neurons: Neurons | None = None,
+    neurons: Neurons | None = None, powers: Mapping[str, int] | None = None,
 ) -> ExpertLayout:  # fmt: skip
-    """Returns the layout of the expert `key` whose projections have the widths `bits`; `form16` and `neurons`: see
-    `Quantization`."""
+    """Returns the layout of the expert `key` whose projections have the widths `bits`, and are multiplied with two to
+    the `powers`; `form16` and `neurons`: see `Quantization`."""
+    powers = powers or {}
+    said = len(str(key)), ",".join(f"{name}:{powers[name]}" for name in PROJECTIONS if name in powers)
     if neurons is not None:
         placed = neuron_layout(spec, bits, group_size, form16, page_bytes, neurons)
         data = _blocks(placed, neurons.bundled, page_bytes)
-        found = _named(*data, placed.tensor_bytes, page_bytes, len(str(key))).of(key)
-        return replace(found, neurons=placed.moved(found.data_offset))
+        found = _named(*data, placed.tensor_bytes, page_bytes, said).of(key)
+        placed = placed.moved(found.data_offset)
+        return replace(found, neurons=placed.scaled(powers) if powers else placed)
     shapes = tuple((name, *spec.projection_shape(name), bits[name]) for name in spec.moe.ffn.projections)
-    return _pattern(shapes, spec.moe.ffn.bias, group_size, form16, page_bytes, len(str(key))).of(key)
+    return _pattern(shapes, spec.moe.ffn.bias, group_size, form16, page_bytes, said).of(key)
 
 
 @dataclass(frozen=True)
@@ -347,10 +339,10 @@ class _Pattern:
 @lru_cache(maxsize=1024)
 def _pattern(
     shapes: tuple[tuple[str, int, int, int], ...], bias: bool, group_size: int, form16: Form16, page_bytes: int,
-    name_bytes: int,
+    said: Said,
 ) -> _Pattern:  # fmt: skip
     """Returns the pattern of experts without blocks of neurons. `shapes`: (projection, outputs, inputs, width) of each
-    projection. `name_bytes`: of the expert's name."""
+    projection."""
     tensors: list[tuple[str, str, tuple[int, ...]]] = []
     for projection, out_features, in_features, width in shapes:
         for part in parts_of(width, in_features, group_size, form16):
@@ -359,7 +351,7 @@ def _pattern(
         tensors += [(f"{projection}.bias", "F32", (out_features,)) for projection, out_features, _, _ in shapes]
     slots, data_bytes = _place(tensors, TENSOR_ALIGNMENT, page_bytes)
     tensor_bytes = sum(slot.stop - slot.start for slot in slots if not slot.name.startswith("pad."))
-    return _named(tuple(slots), data_bytes, tensor_bytes, page_bytes, name_bytes)
+    return _named(tuple(slots), data_bytes, tensor_bytes, page_bytes, said)
 
 
 def _blocks(placed: NeuronLayout, bundled: bool, page_bytes: int) -> tuple[tuple[TensorSlot, ...], int]:
@@ -377,10 +369,8 @@ def _blocks(placed: NeuronLayout, bundled: bool, page_bytes: int) -> tuple[tuple
 
 
 @lru_cache(maxsize=1024)
-def _named(
-    slots: tuple[TensorSlot, ...], data_bytes: int, tensor_bytes: int, page_bytes: int, name_bytes: int
-) -> _Pattern:
-    before, after = _header(slots, name_bytes, page_bytes).split(_NAME * name_bytes)
+def _named(slots: tuple[TensorSlot, ...], data_bytes: int, tensor_bytes: int, page_bytes: int, said: Said) -> _Pattern:
+    before, after = _header(slots, said, page_bytes).split(_NAME * said[0])
     kept = after.rstrip(b" ")
     return _Pattern(before, kept, len(after) - len(kept), slots, tensor_bytes, data_bytes)
 
@@ -403,17 +393,17 @@ def _place(
     return slots, position
 
 
-def _header(slots: Iterable[TensorSlot], name_bytes: int, page_bytes: int) -> bytes:
+def _header(slots: Iterable[TensorSlot], said: Said, page_bytes: int) -> bytes:
     """Returns a safetensors header, filled up with spaces so that the data begins on a page; _NAME stands in the place
     of each letter of the expert's name."""
-    name = _NAME.decode() * name_bytes
-    table: dict[str, object] = {"__metadata__": {"format": "model.pack expert", "expert": name}}
+    name_bytes, powers = said
+    about = {"format": "model.pack expert", "expert": _NAME.decode() * name_bytes} | (
+        {"powers": powers} if powers else {}  # readers that do not know of powers refuse it
+    )
+    table: dict[str, object] = {"__metadata__": about}
     for slot in slots:
-        table[slot.name] = {
-            "dtype": slot.dtype,
-            "shape": list(slot.shape),
-            "data_offsets": [slot.start, slot.stop],
-        }
+        place = [slot.start, slot.stop]
+        table[slot.name] = {"dtype": slot.dtype, "shape": list(slot.shape), "data_offsets": place}
     text = json.dumps(table, separators=(",", ":")).encode()
     text += b" " * (-(8 + len(text)) % page_bytes)
     return len(text).to_bytes(8, "little") + text

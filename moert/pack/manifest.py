@@ -39,7 +39,6 @@ from moert.pack.layout import (
     expert_layout,
     group_of,
     parts_of,
-    with_powers,
 )
 from moert.pack.model_spec import STACKS, ExpertKey, LayerKey, ModelSpec
 from moert.pack.tensors import check_size, known_bounds
@@ -141,8 +140,7 @@ class Quantization:
         page_bytes: int,
     ) -> ExpertLayout:  # fmt: skip
         """Returns the layout of an expert whose projections have these widths and are multiplied with these powers."""
-        plain = expert_layout(spec, key, bits, self.group_size, self.form16, page_bytes, self.neurons)
-        return with_powers(plain, powers, page_bytes)
+        return expert_layout(spec, key, bits, self.group_size, self.form16, page_bytes, self.neurons, powers)
 
 
 @dataclass(frozen=True)
