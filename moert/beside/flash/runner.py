@@ -12,10 +12,8 @@ from moert.beside.flash.keeping import KEEPING, Shares, all_to_blocks, room_for,
 from moert.beside.flash.store import (
     BlockCache,
     BlockReader,
-    ColumnReader,
     Lent,
     NeuronCounters,
-    PieceReader,
     Pieces,
     Rows,
     RowStore,
@@ -103,11 +101,8 @@ class _Pieces(Holding):
         self.counters = NeuronCounters(way=way)
         self.pieces = Pieces(pack, counters, whole.io)
         self.store = RowStore(self.pieces)
-        self.blocks = BlockCache(self.pieces.layers, self._reader(), self.counters, KEEPING[keeping])
-
-    def _reader(self) -> PieceReader:
-        """Reads of blocks the part that `blocks` keeps."""
-        raise NotImplementedError
+        reader = BlockReader(self.pieces, whole=way == PREDICTED)
+        self.blocks = BlockCache(self.pieces.layers, reader, self.counters, KEEPING[keeping])
 
     def shares(self, room_bytes: int) -> Shares:
         """Divides a room for experts."""
@@ -159,9 +154,6 @@ class Firing(_Pieces):
         self._token = sum(nbytes for at, nbytes in demand.items() if at.stack == "decoder")
         self._all, self._ffn = sum(self.nbytes.values()), spec.moe.ffn
         self._asked = top_k / spec.moe.n
-
-    def _reader(self) -> PieceReader:
-        return ColumnReader(self.pieces)
 
     @property
     def all_bytes(self) -> int:
@@ -317,9 +309,6 @@ class Naming(_Pieces):
         self.notes = [fidelity(predictor)]
         self._part = predictor.kept.blocks
         self._asked, self._ffn, self._scores = counters, pack.manifest.model.moe.ffn, Scores(predictor, backend)
-
-    def _reader(self) -> PieceReader:
-        return BlockReader(self.pieces)
 
     def needs(self, token_bytes: int) -> Needs:
         """Of its experts' blocks, a token asks for those that are named."""

@@ -422,63 +422,43 @@ class RowStore:
         return Expert(Rows(layout, buffer, _side_by_side(layout)))
 
 
-class ColumnReader:
-    """A PieceReader of the columns of each block."""
-
-    def __init__(self, pieces: Pieces) -> None:
-        self._pieces = pieces
-
-    def n_blocks(self, key: ExpertKey) -> int:
-        return self._pieces.layouts[key].n_blocks
-
-    def nbytes(self, key: ExpertKey) -> int:
-        return self._pieces.layouts[key].columns_bytes
-
-    def all_bytes(self, key: ExpertKey) -> int:
-        return self.n_blocks(key) * self._pieces.layouts[key].columns_step
-
-    def read(self, key: ExpertKey, blocks: I64, into: U8, places: I64) -> None:
-        self._pieces.read(key, [columns_of(self._pieces.layouts[key])], blocks, into, places)
-
-    def read_all(self, key: ExpertKey, into: U8) -> I64:
-        layout = self._pieces.layouts[key]
-        parts = [columns_of(layout)]
-        if layout.rows_step > layout.rows_bytes:  # bundled: the rows between them are read too, in one request
-            parts = [rows_of(layout), columns_of(layout, layout.rows_bytes)]
-        blocks = np.arange(layout.n_blocks)
-        self._pieces.read(key, parts, blocks, into, blocks * layout.columns_step)
-        return blocks * layout.columns_step + parts[-1].place
-
-
 class BlockReader:
-    """A PieceReader of whole blocks: rows, and right behind them columns. Where they lie so in the file, a block is one
-    request."""
+    """A PieceReader of the columns of each block, or with `whole` of its rows and, right behind them, its columns. A
+    block that lies so in the file is one request."""
 
-    def __init__(self, pieces: Pieces) -> None:
-        self._pieces = pieces
+    def __init__(self, pieces: Pieces, whole: bool) -> None:
+        self._pieces, self._whole = pieces, whole
 
     def n_blocks(self, key: ExpertKey) -> int:
         return self._pieces.layouts[key].n_blocks
 
     def nbytes(self, key: ExpertKey) -> int:
-        layout = self._pieces.layouts[key]
-        return layout.rows_bytes + layout.columns_bytes
+        return self._step(key, self._whole)
 
     def all_bytes(self, key: ExpertKey) -> int:
-        return self.n_blocks(key) * self.nbytes(key)
+        return self.n_blocks(key) * self._step(key, self._with_rows(key))
 
     def read(self, key: ExpertKey, blocks: I64, into: U8, places: I64) -> None:
-        self._pieces.read(key, self._parts(key), blocks, into, places)
+        self._pieces.read(key, self._parts(key, self._whole), blocks, into, places)
 
     def read_all(self, key: ExpertKey, into: U8) -> I64:
-        blocks = np.arange(self.n_blocks(key))
-        places: I64 = blocks * self.nbytes(key)
-        self._pieces.read(key, self._parts(key), blocks, into, places)
-        return places
+        blocks, with_rows = np.arange(self.n_blocks(key)), self._with_rows(key)
+        parts, places = self._parts(key, with_rows), blocks * self._step(key, with_rows)
+        self._pieces.read(key, parts, blocks, into, places)
+        return places if self._whole else places + parts[-1].place
 
-    def _parts(self, key: ExpertKey) -> list[Part]:
+    def _with_rows(self, key: ExpertKey) -> bool:
+        """Returns whether rows are read where all blocks are: bundled rows too, which lie between the columns."""
         layout = self._pieces.layouts[key]
-        return [rows_of(layout), columns_of(layout, layout.rows_bytes)]
+        return self._whole or layout.rows_step > layout.rows_bytes
+
+    def _step(self, key: ExpertKey, with_rows: bool) -> int:
+        layout = self._pieces.layouts[key]
+        return layout.columns_bytes + (layout.rows_bytes if with_rows else 0)
+
+    def _parts(self, key: ExpertKey, with_rows: bool) -> list[Part]:
+        layout = self._pieces.layouts[key]
+        return [rows_of(layout), columns_of(layout, layout.rows_bytes)] if with_rows else [columns_of(layout)]
 
 
 def _side_by_side(layout: NeuronLayout) -> I64:
