@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import numpy.typing as npt
 
-from moert.pack.hash import Lstm, StackHash
+from moert.pack.learnt import Lstm, StackHash
 
 Numbers = npt.NDArray[np.float64]
 

@@ -7,7 +7,7 @@ from pathlib import Path
 import numpy as np
 import numpy.typing as npt
 
-from moert.pack.hash import ATTENTION, HASH, HashFunction, Lstm, RoutedLoss, StackHash
+from moert.pack.learnt import ATTENTION, HASH, HashFunction, Lstm, RoutedLoss, StackHash
 from moert.pack.model_spec import ModelSpec
 from moert.pack.reader import Pack
 from moert.pack.writer import add_to_pack

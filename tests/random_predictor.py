@@ -6,8 +6,8 @@ from pathlib import Path
 
 import numpy as np
 
+from moert.pack.learnt import PREDICTOR, Kept, LayerPredictor, NeuronPredictor, PredictedLoss
 from moert.pack.model_spec import ModelSpec
-from moert.pack.neurons import PREDICTOR, Kept, LayerPredictor, NeuronPredictor, PredictedLoss
 from moert.pack.reader import Pack
 from moert.pack.writer import add_to_pack
 

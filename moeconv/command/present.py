@@ -15,9 +15,8 @@ from moeconv.packing.packed import Verified
 from moeconv.packing.paths import PathFigures
 from moeconv.quantizers.quantizer import width_text
 from moeconv.report.page import size
-from moert.pack.hash import RoutedLoss
+from moert.pack.learnt import PredictedLoss, RoutedLoss
 from moert.pack.manifest import LossEstimate, in_words
-from moert.pack.neurons import PredictedLoss
 
 
 def conversion_table(report: ConversionReport, out: str) -> str:

@@ -56,10 +56,9 @@ from moeconv.source.checkpoint import Checkpoint
 from moeconv.source.skeleton import by_layers
 from moert.experts.replay import with_eviction
 from moert.pack.files import beside
-from moert.pack.hash import HASH, MOST_WIDTH, RoutedLoss
+from moert.pack.learnt import HASH, MOST_RANK, MOST_WIDTH, PREDICTOR, Kept, PredictedLoss, RoutedLoss
 from moert.pack.manifest import BACKBONE, Manifest
 from moert.pack.model_spec import ExpertKey, LayerKey, ModelSpec
-from moert.pack.neurons import MOST_RANK, PREDICTOR, Kept, PredictedLoss
 from moert.pack.paths import PATHS, TRACE, build
 from moert.pack.reader import Pack
 from moert.pack.tensors import TOKENIZER

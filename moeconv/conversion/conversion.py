@@ -70,9 +70,9 @@ from moeconv.report.page import size
 from moeconv.sweep.sensitivity import SweepJob
 from moert.pack.errors import PackError
 from moert.pack.files import beside, placed
+from moert.pack.learnt import NeuronOrder
 from moert.pack.manifest import Manifest
 from moert.pack.messages import unknown
-from moert.pack.neurons import NeuronOrder
 from moert.pack.writer import check_target
 
 # Digests by which runs recognise the same measurements and the same conversion.

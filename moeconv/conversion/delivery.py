@@ -40,11 +40,10 @@ from moeconv.report.writer import read_report
 from moeconv.source.outline import CONFIG
 from moert.pack.errors import PackError
 from moert.pack.files import placed
-from moert.pack.hash import HASH
 from moert.pack.layout import choose_page_bytes
+from moert.pack.learnt import HASH, PREDICTOR, NeuronOrder
 from moert.pack.manifest import LossEstimate, Manifest, Preference, Quality
 from moert.pack.model_spec import ExpertKey, ModelSpec
-from moert.pack.neurons import PREDICTOR, NeuronOrder
 from moert.pack.paths import PATHS, TRACE
 from moert.pack.reader import Pack, is_pack, strangers
 from moert.pack.writer import partial_of

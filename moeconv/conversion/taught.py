@@ -54,11 +54,19 @@ from moeconv.source.archs.weights import parameter
 from moeconv.source.experts import Biases, Weights
 from moeconv.tuned import said
 from moert.pack.errors import PackError
-from moert.pack.hash import HASH, HashFunction, RoutedLoss
 from moert.pack.layout import Neurons
+from moert.pack.learnt import (
+    HASH,
+    PREDICTOR,
+    HashFunction,
+    Kept,
+    NeuronOrder,
+    NeuronPredictor,
+    PredictedLoss,
+    RoutedLoss,
+)
 from moert.pack.manifest import LossEstimate
 from moert.pack.model_spec import ExpertKey, LayerKey, ModelSpec
-from moert.pack.neurons import PREDICTOR, Kept, NeuronOrder, NeuronPredictor, PredictedLoss
 
 # The lesson of a hash function: routing of text as examples on disk, its width, and the bytes of both.
 

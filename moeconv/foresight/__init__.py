@@ -1,1 +1,1 @@
-"""Training of a pack's hash function (moert.pack.hash) on the choices of routers, and of its predictors of neurons."""
+"""Training of a pack's hash function (moert.pack.learnt) on routers' choices, and of its predictors of neurons."""

@@ -28,8 +28,8 @@ from moeconv.source.archs.description import Description
 from moeconv.source.experts import Call
 from moeconv.source.routers import Routers, RouterWeights, deciding_of, numbers_of, scores_of
 from moeconv.strict_json import NotJson, bounded, parse
+from moert.pack.codec import F16
 from moert.pack.files import write_atomically
-from moert.pack.hash import F16
 from moert.pack.model_spec import LayerKey, ModelSpec, StackName
 
 # Numbers of trained networks, as their files hold them: in float16, or not at all.

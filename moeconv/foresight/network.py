@@ -19,7 +19,8 @@ from moeconv.measure.trial import Trial
 from moeconv.source.archs.description import Description
 from moeconv.source.archs.weights import parameter
 from moeconv.source.routers import deciding_of, router_of, scores_of, weights_of
-from moert.pack.hash import ATTENTION, DIRECTIONS, F16, F32, LSTM_LAYERS, HashFunction, Lstm, StackHash
+from moert.pack.codec import F16, F32
+from moert.pack.learnt import ATTENTION, DIRECTIONS, LSTM_LAYERS, HashFunction, Lstm, StackHash
 from moert.pack.model_spec import STACKS, LayerKey, ModelSpec, StackName
 from moert.pack.parts import Experts
 

@@ -21,10 +21,10 @@ from moeconv.foresight.training import pace
 from moeconv.measure.trial import Trial
 from moeconv.progress import Bar, Progress
 from moeconv.source.experts import Biases, Weights
-from moert.pack.codec import F32, WIDTHS, Form16
+from moert.pack.codec import F16, F32, WIDTHS, Form16
 from moert.pack.layout import U32, Neurons, neuron_layout
+from moert.pack.learnt import Kept, LayerPredictor, NeuronOrder, NeuronPredictor
 from moert.pack.model_spec import ExpertKey, LayerKey, ModelSpec
-from moert.pack.neurons import F16, Kept, LayerPredictor, NeuronOrder, NeuronPredictor
 
 # The network of a predictor of neurons in torch, layer by layer: scores of low rank, to be trained and to name by.
 

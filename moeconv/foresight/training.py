@@ -24,7 +24,8 @@ from moeconv.foresight.examples import (
 )
 from moeconv.foresight.network import Encoded, Networks, Shape
 from moeconv.progress import Progress
-from moert.pack.hash import F32, HashFunction
+from moert.pack.codec import F32
+from moert.pack.learnt import HashFunction
 from moert.pack.model_spec import ModelSpec, StackName
 
 CHOICE_WEIGHT = 0.005

@@ -16,8 +16,8 @@ from moeconv.measure.scorers import Routed, Subject
 from moeconv.measure.scoring import TextScorer
 from moeconv.progress import Bar, Progress
 from moeconv.source.experts import Call, ExpertCalls, expert_inner
+from moert.pack.learnt import NeuronOrder
 from moert.pack.model_spec import LayerKey
-from moert.pack.neurons import NeuronOrder
 from moert.pack.parts import Act
 
 # Counts of each neuron's firings on text, and the order of neurons that follows from them.

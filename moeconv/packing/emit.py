@@ -23,9 +23,9 @@ from moeconv.strict_json import NotJson, bounded, parse
 from moeconv.tokenizers import chat_tokenizer
 from moert.pack.codec import WIDTHS, QuantizedMatrix, times_two
 from moert.pack.errors import ChatInvalid, WriteFailed
+from moert.pack.learnt import ORDER, NeuronOrder
 from moert.pack.manifest import BACKBONE, Dense, Files, Manifest, Preference, Quality, Quantization, part_names, stem_of
 from moert.pack.model_spec import ExpertKey
-from moert.pack.neurons import ORDER, NeuronOrder
 from moert.pack.tensors import TOKENIZER
 from moert.pack.text import CHAT, ChatFormat, dump_chat
 from moert.pack.writer import PackWriter

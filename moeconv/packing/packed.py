@@ -27,10 +27,19 @@ from moeconv.strict_json import NotJson, parse
 from moert.pack.codec import F32, QuantizedMatrix, dequantize, power_of, times_two
 from moert.pack.documents import brief
 from moert.pack.layout import DOWN, NEURONS
+from moert.pack.learnt import NeuronOrder, load_order
 from moert.pack.manifest import BACKBONE, dense_width, quantized, stem_of, stored_tensors
 from moert.pack.model_spec import ExpertKey, ModelSpec
-from moert.pack.neurons import NeuronOrder, check_pieces, checksums_from_bytes, load_order
-from moert.pack.reader import MANIFEST, Pack, Projection, check_backbone, check_expert, projection_weights
+from moert.pack.reader import (
+    MANIFEST,
+    Pack,
+    Projection,
+    check_backbone,
+    check_expert,
+    check_pieces,
+    checksums_from_bytes,
+    projection_weights,
+)
 
 # A pack in memory as the transformers model, so that other code than the runtime runs its weights.
 

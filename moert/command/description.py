@@ -21,9 +21,8 @@ from moert.kernels.speed import MOST_BYTES, kernel_speeds
 from moert.machine import ROOT, affinity, held_bytes, machine_memory, quota_of, text, thread_bytes, usable_cores
 from moert.models.footprint import Footprint, Load
 from moert.pack.errors import FormatTooNew, HeaderInvalid, PackError
-from moert.pack.hash import HASH, HashFunction
+from moert.pack.learnt import HASH, ORDER, PREDICTOR, HashFunction, NeuronPredictor, load_predictor
 from moert.pack.manifest import BACKBONE, Dense, LossEstimate, in_words
-from moert.pack.neurons import ORDER, PREDICTOR, NeuronPredictor, load_predictor
 from moert.pack.paths import PATHS, TRACE
 from moert.pack.reader import Pack, bits_histogram
 from moert.pack.text import load_chat
@@ -437,7 +436,7 @@ def _predictor(pack: Pack) -> NeuronPredictor | None:
 
 
 def _predictor_facts(predictor: NeuronPredictor) -> dict[str, Any]:
-    """Returns the facts about a predictor. `kept`: see moert.pack.neurons.Kept, the mean over layers."""
+    """Returns the facts about a predictor. `kept`: see moert.pack.learnt.Kept, the mean over layers."""
     return {
         "rank": predictor.rank,
         "missed": predictor.missed,

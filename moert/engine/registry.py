@@ -27,7 +27,7 @@ from moert.experts.names import (
 from moert.experts.store import ExpertStore
 from moert.experts.streaming import Holding
 from moert.kernels.backend import Backend
-from moert.pack.hash import HASH, HashFunction
+from moert.pack.learnt import HASH, HashFunction
 from moert.pack.reader import Pack
 from moert.stats import ExpertCounters
 

@@ -25,10 +25,31 @@ from moert.pack.errors import (
     UnsafePath,
 )
 from moert.pack.files import OpenedFile, irregular, is_left, placed, unreadable, wrong_length
-from moert.pack.layout import DOWN, ExpertLayout, NeuronLayout, Storage, bias_of, matrix_of, parts_of
+from moert.pack.layout import (
+    DOWN,
+    NEURONS,
+    U32,
+    ExpertLayout,
+    NeuronLayout,
+    Storage,
+    bias_of,
+    checksums,
+    matrix_of,
+    parts_of,
+)
 from moert.pack.manifest import BACKBONE, FORMAT_NAME, ExpertEntry, Manifest, parse_manifest
 from moert.pack.model_spec import ExpertKey
-from moert.pack.tensors import Room, bound_of, check_size, header_of, json_bytes, take_room, unbounded
+from moert.pack.tensors import (
+    FileKind,
+    Room,
+    TensorFile,
+    bound_of,
+    check_size,
+    header_of,
+    json_bytes,
+    take_room,
+    unbounded,
+)
 
 MANIFEST = "manifest.json"
 _CHUNK = 1 << 20
@@ -396,3 +417,33 @@ def check_backbone(pack: Pack) -> None:
                     raise HeaderInvalid(
                         f"{BACKBONE}: {name[:80]!a} has numbers that are not finite: convert the model again"
                     )
+
+
+_CHECKSUMS = FileKind(NEURONS, "neurons", 1, "convert the model")
+
+
+def checksums_to_bytes(of: Mapping[ExpertKey, U32]) -> bytes:
+    """Returns the file's content; equal checksums give equal bytes."""
+    return _CHECKSUMS.body({str(key): of[key] for key in sorted(of)})
+
+
+def checksums_from_bytes(body: bytes, manifest: Manifest) -> dict[ExpertKey, U32]:
+    """Returns for each expert its checksums, uint32 [n_checksums]: see moert.pack.layout.checksums. Raises
+    HeaderInvalid, FormatTooNew."""
+    file = TensorFile(_CHECKSUMS, body)
+    file.only(str(entry.key) for entry in manifest.experts)
+    found: dict[ExpertKey, U32] = {}
+    for entry in manifest.experts:
+        expected = manifest.neurons(entry).n_checksums
+        sums: U32 = file.tensor(str(entry.key), np.uint32)
+        if len(sums) != expected:
+            raise file.wrong(f"{entry.key} should have {expected} checksums, found {len(sums)}")
+        found[entry.key] = sums
+    return found
+
+
+def check_pieces(key: ExpertKey, layout: NeuronLayout, buffer: U8, expected: U32) -> None:
+    """Checks that the pieces of an expert, all of whose bytes are in `buffer`, have the checksums `expected`. Raises
+    HashMismatch."""
+    if not np.array_equal(checksums(layout, buffer), expected):
+        raise HashMismatch(f"{NEURONS}: a checksum of {key} is not that of its neurons: convert the model again")

@@ -51,8 +51,7 @@ from moert.pack.manifest import (
     layer_path,
 )
 from moert.pack.model_spec import ExpertKey, LayerKey, ModelSpec
-from moert.pack.neurons import checksums_to_bytes
-from moert.pack.reader import MANIFEST, Projection, is_pack, pack_around, strangers
+from moert.pack.reader import MANIFEST, Projection, checksums_to_bytes, is_pack, pack_around, strangers
 
 Matrix = QuantizedMatrix | F32
 """A matrix as it is stored; float32 stands for 16 bits."""

@@ -13,8 +13,8 @@ import numpy.typing as npt
 from moert.beside.flash.keeping import I64, KEEPING, Blocks, Hits, Keeping
 from moert.pack.codec import F32, U8
 from moert.pack.files import atomic_write
+from moert.pack.learnt import NeuronOrder
 from moert.pack.model_spec import ExpertKey, LayerKey
-from moert.pack.neurons import NeuronOrder
 from recipes.bench.result import Row
 
 if TYPE_CHECKING:

@@ -16,8 +16,8 @@ from typing import TYPE_CHECKING, Any
 from moert.beside.flash.runner import PREDICTED, Firing
 from moert.engine.engine import Engine
 from moert.pack.files import write_atomically
+from moert.pack.learnt import PREDICTOR, load_predictor
 from moert.pack.manifest import BACKBONE
-from moert.pack.neurons import PREDICTOR, load_predictor
 from moert.pack.reader import Pack, is_pack
 from moert.pack.writer import add_to_pack
 from recipes.bench.race import PROCESS_BYTES, Outcome
@@ -29,7 +29,7 @@ from recipes.bench.streamed import THREADS, Spent
 
 if TYPE_CHECKING:
     from moeconv.source.checkpoint import Checkpoint
-    from moert.pack.neurons import NeuronOrder, NeuronPredictor
+    from moert.pack.learnt import NeuronOrder, NeuronPredictor
 
 # What `make bench-flash` runs: reference models with ReLU, whole and by neurons, at four bits, and held-out text.
 

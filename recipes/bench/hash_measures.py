@@ -26,7 +26,7 @@ from moert.kernels.backend import I64
 from moert.models.ffn import Routed
 from moert.models.kv import Recent
 from moert.pack.codec import F32
-from moert.pack.hash import HASH, HashFunction
+from moert.pack.learnt import HASH, HashFunction
 from moert.pack.model_spec import LayerKey, StackName
 from moert.pack.paths import PATHS, TRACE, Trace, TransitionTable
 from moert.pack.reader import MANIFEST, Pack, is_pack

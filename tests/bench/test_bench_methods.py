@@ -18,8 +18,8 @@ from moert.beside.flash.keeping import KEEPING, replay
 from moert.beside.flash.runner import PREDICTED
 from moert.experts.policy import Demand
 from moert.pack.layout import Neurons
+from moert.pack.learnt import NeuronOrder, PredictedLoss
 from moert.pack.model_spec import LayerKey
-from moert.pack.neurons import NeuronOrder, PredictedLoss
 from moert.pack.reader import Pack, projection_weights
 from recipes.bench.blocks import rendered
 from recipes.bench.cards import EXPERTS, LAYERS, TOP_K, Routes, Setup, offloading, ours, processor, split

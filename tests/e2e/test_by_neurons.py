@@ -25,8 +25,8 @@ from moeconv.source.checkpoint import Checkpoint
 from moeconv.sweep.cluster import runner_for
 from moert.command.description import describe, description_lines
 from moert.pack.layout import Neurons
+from moert.pack.learnt import ORDER, load_order
 from moert.pack.manifest import Manifest
-from moert.pack.neurons import ORDER, load_order
 from moert.pack.reader import Pack
 
 SMALL: dict[str, Any] = {"samples": 8, "sweep_samples": 4, "heldout_samples": 6}

@@ -16,7 +16,7 @@ from converting import Started, command, contents, journals, run, running_text
 from tiny import tiny_olmoe
 
 from moeconv.sweep.sensitivity import PROBES_A_TASK
-from moert.pack.neurons import ORDER
+from moert.pack.learnt import ORDER
 
 OPTIONS = ("--loss", "5%")
 

@@ -25,8 +25,8 @@ from moeconv.quantizers.coder import ORIGINAL
 from moeconv.report.page import result
 from moeconv.report.writer import read_report
 from moert.pack.layout import Neurons
+from moert.pack.learnt import PREDICTOR, NeuronOrder, NeuronPredictor, load_order
 from moert.pack.model_spec import ExpertKey
-from moert.pack.neurons import PREDICTOR, NeuronOrder, NeuronPredictor, load_order
 from moert.pack.reader import Pack
 
 FAMILIES = ("switch", "olmoe", "opt")

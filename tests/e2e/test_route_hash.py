@@ -25,7 +25,7 @@ from moeconv.quantizers.coder import ORIGINAL
 from moeconv.report.page import result
 from moeconv.report.writer import read_report
 from moeconv.source.experts import Call
-from moert.pack.hash import HASH, HashFunction
+from moert.pack.learnt import HASH, HashFunction
 from moert.pack.model_spec import LayerKey
 from moert.pack.reader import Pack
 

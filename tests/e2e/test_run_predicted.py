@@ -22,8 +22,8 @@ from moert.kernels.backend import I64
 from moert.pack.codec import F32
 from moert.pack.errors import FileTruncated, HashMismatch, HeaderInvalid
 from moert.pack.layout import Neurons
+from moert.pack.learnt import PREDICTOR, NeuronPredictor, PredictedLoss, load_predictor
 from moert.pack.model_spec import LayerKey
-from moert.pack.neurons import PREDICTOR, NeuronPredictor, PredictedLoss, load_predictor
 from moert.pack.reader import Pack, projection_weights
 from recipes.bench import sweeps
 from tests.alone import alone

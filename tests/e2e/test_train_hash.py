@@ -29,7 +29,7 @@ from moeconv.measure.scoring import Extent, build_scorer, load_tokenizer
 from moeconv.packing.packed import PackedModel, described
 from moeconv.progress import unseen
 from moeconv.source.archs.weights import parameter
-from moert.pack.hash import HASH, HashFunction
+from moert.pack.learnt import HASH, HashFunction
 from moert.pack.reader import Pack
 from moert.pack.writer import add_files
 

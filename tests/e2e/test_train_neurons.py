@@ -28,8 +28,8 @@ from moeconv.packing.packed import PackedModel
 from moeconv.progress import unseen
 from moeconv.source.experts import Call
 from moert.pack.layout import Neurons
+from moert.pack.learnt import PREDICTOR, NeuronPredictor
 from moert.pack.model_spec import LayerKey
-from moert.pack.neurons import PREDICTOR, NeuronPredictor
 from moert.pack.reader import Pack
 from moert.pack.writer import add_files
 

@@ -22,7 +22,7 @@ from moeconv.quantizers import QUANTIZERS
 from moeconv.quantizers.coder import ExpertCoder
 from moeconv.source.checkpoint import Checkpoint
 from moert.engine.engine import Engine
-from moert.pack.neurons import load_predictor
+from moert.pack.learnt import load_predictor
 from moert.pack.reader import Pack
 
 WORDS = ["ab", "cde", "fghi", "kl", "mno", "pqrs", "tu", "vwx", "yz", "aeiou"]

@@ -22,7 +22,7 @@ from moeconv.source.checkpoint import Checkpoint
 from moert.engine.engine import Engine
 from moert.pack.codec import F32
 from moert.pack.layout import Neurons
-from moert.pack.neurons import NeuronPredictor
+from moert.pack.learnt import NeuronPredictor
 from moert.pack.reader import Pack
 
 PROMPT = list(range(3, 40))

@@ -30,8 +30,7 @@ from moert.pack.errors import HashMismatch
 from moert.pack.layout import NEURONS, Neurons
 from moert.pack.manifest import Manifest
 from moert.pack.model_spec import ExpertKey
-from moert.pack.neurons import checksums_to_bytes
-from moert.pack.reader import Pack
+from moert.pack.reader import Pack, checksums_to_bytes
 from moert.pack.writer import add_to_pack
 from tests.pairs import each, thinned
 from tests.unit.test_emit import Killed, Rounding, mixed_widths

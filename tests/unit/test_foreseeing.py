@@ -28,7 +28,7 @@ from moert.kernels import open_backend
 from moert.kernels.backend import Floats, opaque
 from moert.kernels.reference import ReferenceBackend
 from moert.pack.errors import HashMismatch, HeaderInvalid
-from moert.pack.hash import HASH, RoutedLoss
+from moert.pack.learnt import HASH, RoutedLoss
 from moert.pack.model_spec import LayerKey
 from recipes.bench.controls import Foreseen, Foretold, opened
 from tests.kernels import KERNELS, NATIVE, needs_native

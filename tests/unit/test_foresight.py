@@ -27,7 +27,8 @@ from moeconv.foresight.network import Encoded, Networks, Shape, sparsemax
 from moeconv.foresight.neurons import LayerNetwork
 from moeconv.foresight.training import Course, Lesson, distillation, foretell, hits_of, trained
 from moeconv.progress import unseen
-from moert.pack.hash import F32, HashFunction
+from moert.pack.codec import F32
+from moert.pack.learnt import HashFunction
 from moert.pack.model_spec import ModelSpec, StackName
 from tests.plain_hash import plain, plain_sparsemax
 from tests.refusing import one_line

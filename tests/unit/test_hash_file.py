@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from random_hash import random_stack
 
 from moert.pack.errors import FormatTooNew, HeaderInvalid
-from moert.pack.hash import HashFunction, RoutedLoss
+from moert.pack.learnt import HashFunction, RoutedLoss
 
 
 def pair() -> HashFunction:

@@ -30,8 +30,8 @@ from moeconv.foresight.neurons import (
 )
 from moeconv.progress import unseen
 from moeconv.source.experts import expert_ffn
+from moert.pack.learnt import Kept
 from moert.pack.model_spec import LayerKey
-from moert.pack.neurons import Kept
 
 AT = LayerKey("decoder", 0)
 FEATURES, D_FF, EXPERTS = 6, 20, 3

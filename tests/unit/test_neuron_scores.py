@@ -18,8 +18,8 @@ from moert.errors import NotFinite
 from moert.experts.streaming import by_expert
 from moert.kernels import open_backend
 from moert.pack.layout import NeuronLayout, Neurons, neuron_layout
+from moert.pack.learnt import Kept, NeuronPredictor
 from moert.pack.model_spec import LayerKey
-from moert.pack.neurons import Kept, NeuronPredictor
 
 AT = LayerKey("decoder", 0)
 

@@ -48,9 +48,8 @@ from moert.pack.layout import (
 )
 from moert.pack.manifest import Quantization
 from moert.pack.model_spec import ModelSpec
-from moert.pack.neurons import check_pieces, checksums_from_bytes, checksums_to_bytes
 from moert.pack.parts import Experts, Ffn
-from moert.pack.reader import Pack
+from moert.pack.reader import Pack, check_pieces, checksums_from_bytes, checksums_to_bytes
 from moert.pack.tensors import to_bytes
 from moert.pack.writer import PackWriter, expert_body
 from tests.pairs import thinned

@@ -17,8 +17,8 @@ from random_packs import FIRING, NEURON_SPECS, QUANTIZATION, flat, random_biases
 from moert.pack.codec import QuantizedMatrix
 from moert.pack.errors import FormatTooNew, HashMismatch, HeaderInvalid, PackError
 from moert.pack.layout import U32, Neurons
+from moert.pack.learnt import ORDER, NeuronOrder, load_order
 from moert.pack.model_spec import LayerKey, ModelSpec
-from moert.pack.neurons import ORDER, NeuronOrder, load_order
 from moert.pack.reader import Pack
 from moert.pack.tensors import to_bytes
 from moert.pack.writer import add_to_pack

@@ -15,8 +15,8 @@ from random_predictor import add_predictor, random_layer, random_predictor
 from tiny_packs import SPECS, write_pack
 
 from moert.pack.errors import FormatTooNew, HashMismatch, HeaderInvalid
+from moert.pack.learnt import PREDICTOR, Kept, NeuronPredictor, PredictedLoss, load_predictor
 from moert.pack.model_spec import LayerKey
-from moert.pack.neurons import PREDICTOR, Kept, NeuronPredictor, PredictedLoss, load_predictor
 from moert.pack.reader import Pack
 from moert.pack.tensors import to_bytes
 

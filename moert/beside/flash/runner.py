@@ -31,8 +31,8 @@ from moert.kernels.backend import I32, I64, ROWS, Backend, Floats
 from moert.machine import return_freed
 from moert.pack.codec import F32
 from moert.pack.layout import NeuronLayout
+from moert.pack.learnt import PREDICTOR, NeuronPredictor, load_predictor
 from moert.pack.model_spec import ExpertKey, LayerKey
-from moert.pack.neurons import PREDICTOR, NeuronPredictor, load_predictor
 from moert.pack.parts import Ffn
 from moert.pack.reader import Pack
 from moert.stats import ExpertCounters

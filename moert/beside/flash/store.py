@@ -22,8 +22,7 @@ from moert.pack.codec import F32, U8
 from moert.pack.errors import FileTruncated, HashMismatch, PackError
 from moert.pack.layout import NEURONS, NeuronLayout
 from moert.pack.model_spec import ExpertKey, LayerKey
-from moert.pack.neurons import checksums_from_bytes
-from moert.pack.reader import Pack
+from moert.pack.reader import Pack, checksums_from_bytes
 from moert.stats import ExpertCounters
 
 

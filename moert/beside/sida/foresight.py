@@ -29,7 +29,7 @@ from moert.kernels.backend import Backend, Matrix
 from moert.models.ffn import LearnedRouter, Routed, Router
 from moert.models.kv import Recent
 from moert.pack.codec import F32
-from moert.pack.hash import HASH, HashFunction
+from moert.pack.learnt import HASH, HashFunction
 from moert.pack.model_spec import LayerKey, ModelSpec, StackName
 from moert.pack.paths import F64
 from moert.pack.reader import Pack

@@ -15,7 +15,7 @@ import numpy.typing as npt
 from moert.errors import NotFinite, said
 from moert.kernels.backend import Backend, Floats, Matrix
 from moert.pack.codec import F32
-from moert.pack.hash import HASH, LSTM_LAYERS, HashFunction, Lstm, StackHash
+from moert.pack.learnt import HASH, LSTM_LAYERS, HashFunction, Lstm, StackHash
 from moert.pack.model_spec import StackName
 
 F16 = npt.NDArray[np.float16]

@@ -7,7 +7,7 @@ import numpy as np
 from moert.beside.sida.network import readers
 from moert.kernels import REFERENCE, open_backend
 from moert.pack.errors import PackError
-from moert.pack.hash import HashFunction, RoutedLoss
+from moert.pack.learnt import HashFunction, RoutedLoss
 from tests.fuzz.described import described, file_of
 from tests.fuzz.target import Target
 from tests.random_hash import random_hash

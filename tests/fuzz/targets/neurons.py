@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from moert.pack.errors import PackError
 from moert.pack.layout import NEURONS
-from moert.pack.neurons import check_pieces, checksums_from_bytes
+from moert.pack.reader import check_pieces, checksums_from_bytes
 from tests.fuzz.described import described, file_of
 from tests.fuzz.target import Target
 from tests.fuzz.targets.packs import IN_BLOCKS, pack_of

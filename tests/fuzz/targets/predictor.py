@@ -7,7 +7,7 @@ import numpy as np
 from moert.beside.flash.runner import Scores
 from moert.kernels import REFERENCE, open_backend
 from moert.pack.errors import PackError
-from moert.pack.neurons import NeuronPredictor, PredictedLoss
+from moert.pack.learnt import NeuronPredictor, PredictedLoss
 from tests.fuzz.described import described, file_of
 from tests.fuzz.target import Target
 from tests.random_packs import NEURON_SPECS
