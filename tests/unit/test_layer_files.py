@@ -6,6 +6,7 @@ import json
 import os
 import shutil
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -15,8 +16,9 @@ from tiny_packs import DECODER, SPECS, run_greedy, write_pack
 
 from moert.engine.engine import Engine
 from moert.pack import writer as writing
+from moert.pack.documents import plain
 from moert.pack.errors import FileTruncated, HashMismatch, ManifestInvalid, PackError, SizeOverflow, WriteFailed
-from moert.pack.manifest import JOINED_MINOR, seal
+from moert.pack.manifest import JOINED_MINOR, expert_path, seal
 from moert.pack.reader import MANIFEST, Pack
 
 FIRST, SECOND = DECODER.expert_keys()[:2]
@@ -192,10 +194,7 @@ def test_a_full_disk_while_joining_is_one_line(tmp_path: Path, monkeypatch: pyte
 def test_a_longer_file_is_not_taken_for_a_finished_one(made: dict[str, Path], tmp_path: Path, files: Any) -> None:
     pack = Pack.open(made[files])
     left = Path(shutil.copytree(pack.root, tmp_path / "m.pack.partial"))
-    lines = [
-        [*one.key, one.file_bytes, one.tensor_bytes, dict(one.bits), one.sha256, one.crc32, one.importance]
-        for one in pack.manifest.experts
-    ]
+    lines = [plain(replace(one, path=expert_path(one.key), offset=0)) for one in pack.manifest.experts]
     journal = "\n".join(["seed 0" if files == "expert" else "seed 0 layer", *map(json.dumps, lines), ""])
     (left / "experts.jsonl").write_text(journal)
     with (left / pack.entry(FIRST).path).open("ab") as stream:
