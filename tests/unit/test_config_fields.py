@@ -19,6 +19,7 @@ from transformers import CONFIG_MAPPING
 from moeconv.source.archs import FAMILIES, Description, UnsupportedModel
 from moeconv.source.archs.config import ConfigInvalid
 from moeconv.source.outline import CheckpointError, Outline
+from tests.refusing import one_line
 
 Settings = dict[str, Any]
 CHANGED_AT_ONCE = (1, 1, 1, 2)
@@ -77,6 +78,25 @@ def test_whatever_a_published_setting_says_there_is_an_answer_or_a_reason(change
         for _ in range(changes):
             field = chance.choice(sorted(set(settings) - {"model_type"}))
             outcome(settings["model_type"], {**settings, field: chance.choice(VALUES)})
+
+
+@pytest.mark.parametrize(
+    ("family", "changes", "said"),
+    [
+        ("switch_transformers", {"relative_attention_num_buckets": 7}, "7 buckets of distances, it should be even"),
+        ("switch_transformers", {"relative_attention_max_distance": 8}, "largest distance is 8, it should be above 8"),
+        ("qwen3_next", {"linear_num_key_heads": 3}, "heads share 3 heads of keys, which does not divide them"),
+        ("deepseek_v3", {"n_group": 5, "topk_group": 1}, "experts are in 5 groups, which does not divide them"),
+        ("llama4_text", {"num_experts_per_tok": 2}, "its router weighs what experts get, and a token goes to more"),
+        ("hunyuan_v1_moe", {"moe_topk": [1, 2]}, "moe_topk .* a pack has one for all layers"),
+    ],
+)
+def test_what_contradicts_itself_is_named(
+    family: str, changes: Settings, said: str, tiny_model: Callable[[str], Path]
+) -> None:
+    settings = json.loads((tiny_model(family) / "config.json").read_text())
+    with one_line(CheckpointError, said):
+        Outline.of({**settings, **changes}, {}, Path("hf/config.json"))
 
 
 def outcome(family: str, settings: Settings) -> str:
