@@ -72,3 +72,14 @@ def thinned(
         ],
         indirect=indirect,
     )
+
+
+def thinned_fixture(*axes: Iterable[str]) -> Callable[[Callable[..., Any]], Any]:
+    """Makes a fixture of a module, of the product of `axes`; cases beyond those that have every value are slow."""
+    cases = list(product(*map(list, axes)))
+    few = set(covering(cases, each))
+    params = [
+        pytest.param(case, marks=[pytest.mark.slow] * (at not in few), id="-".join(case))
+        for at, case in enumerate(cases)
+    ]
+    return pytest.fixture(scope="module", params=params)

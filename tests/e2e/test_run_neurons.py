@@ -20,6 +20,7 @@ from moert.pack.codec import F32
 from moert.pack.errors import FileTruncated, HashMismatch
 from moert.pack.layout import Neurons
 from moert.pack.reader import Pack
+from tests.pairs import each, thinned, thinned_fixture
 
 SPECS = {"switch": SWITCH, "late": LATE}
 LAYOUTS = {"bundled": Neurons(512, True), "apart": Neurons(512, False), "together": Neurons(512, False, together=True)}
@@ -27,7 +28,7 @@ NEW = 12
 FULL = "100%"
 
 
-@pytest.fixture(scope="module", params=[(spec, layout) for spec in SPECS for layout in LAYOUTS], ids="-".join)
+@thinned_fixture(SPECS, LAYOUTS)
 def pack(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
     spec, layout = request.param
     return write_pack(tmp_path_factory.mktemp("neurons") / "m.pack", SPECS[spec], neurons=LAYOUTS[layout])
@@ -90,8 +91,7 @@ def test_several_prompts_at_once_are_answered_as_alone(pack: Path) -> None:
     assert together == alone
 
 
-@pytest.mark.parametrize("spec", SPECS)
-@pytest.mark.parametrize("layout", LAYOUTS)
+@thinned("spec, layout", SPECS, LAYOUTS, facts=each)
 def test_the_same_weights_in_either_layout_say_the_same(
     spec: str, layout: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

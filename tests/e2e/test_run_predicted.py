@@ -28,6 +28,7 @@ from moert.pack.reader import Pack, projection_weights
 from recipes.bench import sweeps
 from tests.alone import alone
 from tests.little_memory import smallest_memory
+from tests.pairs import each, thinned, thinned_fixture
 
 GATED = DECODER_SHAPE.but(activation="relu", d_ff=150).spec
 SPECS = {"switch": SWITCH_SHAPE.but(d_ff=150).spec, "late": LATE, "gated": GATED}
@@ -44,7 +45,7 @@ def predicted_pack(path: Path, spec: str, layout: str, predictor: NeuronPredicto
     return add_predictor(write_pack(path, SPECS[spec], neurons=LAYOUTS[layout], **how), predictor)
 
 
-@pytest.fixture(scope="module", params=[(spec, layout) for spec in SPECS for layout in LAYOUTS], ids="-".join)
+@thinned_fixture(SPECS, LAYOUTS)
 def pack(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return predicted_pack(tmp_path_factory.mktemp("predicted") / "m.pack", *request.param)
 
@@ -98,8 +99,7 @@ class Plainly:
         return result
 
 
-@pytest.mark.parametrize("spec", SPECS)
-@pytest.mark.parametrize("layout", LAYOUTS)
+@thinned("spec, layout", SPECS, LAYOUTS, facts=each)
 def test_it_is_what_the_format_says(spec: str, layout: str, tmp_path: Path) -> None:
     path = predicted_pack(tmp_path / "m.pack", spec, layout)
     quiet = {"kernels": "reference", "notify": lambda note: None}

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from functools import cache
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
+from tiny import TINY
 
 from moeconv.artifacts import uniform
 from moeconv.packing.emit import Label, emit
@@ -67,6 +69,21 @@ def pack_of(source: Path, out: Path, bits: int = 16) -> Pack:
     coder = ExpertCoder(checkpoint, QUANTIZERS["channel"](None), None)
     emit(coder, uniform(checkpoint.spec, bits), out, seed=0, label=Label("tests"))
     return Pack.open(out)
+
+
+class Tiny:
+    """Checkpoints of families' variants and packs of them, each written once, which must not be changed."""
+
+    def __init__(self, root: Path) -> None:
+        self._root = root
+        self.source, self.pack = cache(self._source), cache(self._pack)
+
+    def _source(self, family: str, name: str) -> Path:
+        make, variants = TINY[family]
+        return make(self._root / family / name / "hf", **variants[name])
+
+    def _pack(self, family: str, name: str, bits: int = 16) -> Pack:
+        return pack_of(self.source(family, name), self._root / family / name / f"{bits}.pack", bits)
 
 
 def open_model(pack: Pack, backend: Backend | None = None, kv: KvBits = 16) -> tuple[Model, MemoryRunner]:

@@ -10,13 +10,12 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
-from packs import greedy, open_model, pack_of
-from tiny import TINY, VARIANTS, VOCAB, features, variant_id
+from packs import Tiny, greedy, open_model
+from tiny import VARIANTS, VOCAB, features, variant_id
 
 from moert.kernels import library, open_backend
 from moert.models.model import Model
@@ -27,11 +26,6 @@ if library.load() is None:
     pytest.skip(f"no native kernels: {library.missing()}", allow_module_level=True)
 
 WORST, MEDIAN = 0.2, 0.02
-
-
-def checkpoint(family: str, name: str, path: Path) -> Path:
-    make, variants = TINY[family]
-    return make(path, **variants[name])
 
 
 def sequences(name: str, n: int) -> list[tuple[list[int], list[int]]]:
@@ -57,36 +51,34 @@ def stepped(model: Model, ids: list[int], target: list[int]) -> F32:
     return along(model, ids, target[1:])
 
 
-@thinned("family, name", VARIANTS, facts=features, ids=variant_id)
-def test_few_bits_are_off_by_the_rounding_of_activations(family: str, name: str, tmp_path: Path) -> None:
-    source, shares = checkpoint(family, name, tmp_path / "hf"), []
-    for bits in (2, 3, 4, 8):
-        pack = pack_of(source, tmp_path / f"{bits}.pack", bits)
-        (reference, leader), (native, follower) = open_model(pack), open_model(pack, open_backend())
-        for ids, target in sequences(name, 5):
-            expected = forward(reference, ids, target)
-            follower.given, leader.decided = leader.decided, []
-            found = forward(native, ids, target)
-            assert follower.given == []
-            largest = np.abs(expected).max(-1)
-            share = np.abs(found - expected).max(-1) / largest
-            assert float(share.max()) < WORST
-            second, first = np.sort(expected, -1)[:, -2:].T
-            clear = first - second > 2 * WORST * largest
-            assert np.array_equal(found.argmax(-1)[clear], expected.argmax(-1)[clear])
-            shares.append(share)
+@thinned("family, name, bits", VARIANTS, [2, 3, 4, 8], facts=features, ids=variant_id)
+def test_few_bits_are_off_by_the_rounding_of_activations(tiny: Tiny, family: str, name: str, bits: int) -> None:
+    pack, shares = tiny.pack(family, name, bits), []
+    (reference, leader), (native, follower) = open_model(pack), open_model(pack, open_backend())
+    for ids, target in sequences(name, 5):
+        expected = forward(reference, ids, target)
+        follower.given, leader.decided = leader.decided, []
+        found = forward(native, ids, target)
+        assert follower.given == []
+        largest = np.abs(expected).max(-1)
+        share = np.abs(found - expected).max(-1) / largest
+        assert float(share.max()) < WORST
+        second, first = np.sort(expected, -1)[:, -2:].T
+        clear = first - second > 2 * WORST * largest
+        assert np.array_equal(found.argmax(-1)[clear], expected.argmax(-1)[clear])
+        shares.append(share)
     assert 1e-4 < float(np.median(np.concatenate(shares))) < MEDIAN  # not nothing: then nothing was rounded
 
 
 @thinned("family, name, run", VARIANTS, [forward, stepped], facts=features, ids=variant_id)
-def test_16_bits_are_the_reference(family: str, name: str, run: Callable[..., Any], tmp_path: Path) -> None:
+def test_16_bits_are_the_reference(tiny: Tiny, family: str, name: str, run: Callable[..., Any]) -> None:
     """Experts and dense matrices of floats meet activations as they are. Where a key or a value lies between two of 16
     bits, the last bit of a sum decides which it becomes: logits were off by 0.01% of the largest at most in the middle,
     and 0.08% anywhere. A sparsemixer's weights jump where an expert comes within its jitter, so it follows."""
-    pack = pack_of(checkpoint(family, name, tmp_path / "hf"), tmp_path / "model.pack")
+    pack = tiny.pack(family, name)
     (reference, leader), (native, follower) = open_model(pack), open_model(pack, open_backend())
     jumps = pack.manifest.model.moe.router.score == "sparsemixer"
-    for ids, target in sequences(name, 6):
+    for ids, target in sequences(name, 6)[1::2]:
         leader.decided = []
         expected = run(reference, ids, target)
         follower.given = leader.decided if jumps else []

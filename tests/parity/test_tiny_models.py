@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from packs import greedy, open_model, pack_of, reference_greedy
+from packs import Tiny, greedy, open_model, pack_of, reference_greedy
 from tiny import TINY, VARIANTS, VOCAB, features, transformers_model, variant_id
 
 from moert.kernels import open_backend
@@ -26,32 +26,19 @@ PROMPTS, EVERY, MAX_NEW = 20, 3, 12
 ROOMY = {"expert_capacity": 1000}
 
 
-@pytest.mark.parametrize("family", TINY)
-def test_logits_equal_those_of_transformers(family: str, tmp_path: Path) -> None:
-    """Of every variant."""
-    make, variants = TINY[family]
-    for name, overrides in variants.items():
-        source = make(tmp_path / name / "hf", **overrides)
-        model, runner = open_model(pack_of(source, tmp_path / name / "model.pack"), opaque(WideKeys()))
-        reference, chance = transformers_model(source), random.Random(name)
-        close = 1e-4 if _only_attention(model) else 3e-4
-        prompts = _prompts(chance)
-        targets = [[model.spec.tokens.start or 0, *(chance.randrange(2, VOCAB) for _ in range(9))] for _ in prompts]
-        for ids, target in list(zip(prompts, targets, strict=True))[::EVERY]:
-            found, expected = _all_logits(model, reference, ids, target)
-            np.testing.assert_allclose(found, expected, atol=close, rtol=1e-4, err_msg=f"{family}: {name}")
-        assert runner.dropped > 0 or name != "small capacity"
-
-
 @thinned("family, name", VARIANTS, facts=features, ids=variant_id)
-def test_greedy_tokens_equal_those_of_transformers(family: str, name: str, tmp_path: Path) -> None:
-    make, variants = TINY[family]
-    source = make(tmp_path / "hf", **variants[name])
-    model, _ = open_model(pack_of(source, tmp_path / "model.pack"), opaque(WideKeys()))
-    prompts = _prompts(random.Random(name))[::EVERY]
-    expected = reference_greedy(transformers_model(source), prompts, MAX_NEW)
-    assert [greedy(model, ids, MAX_NEW) for ids in prompts] == expected
-    assert len({tuple(tokens) for tokens in expected}) > len(prompts) // 2, (
+def test_logits_and_greedy_tokens_equal_those_of_transformers(tiny: Tiny, family: str, name: str) -> None:
+    model, runner = open_model(tiny.pack(family, name), opaque(WideKeys()))
+    reference, chance = transformers_model(tiny.source(family, name)), random.Random(name)
+    close, prompts = 1e-4 if _only_attention(model) else 3e-4, _prompts(chance)
+    targets = [[model.spec.tokens.start or 0, *(chance.randrange(2, VOCAB) for _ in range(9))] for _ in prompts]
+    for ids, target in list(zip(prompts, targets, strict=True))[::EVERY]:
+        found, expected = _all_logits(model, reference, ids, target)
+        np.testing.assert_allclose(found, expected, atol=close, rtol=1e-4)
+    assert runner.dropped > 0 or name != "small capacity"
+    written = reference_greedy(reference, prompts[::EVERY], MAX_NEW)
+    assert [greedy(model, ids, MAX_NEW) for ids in prompts[::EVERY]] == written
+    assert len({tuple(tokens) for tokens in written}) > len(written) // 2, (
         "the random model writes the same whatever it is asked: it proves nothing"
     )
 
@@ -75,12 +62,11 @@ def _all_logits(model: Model, reference: Any, ids: list[int], target: list[int])
 
 
 @thinned("family, name", VARIANTS, facts=features, ids=variant_id)
-def test_keys_and_values_of_16_bits_are_off_by_their_rounding(family: str, name: str, tmp_path: Path) -> None:
+def test_keys_and_values_of_16_bits_are_off_by_their_rounding(tiny: Tiny, family: str, name: str) -> None:
     """Each is off by 1/2048 at most. Layers carry that on: the logits were off by 0.03 to 0.4% (median of a model's
     rows) and 5% at most, in proportion to the largest of the row, where routers decide alike; by a tenth of that where
     other layers have states in float32."""
-    make, variants = TINY[family]
-    pack = pack_of(make(tmp_path / "hf", **variants[name]), tmp_path / "model.pack")
+    pack = tiny.pack(family, name)
     (exact, leader), (model, follower) = open_model(pack, opaque(WideKeys())), open_model(pack)
     chance, shares = random.Random(name), []
     for length in range(2, 42, 5):

@@ -10,8 +10,8 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from packs import open_model, pack_of
-from test_native_models import checkpoint, forward, sequences, stepped
+from packs import Tiny, open_model
+from test_native_models import forward, sequences, stepped
 from tiny import TINY
 
 from moert.beside.gpu.torch_device import TorchDevice
@@ -25,10 +25,9 @@ DEVICES = ["torch:cpu", pytest.param("cuda:0", marks=[pytest.mark.cuda, needs_cu
 
 
 @pytest.fixture(scope="module")
-def pack(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Pack:
+def pack(request: pytest.FixtureRequest, tiny: Tiny) -> Pack:
     """A family's pack, its experts of 16 bits, which the native kernels compute with as they are."""
-    path, family = tmp_path_factory.mktemp("torch"), request.param
-    return pack_of(checkpoint(family, next(iter(TINY[family][1])), path / "hf"), path / "model.pack")
+    return tiny.pack(request.param, next(iter(TINY[request.param][1])))
 
 
 def families_and_pairs(case: tuple[Any, ...]) -> Iterator[Any]:

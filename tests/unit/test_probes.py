@@ -108,11 +108,11 @@ def assert_equal(found: Scores, expected: Scores, near_ties: int, what: object) 
     ("case", "dense_bits"),
     [(case, None) for case in CASES] + [("switch writes", 4), ("switch, untied head", 3), ("olmoe", 3)],
 )
-@pytest.mark.parametrize("every", [3, pytest.param(1, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("every", [7, pytest.param(1, marks=pytest.mark.slow)])
 def test_probes_equal_full_evaluations_of_every_expert(
     case: str, dense_bits: int | None, every: int, tiny_model: TinyModel
 ) -> None:
-    """Of each expert at one or two of the patterns; the slow test has all of them."""
+    """Of most experts at one of the patterns; the slow test has all of them."""
     family, variant, samples, metric = CASES[case]
     trial = trial_of(tiny_model(family, variant), dense_bits)
     [scorer] = scorers(trial, samples, metric, max_new_tokens=6)
@@ -133,7 +133,7 @@ def test_probes_equal_full_evaluations_of_every_expert(
         rewritten += expected.outputs != base.outputs
     assert moved > len(probes) / 4, "hardly any probe changed anything: little was tested"
     assert rewritten > 5 / every or not scorer.metric.generates, "hardly any output changed: little was tested"
-    spare = 1 if every == 1 else 1.02  # few probes share a pass
+    spare = 1 if every == 1 else 1.3  # few probes share a pass
     assert sum(one.flops for one in found) < spare * naive_flops
 
 
@@ -211,12 +211,12 @@ def test_a_base_run_is_never_in_memory_twice(tmp_path: Path, monkeypatch: pytest
     monkeypatch.setattr(scoring, "BATCH_TOKENS", 64)
     [scorer] = scorers(trial, running(40), "perplexity", context=32)
     assert len(list(scorer.batches())) > 10
-    before = {id(value) for value in gc.get_objects() if type(value) is torch.Tensor}
+    gc.freeze()  # what is there already is not looked at again
     alive: list[int] = []
     join = torch.cat
 
     def measured() -> int:
-        mine = [one for one in gc.get_objects() if type(one) is torch.Tensor and id(one) not in before]
+        mine = [one for one in gc.get_objects() if type(one) is torch.Tensor]
         return sum({one.untyped_storage().data_ptr(): one.untyped_storage().nbytes() for one in mine}.values())
 
     def joined(parts: Any, dim: int = 0) -> torch.Tensor:
@@ -227,9 +227,12 @@ def test_a_base_run_is_never_in_memory_twice(tmp_path: Path, monkeypatch: pytest
 
     monkeypatch.setattr(torch, "cat", joined)
     prober = TextProber(trial, scorer)
-    prober.prepare()
-    assert len(alive) >= 4 * 8
-    assert max(alive) < 1.3 * measured()
+    try:
+        prober.prepare()
+        assert len(alive) >= 4 * 8
+        assert max(alive) < 1.3 * measured()
+    finally:
+        gc.unfreeze()
 
 
 @pytest.mark.parametrize("layer", [("encoder", 0), ("decoder", 0)])

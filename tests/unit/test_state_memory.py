@@ -17,6 +17,7 @@ from moert.engine.engine import Engine
 from moert.models.kv import Fixed
 from moert.pack.parts import FixedState, GatedDelta, Mamba, Mamba2, Norm, ShortConv
 from tests.cgroups import Group, missing
+from tests.pairs import each, thinned
 
 ROOT = Path(__file__).resolve().parents[2]
 BEAMS = 4
@@ -68,11 +69,8 @@ def test_beams_of_every_mixer_run_in_the_smallest_memory_that_is_named(tmp_path:
 
 
 @pytest.mark.skipif(missing() is not None, reason=str(missing()))
-@pytest.mark.parametrize("more", [(), ("--context", 64)], ids=["whole", "in windows"])
-@pytest.mark.parametrize("name", MIXED)
-def test_texts_are_scored_in_the_smallest_memory_that_is_named(
-    tmp_path: Path, name: str, more: tuple[object, ...]
-) -> None:
+@thinned("name, more", MIXED, [[], ["--context", 64]], facts=each)
+def test_texts_are_scored_in_the_smallest_memory_that_is_named(tmp_path: Path, name: str, more: list[object]) -> None:
     pack, text = write(tmp_path / "p", MIXED[name]), "one small step " * 25
     said, _ = in_the_smallest("score", pack, text, *more)
     assert json.loads(said)["scored_tokens"] > 200
