@@ -93,6 +93,7 @@ def test_a_killed_worker_changes_no_result(cluster: Any, tmp_path: Path) -> None
     assert found == here(ToyJob(tmp_path / "alone", seconds=0), TASKS)
 
 
+@pytest.mark.slow
 def test_a_lost_node_changes_no_result(cluster: Any, tmp_path: Path) -> None:
     job = ToyJob(tmp_path, crew=3)
     node = cluster.add_node(num_cpus=1, object_store_memory=100 << 20)

@@ -26,7 +26,7 @@ from moert.engine.generation import GenerationSettings
 from moert.engine.registry import PREDICTS
 from moert.experts import cache as cache_module
 from moert.experts import store as store_module
-from moert.experts import streaming as executor_module
+from moert.experts import streaming
 from moert.experts.names import EVICTIONS
 from moert.experts.store import IoSettings, is_direct, open_expert, read_into
 from moert.experts.streaming import CachedExperts
@@ -82,7 +82,7 @@ class Paths:
     def count_as_large(self) -> None:
         """Experts are read by other threads and computed with as they come; the disk is slow enough to see it."""
         self.pauses_s = 0.001
-        for module in (cache_module, executor_module):
+        for module in (cache_module, streaming):
             self._monkeypatch.setattr(module, "HANDED_OVER_BYTES", 0)
         inner = CachedExperts._run_as_they_come
 

@@ -17,7 +17,7 @@ from tiny_packs import DECODER_SHAPE, LATE, PROMPTS, SWITCH_SHAPE, run_greedy, w
 from moert.beside.flash.keeping import KEEPING
 from moert.engine.engine import Engine
 from moert.errors import PredictorMissing, SettingInvalid
-from moert.experts import store as reads
+from moert.experts import store
 from moert.kernels.backend import I64
 from moert.pack.codec import F32
 from moert.pack.errors import FileTruncated, HashMismatch, HeaderInvalid
@@ -130,13 +130,13 @@ def test_no_way_of_running_changes_an_answer(pack: Path, expected: Answers, how:
 def test_reading_without_a_ring_or_without_c_brings_the_same(
     pack: Path, expected: Answers, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    usual = reads.open_reader
+    usual = store.open_reader
 
-    def by_threads(threads: int) -> reads.Reader:
+    def by_threads(threads: int) -> store.Reader:
         return usual(threads, by_ring=False)
 
-    for opened in (by_threads, lambda threads: reads.PlainReader()):
-        monkeypatch.setattr(reads, "open_reader", opened)
+    for opened in (by_threads, lambda threads: store.PlainReader()):
+        monkeypatch.setattr(store, "open_reader", opened)
         assert same(answers(pack, cache=HALF), expected)
 
 

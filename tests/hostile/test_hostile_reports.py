@@ -172,7 +172,7 @@ def shown(pack: Pack, body: bytes, monkeypatch: pytest.MonkeyPatch) -> str | Non
             return None
 
 
-@pytest.mark.parametrize("more", [75, pytest.param(300, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("more", [10, pytest.param(300, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("seed", range(4))
 def test_mutations_of_a_report(
     seed: int, more: int, pack: Pack, whole: dict[str, Any], monkeypatch: pytest.MonkeyPatch

@@ -29,9 +29,9 @@ ENDED = {signal.SIGINT: 130, signal.SIGTERM: 143}
 PATIENCE_S = 600
 SLOW_DISK = """
 import time
-from moert.experts import cache as loaders
-from moert.experts import store as store
-read_into, loaders._CLOSE_S = store.read_into, 0.5
+from moert.experts import cache
+from moert.experts import store
+read_into, cache._CLOSE_S = store.read_into, 0.5
 def slowly(fd, into, offset):
     time.sleep({seconds})
     return read_into(fd, into, offset)

@@ -8,7 +8,6 @@ from typing import Any
 
 import numpy as np
 import torch
-from tiny import TINY
 
 from moeconv.artifacts import uniform
 from moeconv.packing.emit import Label, emit
@@ -25,6 +24,9 @@ from moert.pack.codec import F32
 from moert.pack.model_spec import ExpertKey, LayerKey
 from moert.pack.reader import Pack
 from moert.stats import ExpertCounters
+from tests.tiny import TINY
+
+MODELS = Path(__file__).resolve().parents[2] / "recipes" / "models"
 
 
 class MemoryRunner:
@@ -72,11 +74,12 @@ def pack_of(source: Path, out: Path, bits: int = 16) -> Pack:
 
 
 class Tiny:
-    """Checkpoints of families' variants and packs of them, each written once, which must not be changed."""
+    """Checkpoints of families' variants, packs of them and of the trained reference models: each is written once, and
+    must not be changed."""
 
     def __init__(self, root: Path) -> None:
         self._root = root
-        self.source, self.pack = cache(self._source), cache(self._pack)
+        self.source, self.pack, self.reference = cache(self._source), cache(self._pack), cache(self._reference)
 
     def _source(self, family: str, name: str) -> Path:
         make, variants = TINY[family]
@@ -84,6 +87,9 @@ class Tiny:
 
     def _pack(self, family: str, name: str, bits: int = 16) -> Pack:
         return pack_of(self.source(family, name), self._root / family / name / f"{bits}.pack", bits)
+
+    def _reference(self, name: str, bits: int = 16) -> Pack:
+        return pack_of(MODELS / name, self._root / f"{name}-{bits}.pack", bits)
 
 
 def open_model(pack: Pack, backend: Backend | None = None, kv: KvBits = 16) -> tuple[Model, MemoryRunner]:

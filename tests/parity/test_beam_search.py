@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from packs import open_model, pack_of
+from packs import Tiny, open_model
 from test_reference_models import model_folder, prompts
 from tokenizers import Tokenizer
 
@@ -54,9 +53,8 @@ def answers(model: Model, ids: list[int], settings: dict[str, Any]) -> list[Gene
     return [request.answer.result, *request.answer.others]
 
 
-def check(name: str, settings: dict[str, Any], count: int, tmp_path: Path) -> None:
-    source = model_folder(name)
-    pack = pack_of(source, tmp_path / "model.pack")
+def check(name: str, settings: dict[str, Any], count: int, tiny: Tiny) -> None:
+    source, pack = model_folder(name), tiny.reference(name)
     model, reference = open_model(pack, opaque(WideKeys()))[0], Checkpoint.open(source).model(torch.float32)
     tokenizer = Tokenizer.from_file(str(source / "tokenizer.json"))
     asked = prompts(name, tokenizer, pack.manifest.model.encoder is not None)[:count]
@@ -69,12 +67,12 @@ def check(name: str, settings: dict[str, Any], count: int, tmp_path: Path) -> No
 
 @pytest.mark.parametrize("settings", SETTINGS)
 @pytest.mark.parametrize("name", ["g2p", "wiki"])
-def test_a_few_answers_equal_those_of_transformers(name: str, settings: str, tmp_path: Path) -> None:
-    check(name, SETTINGS[settings], FEW, tmp_path)
+def test_a_few_answers_equal_those_of_transformers(name: str, settings: str, tiny: Tiny) -> None:
+    check(name, SETTINGS[settings], FEW, tiny)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("settings", ["plain", "penalty"])
 @pytest.mark.parametrize("name", ["g2p", "wiki"])
-def test_all_answers_equal_those_of_transformers(name: str, settings: str, tmp_path: Path) -> None:
-    check(name, SETTINGS[settings], ALL, tmp_path)
+def test_all_answers_equal_those_of_transformers(name: str, settings: str, tiny: Tiny) -> None:
+    check(name, SETTINGS[settings], ALL, tiny)

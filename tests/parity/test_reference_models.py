@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from packs import pack_of, reference_greedy
+from packs import Tiny, reference_greedy
 from tokenizers import Tokenizer
 
 from moeconv.source.checkpoint import Checkpoint
@@ -53,9 +53,9 @@ def prompts(name: str, tokenizer: Tokenizer, is_seq2seq: bool) -> list[list[int]
 
 @pytest.mark.parametrize("count", [FEW, pytest.param(PROMPTS, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("name", ["g2p", "wiki"])
-def test_greedy_tokens_equal_transformers(name: str, count: int, tmp_path: Path) -> None:
+def test_greedy_tokens_equal_transformers(name: str, count: int, tiny: Tiny) -> None:
     source = model_folder(name)
-    pack = pack_of(source, tmp_path / "model.pack")
+    pack = tiny.reference(name)
     reference = Checkpoint.open(source).family.load(source, torch.float32)
     tokenizer = Tokenizer.from_file(str(source / "tokenizer.json"))
     settings = GenerationSettings(max_new_tokens=MAX_NEW)
@@ -68,10 +68,10 @@ def test_greedy_tokens_equal_transformers(name: str, count: int, tmp_path: Path)
     assert len({tuple(tokens) for tokens in expected}) > count // 2
 
 
-def test_a_missing_model_is_a_failure(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_missing_model_is_a_failure(tiny: Tiny, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys.modules[__name__], "ROOT", tmp_path)
     with pytest.raises(pytest.fail.Exception, match="wiki is missing"):
-        test_greedy_tokens_equal_transformers("wiki", FEW, tmp_path)
+        test_greedy_tokens_equal_transformers("wiki", FEW, tiny)
 
 
 @pytest.mark.parametrize(

@@ -4,13 +4,12 @@ measures of the same text, in windows."""
 from __future__ import annotations
 
 import random
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from packs import open_model, pack_of
+from packs import Tiny, open_model
 from test_reference_models import heldout_texts, model_folder
 from tiny import TINY, VOCAB, transformers_model
 
@@ -34,9 +33,9 @@ def scorer(pack: Pack) -> Scorer:
 
 
 @pytest.mark.parametrize("family", TINY)
-def test_log_likelihood_equals_that_of_transformers(family: str, tmp_path: Path) -> None:
-    source = TINY[family][0](tmp_path / "hf")
-    mine, reference = scorer(pack_of(source, tmp_path / "model.pack")), transformers_model(source)
+def test_log_likelihood_equals_that_of_transformers(family: str, tiny: Tiny) -> None:
+    plain = family, next(iter(TINY[family][1]))
+    mine, reference = scorer(tiny.pack(*plain)), transformers_model(tiny.source(*plain))
     chance = random.Random(family)
     for length in (2, 17, 40):
         ids, target = ([chance.randrange(2, VOCAB) for _ in range(length)] for _ in range(2))
@@ -56,7 +55,7 @@ def test_log_likelihood_equals_that_of_transformers(family: str, tmp_path: Path)
         assert (found.scored, found.words, found.word_perplexity) == (len(wanted), None, None)
 
 
-def test_perplexity_equals_what_moeconv_measures(tmp_path: Path) -> None:
+def test_perplexity_equals_what_moeconv_measures(tiny: Tiny) -> None:
     """In whole windows, and in one that reaches back."""
     source = model_folder("wiki")
     tokenizer = load_tokenizer(source / "tokenizer.json")
@@ -67,12 +66,12 @@ def test_perplexity_equals_what_moeconv_measures(tmp_path: Path) -> None:
     texts = windows_of([Sample(text, document="one")], tokenizer, CONTEXT)
     loaded = LoadedModel(Checkpoint.open(source))
     theirs = {name: TextScorer(loaded, texts, METRICS[name]).score() for name in ("perplexity", "token_perplexity")}
-    found = scorer(pack_of(source, tmp_path / "model.pack")).score(text, None, CONTEXT)
+    found = scorer(tiny.reference("wiki")).score(text, None, CONTEXT)
     compare(found, theirs)
     assert found.windows == len(texts.ids) == whole
 
 
-def test_targets_equal_what_moeconv_measures(tmp_path: Path) -> None:
+def test_targets_equal_what_moeconv_measures(tiny: Tiny) -> None:
     source = model_folder("g2p")
     pairs = list(zip(heldout_texts("g2p", "input")[:20], heldout_texts("g2p", "target")[:20], strict=True))
     loaded, tokenizer = LoadedModel(Checkpoint.open(source)), load_tokenizer(source / "tokenizer.json")
@@ -81,7 +80,7 @@ def test_targets_equal_what_moeconv_measures(tmp_path: Path) -> None:
         name: GeneratedScorer(loaded, samples, tokenizer, METRICS[name], 1).score()
         for name in ("perplexity", "token_perplexity")
     }
-    mine = scorer(pack_of(source, tmp_path / "model.pack"))
+    mine = scorer(tiny.reference("g2p"))
     first, *others = (mine.score(text, target, None) for text, target in pairs)
     compare(sum(others, first), theirs)
 

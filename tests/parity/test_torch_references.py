@@ -3,20 +3,18 @@
 from __future__ import annotations
 
 import gc
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from packs import pack_of
+from packs import Tiny
 from tiny_packs import run_greedy
 
 from moert.beside.gpu.tiers import DeviceTier
 from moert.engine.engine import Engine
 from moert.pack.reader import Pack
 
-MODELS = Path(__file__).resolve().parents[2] / "recipes" / "models"
 PROMPTS = {"wiki": ["The city of", "In the year 1900 the"], "g2p": ["station", "knowledgeable"]}
 NEW = 24
 needs_cuda = pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU with CUDA, or a torch without it")
@@ -24,9 +22,9 @@ DEVICES = ["torch:cpu", pytest.param("cuda:0", marks=[pytest.mark.cuda, needs_cu
 
 
 @pytest.fixture(scope="module", params=PROMPTS)
-def pack(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[str, Pack]:
+def pack(request: pytest.FixtureRequest, tiny: Tiny) -> tuple[str, Pack]:
     """With experts of 4 bits."""
-    return request.param, pack_of(MODELS / request.param, tmp_path_factory.mktemp("references") / "model.pack", 4)
+    return request.param, tiny.reference(request.param, 4)
 
 
 def opened(pack: Pack, **settings: Any) -> Engine:

@@ -6,7 +6,6 @@ import ast
 import re
 import shutil
 import subprocess
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -149,12 +148,3 @@ def test_a_target_that_lacks_its_data_is_found(clone: Path) -> None:
     made = set[str]().union(*(made_by(command) for command in commands))
     assert not covers(made, "build/data/marks")
     assert covers(made, "build/data/wiki")
-
-
-def test_programs_find_what_they_import() -> None:
-    """From the root, where nothing else is on the path than there is for make."""
-    names = sorted(set(re.findall(r" -m ((?:tests|recipes)\.[\w.]+)", (ROOT / "Makefile").read_text(encoding="utf-8"))))
-    assert "tests.wheels" in names
-    line = f"import importlib; [importlib.import_module(name) for name in {names}]"
-    done = subprocess.run([sys.executable, "-c", line], cwd=ROOT, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr

@@ -18,7 +18,7 @@ from tiny_packs import SPECS, write_pack
 from transformers.models.t5.modeling_t5 import T5Attention
 
 from moert.engine.engine import Engine
-from moert.experts import streaming as executor
+from moert.experts import streaming
 from moert.kernels.backend import Backend, opaque
 from moert.kernels.pages import PageLayout, pages_of
 from moert.models import ffn, mixers, model
@@ -93,7 +93,7 @@ def test_pieces_change_nothing_but_rounding(
         engine.reserve(57, 40)
         whole = engine.model.forward_all(ids, targets)
         state, logits = engine.model.prefill(ids)
-        for module in (model, mixers, ffn, executor):
+        for module in (model, mixers, ffn, streaming):
             monkeypatch.setattr(module, "ROWS", rows)
         sizes = sizes_of_pieces(engine.backend, monkeypatch)
         found = engine.model.forward_all(ids, targets)

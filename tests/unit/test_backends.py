@@ -11,7 +11,7 @@ from native_problems import F64, FLOATS, Dtype, Projections, floats, normal, pla
 from tiny_packs import DECODER, write_pack
 
 from moert.experts import cache as cache_module
-from moert.experts import streaming as executor_module
+from moert.experts import streaming
 from moert.experts.cache import ExpertCache, Slot
 from moert.experts.policy import EVICTION
 from moert.experts.store import ExpertStore, IoSettings
@@ -97,7 +97,7 @@ def test_a_layer_is_the_weighted_sum_of_its_experts_each_lent_once(
     pack: Pack, monkeypatch: pytest.MonkeyPatch, name: str, overlap: bool, chosen: list[list[int]]
 ) -> None:
     """`overlap`: experts count as large, so that they are computed with as they come."""
-    for module in (cache_module, executor_module):
+    for module in (cache_module, streaming):
         monkeypatch.setattr(module, "HANDED_OVER_BYTES", 0 if overlap else 1 << 20)
     backend = open_backend(name)
     runner, cache = executor(pack, backend)

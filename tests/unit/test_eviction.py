@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tiny_packs import DECODER_SHAPE as SHAPE
 
-from moert.experts import policy as succession
+from moert.experts import policy as policy_module
 from moert.experts.policy import (
     EVICTION,
     FORGETTING,
@@ -86,7 +86,7 @@ def test_expected_wait_listens_to_what_follows_the_layers_latest_experts() -> No
 
 
 def test_succession_counts_the_next_token_of_each_layer(monkeypatch) -> None:
-    monkeypatch.setattr(succession, "_PRIOR", 0.0)
+    monkeypatch.setattr(policy_module, "_PRIOR", 0.0)
     tokens = [[0, 1], [2, 1], [0, 1], [1, -1], [0, 2]]  # 5 tokens, one layer, top 2
     spec = SHAPE.but(decoder=(False, True)).spec
     trace = record(3, [{"decoder": np.array(tokens[:2])[:, None]}, {"decoder": np.array(tokens[2:])[:, None]}])
@@ -101,7 +101,7 @@ def test_succession_counts_the_next_token_of_each_layer(monkeypatch) -> None:
     assert found.after(place, ()) is None
     encoder_only = record(3, [{"encoder": np.array(tokens)[:, None]}])
     assert Succession.of(encoder_only, spec).after(place, (1,)) is None
-    monkeypatch.setattr(succession, "MOST_BYTES", 2 * 9 - 1)
+    monkeypatch.setattr(policy_module, "MOST_BYTES", 2 * 9 - 1)
     assert Succession.of(trace, spec).after(place, (1,)) is None
 
 

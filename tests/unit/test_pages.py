@@ -13,8 +13,7 @@ from hypothesis import strategies as st
 from tiny_packs import DECODER_SHAPE, VOCAB, write_pack
 
 from moert.engine.engine import Engine
-from moert.kernels import library, open_backend
-from moert.kernels import reference as reference_kept
+from moert.kernels import library, open_backend, reference
 from moert.kernels.pages import KEYS, KvBits, PageLayout, pages_of
 from moert.models.kv import Kept, State, written_bytes
 from moert.pack.codec import F32
@@ -33,7 +32,7 @@ class Twin:
     rows: F32 = field(default_factory=lambda: np.zeros((0, 2, 2, 4), np.float32))
 
     def write(self, rows: F32) -> None:
-        reference_kept.write(self.kept, self.kept.extend(len(rows)), rows[:, 0], rows[:, 1])
+        reference.write(self.kept, self.kept.extend(len(rows)), rows[:, 0], rows[:, 1])
         self.rows = np.concatenate((self.rows, rows))
 
     def check(self, bits: KvBits) -> None:
@@ -42,9 +41,9 @@ class Twin:
         if not len(self.rows):
             assert self.kept.pages == []
             return
-        reference_kept.write(alone, 0, self.rows[:, 0], self.rows[:, 1])
+        reference.write(alone, 0, self.rows[:, 0], self.rows[:, 1])
         assert len(self.kept.pages) == pages_of(self.kept.length)
-        for found, expected in zip(reference_kept.read(self.kept), reference_kept.read(alone), strict=True):
+        for found, expected in zip(reference.read(self.kept), reference.read(alone), strict=True):
             assert np.array_equal(found, expected)
 
 
@@ -73,7 +72,7 @@ def test_forks_are_as_copies_that_share_nothing(steps: list[tuple[str, int, int]
 def filled(tokens: int) -> Kept:
     kept = Kept(PART, tokens)
     rows = np.random.default_rng(tokens).normal(size=(tokens, 2, 2, 4)).astype(np.float32)
-    reference_kept.write(kept, kept.extend(tokens), rows[:, 0], rows[:, 1])
+    reference.write(kept, kept.extend(tokens), rows[:, 0], rows[:, 1])
     return kept
 
 
@@ -153,7 +152,7 @@ def test_attention_after_a_fork_is_that_of_a_sequence_by_itself(latent: bool, bi
 
 
 @pytest.mark.skipif(not NATIVE, reason=f"the same bit for bit on the native kernels: {library.missing()}")
-@pairs.thinned("bits, tokens", [8, 16], [512, 1500, 4096], facts=pairs.each)
+@pairs.thinned("bits, tokens", [8, 16], [512, 1500, pytest.param(4096, marks=pytest.mark.slow)], facts=pairs.each)
 def test_a_long_prompt_forks_anywhere(tmp_path: Path, tokens: int, bits: KvBits) -> None:
     spec = DECODER_SHAPE.but(max_positions=4200).spec
     ids = np.random.default_rng(tokens).integers(3, VOCAB, tokens).tolist()

@@ -21,7 +21,7 @@ from moeconv.measure import scoring
 from moeconv.measure.scorers import Scorer, Scores
 from moeconv.measure.scoring import TextScorer
 from moeconv.measure.trial import Trial
-from moeconv.sweep import probes as probing
+from moeconv.sweep import probes as probes_module
 from moeconv.sweep.probes import Found, Prober, Seq2SeqProber, TextProber
 
 TinyModel = Callable[[str, str], Path]
@@ -248,7 +248,7 @@ def test_small_batches_give_the_same_answers(
     probes = [Probe(key, (2, 2)) for key in trial.spec.expert_keys() if key[:2] == layer]
     expected = prober.probe(probes)
     for name, value in (("BATCH_TOKENS", 40), ("WAITING_TOKENS", 60), ("WRITTEN_TOKENS", 40), ("WRITTEN_ROWS", 3)):
-        monkeypatch.setattr(probing, name, value)
+        monkeypatch.setattr(probes_module, name, value)
     for one, same in zip(prober.probe(probes), expected, strict=True):
         assert_equal(one.scores, same.scores, one.near_ties + same.near_ties, one.probe)
     assert len({one.scores.outputs for one in expected}) > 2

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 from tiny_packs import DECODER, DECODER_SHAPE, SWITCH, SWITCH_SHAPE
 
-from moert.experts import replay as selection
+from moert.experts import replay as replay_module
 from moert.experts.policy import EVICTION, EvictionPolicy, Succession, place_of
 from moert.experts.replay import (
     CONTESTANTS,
@@ -76,7 +76,7 @@ def test_what_judges_policies_has_taught_them_nothing(monkeypatch: pytest.Monkey
         likeliest.append([expert for expert in (1, 2) if shares[expert] > 0.2])
         return EVICTION["lru"](order, succession)
 
-    monkeypatch.setattr(selection, "EVICTION", dict.fromkeys(EVICTION, noted))
+    monkeypatch.setattr(replay_module, "EVICTION", dict.fromkeys(EVICTION, noted))
     best_eviction(trace, spec, sizes(spec), 20)
     assert likeliest == [[2]] * len(CONTESTANTS)
 
@@ -120,7 +120,7 @@ def test_without_a_demand_or_room_for_one_expert_the_default_is_taken() -> None:
 
 @pytest.mark.parametrize("name", SPECS)
 def test_a_profile_records_the_policy_that_does_best_at_each_share(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(selection, "MOST_LAYERS", 300)
+    monkeypatch.setattr(replay_module, "MOST_LAYERS", 300)
     spec, trace = SPECS[name], recorded(name, "calibration")
     written = with_eviction(trace, spec, sizes(spec))
     total = sum(sizes(spec).values())
@@ -130,7 +130,7 @@ def test_a_profile_records_the_policy_that_does_best_at_each_share(name: str, mo
 
 @pytest.mark.parametrize("capacity", [10, 30, 10_000])
 def test_any_budget_from_one_expert_on_can_be_judged(monkeypatch, capacity: int) -> None:
-    monkeypatch.setattr(selection, "MOST_LAYERS", 150)
+    monkeypatch.setattr(replay_module, "MOST_LAYERS", 150)
     spec = SPECS["g2p"]
     rates = hit_rates(recorded("g2p", "calibration"), spec, sizes(spec), capacity)
     assert set(rates) == set(CONTESTANTS)
@@ -146,9 +146,9 @@ def test_what_is_replayed_is_bounded(monkeypatch) -> None:
         assert len(steps) <= 100
         return replay(steps, nbytes, capacity, policy)
 
-    monkeypatch.setattr(selection, "replay", spy)
-    monkeypatch.setattr(selection, "MOST_LAYERS", 100)
-    monkeypatch.setattr(selection, "MOST_EXPERTS", 200)
+    monkeypatch.setattr(replay_module, "replay", spy)
+    monkeypatch.setattr(replay_module, "MOST_LAYERS", 100)
+    monkeypatch.setattr(replay_module, "MOST_EXPERTS", 200)
     for name, spec in SPECS.items():
         best_eviction(recorded(name, "calibration"), spec, sizes(spec), 300)
     assert len(seen) == 2 * len(CONTESTANTS)

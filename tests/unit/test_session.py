@@ -16,7 +16,7 @@ from tiny_packs import SPECS, VOCAB, with_ends, write_pack
 from moert.engine.engine import Engine
 from moert.engine.session import Request
 from moert.errors import BudgetTooSmall, Busy, Closed, InputInvalid, OutOfMemory, SettingInvalid
-from moert.kernels import reference as reference_kept
+from moert.kernels import reference
 from moert.kernels.pages import PageLayout
 from moert.models.footprint import Loads
 from moert.models.kv import BLOCK_TOKENS, Kept
@@ -109,8 +109,8 @@ def test_copied_keys_go_on_by_themselves(length: int, bits: Any) -> None:
 
     def write(to: Kept, tokens: int) -> Any:
         rows = rng.normal(size=(2, tokens, 2, 4)).astype(np.float32)
-        reference_kept.write(to, to.extend(tokens), *rows)
-        return reference_kept.read(to)
+        reference.write(to, to.extend(tokens), *rows)
+        return reference.read(to)
 
     write(kept, 1)
     before = write(kept, length)
@@ -120,7 +120,7 @@ def test_copied_keys_go_on_by_themselves(length: int, bits: Any) -> None:
     assert write(kept, 5)[0].shape == (2, kept.length, 4)
     assert (kept.length, twin.length) == (6 + length, 1 + length + 3 * BLOCK_TOKENS)
     for each in (kept, twin):
-        for found, expected in zip(reference_kept.read(each), before, strict=True):
+        for found, expected in zip(reference.read(each), before, strict=True):
             assert np.array_equal(found[:, : 1 + length], expected)
     assert kept.nbytes == layout.nbytes * len(kept.pages)
 

@@ -14,7 +14,7 @@ from tiny_packs import SWITCH
 
 from moeconv.measure.scorers import Routed
 from moeconv.packing.paths import trace_of
-from moert.pack import paths as trace_module
+from moert.pack import paths as paths_module
 from moert.pack.errors import FormatTooNew, HeaderInvalid, PackError
 from moert.pack.paths import DROPPED, MOST_ENTRIES, Trace, record
 
@@ -47,12 +47,12 @@ def test_samples_come_back_in_order_and_bytes_round_trip(samples) -> None:
 
 def test_only_whole_samples_are_kept_and_the_first_is_cut_to_fit(monkeypatch) -> None:
     assert MOST_ENTRIES * 2 <= 256 << 10
-    monkeypatch.setattr(trace_module, "MOST_ENTRIES", 20)
+    monkeypatch.setattr(paths_module, "MOST_ENTRIES", 20)
     sample = {"encoder": np.zeros((3, 1, 2), int), "decoder": np.zeros((2, 2, 2), int)}  # 14 entries
     assert record(EXPERTS, [sample] * 3).n_samples == 1
-    monkeypatch.setattr(trace_module, "MOST_ENTRIES", 28)
+    monkeypatch.setattr(paths_module, "MOST_ENTRIES", 28)
     assert record(EXPERTS, [sample] * 3).n_samples == 2
-    monkeypatch.setattr(trace_module, "MOST_ENTRIES", 10)
+    monkeypatch.setattr(paths_module, "MOST_ENTRIES", 10)
     short = record(EXPERTS, [sample] * 3)
     assert {name: len(stack.experts) for name, stack in short.stacks.items()} == {"encoder": 2, "decoder": 1}
     assert Trace.from_bytes(short.to_bytes()).n_samples == 1
