@@ -131,6 +131,10 @@ class Speaker:
         self._ends = frozenset(text.numbers(ends))
         self._stops = () if self._ends else tuple(ends)  # where the tokenizer has no such token
 
+    def first_message(self, tokens: int) -> tuple[int, int]:
+        """Returns the figures of Renderer.first_message."""
+        return self._renderer.first_message(self._text, tokens)
+
     def reply(
         self, asked: Asked, prefix: Prefix, settings: GenerationSettings | None = None, hear: Hear | None = None
     ) -> Reply:

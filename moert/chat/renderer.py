@@ -29,6 +29,7 @@ _EACH_LETTER = 512  # and for each of the template while it is compiled (400 mea
 _LONG_TEMPLATE = 1 << 16  # as far as templates go that are meant well
 _BESIDE_BYTES = 6 << 20  # stack, page tables, and what libraries do not share
 _PROGRAM = "import sys; sys.path += sys.argv[1:]; from moert.chat.sandbox import main; main()"
+_USUAL_LETTERS = 8  # of a token, or more
 _PART = 1 << 16
 _DAMAGED = "the template in the pack is damaged or means harm"
 
@@ -77,6 +78,12 @@ class Renderer:
     def takes(self, messages: Sequence[Mapping[str, Any]]) -> int:
         """Returns the most memory [bytes] that the process which renders these messages takes. Raises InputInvalid."""
         return self._data_bytes(len(self.request(messages, None, None, True))) + _BESIDE_BYTES
+
+    def first_message(self, text: Text, tokens: int) -> tuple[int, int]:
+        """Returns the tokens of the prompt that a first message of `tokens` tokens becomes, and the most memory [bytes]
+        that the process which renders it takes. Raises the errors of `render`."""
+        around = len(text.encode(self.render([{"role": "user", "content": "a"}]), whole=True))
+        return around + tokens, self.takes([{"role": "user", "content": "a" * _USUAL_LETTERS * tokens}])
 
     def _data_bytes(self, request_bytes: int) -> int:
         letters = min(_LONG_TEMPLATE, len(self.chat.template))

@@ -13,14 +13,18 @@ from moert.chat.conversation import Conversation, Part, Reply
 from moert.chat.renderer import MAX_REQUEST_BYTES
 from moert.command import console
 from moert.command.prompts import Longest, logprobs_of
+from moert.engine.budget import MemoryLimit, room_within
 from moert.engine.engine import Engine
 from moert.engine.generation import GenerationSettings
 from moert.engine.session import Answer, Interrupted
-from moert.errors import InputInvalid, PromptTooLong, RunError
+from moert.engine.settings import EngineSettings
+from moert.errors import BudgetTooSmall, InputInvalid, PromptTooLong, RunError, said
 from moert.pack.documents import parsed
 from moert.pack.errors import PackError
 from moert.pack.files import write_atomically
 from moert.pack.messages import json_line
+from moert.pack.reader import Pack
+from moert.stats import size
 
 _HELP = """\
 /reset         forget what was said
@@ -38,6 +42,28 @@ _SETTABLE = (
     "max_new_tokens", "temperature", "top_k", "top_p", "min_p", "seed", "repeat_penalty", "presence_penalty",
     "frequency_penalty", "stop",
 )  # fmt: skip
+
+
+def opened(pack: Path, chosen: EngineSettings, max_new_tokens: int) -> Engine:
+    """Returns an engine to chat with. Raises the errors of Engine.open: BudgetTooSmall then names the memory of a usual
+    first message and its reply."""
+    try:
+        return Engine.open(pack, chosen)
+    except BudgetTooSmall as error:
+        refused = error.with_traceback(None)  # what was opened is given back
+    if not isinstance(chosen.limit, MemoryLimit):
+        raise refused
+    from moert.command.description import smallest_chat_memory  # memory that only a refusal takes
+
+    found = smallest_chat_memory(Pack.open(pack, room_within(chosen.limit)), max_new_tokens)
+    if found is None or found["bytes"] <= refused.smallest_bytes:
+        raise refused
+    limit, nbytes = str(refused).partition(" is too small")[0], found["bytes"]
+    raise BudgetTooSmall(
+        f"{limit} is too small: a usual first message and its reply ({found['prompt_tokens']} prompt tokens, "
+        f"{found['new_tokens']} new ones) need {said('memory', nbytes)} ({size(nbytes)})",
+        nbytes,
+    )
 
 
 class Orders:

@@ -281,12 +281,15 @@ def run(
     from moert.command.prompts import run_prompt, run_records
     from moert.engine.engine import Engine
 
-    engine = Engine.open(pack, chosen)
+    if chat:
+        from moert.command.chat import Printer, opened, turn
+
+        engine = opened(pack, chosen, settings.max_new_tokens)
+    else:
+        engine = Engine.open(pack, chosen)
     to_stderr = stats and not (as_json and input_path is None)
     with engine, figures(engine, as_json) if to_stderr else nullcontext():
         if chat:
-            from moert.command.chat import Printer, turn
-
             printer = Printer(engine, asked["thinking"] == "show", as_json, asked["raw"])
             turn(engine.conversation(system), text, settings, printer)
         elif input_path is None:
@@ -308,10 +311,9 @@ def chat(
     check_shown(asked, as_json)
     settings = _settings(asked)
     chosen = engine_settings(asked)
-    from moert.command.chat import Printer, converse
-    from moert.engine.engine import Engine
+    from moert.command.chat import Printer, converse, opened
 
-    engine = Engine.open(pack, chosen)
+    engine = opened(pack, chosen, settings.max_new_tokens)
     with engine, figures(engine, as_json) if stats else nullcontext():
         printer = Printer(engine, asked["thinking"] == "show", as_json, asked["raw"])
         converse(engine.conversation(system), settings, printer, longest_text(chosen))

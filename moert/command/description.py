@@ -194,9 +194,6 @@ def _or_unknown(value: object) -> object:
     return "unknown" if value is None else value
 
 
-_USUAL_LETTERS = 8 * TYPICAL.prompt_tokens
-
-
 def describe(pack: Pack) -> dict[str, Any]:
     """Returns all facts about a pack as plain values; bytes are bytes, losses fractions."""
     held = _held_by_code()
@@ -249,7 +246,7 @@ def describe(pack: Pack) -> dict[str, Any]:
             "prompt_tokens": TYPICAL.prompt_tokens,
             "new_tokens": TYPICAL.max_new_tokens,
         },
-        "smallest_chat_memory": _smallest_chat_memory(pack, function, held),
+        "smallest_chat_memory": smallest_chat_memory(pack, CHAT_NEW_TOKENS, held),
     }
 
 
@@ -359,9 +356,9 @@ def _smallest_memory(pack: Pack, function: HashFunction | None, held: int) -> in
     return _smallest_of(pack, function, held, TYPICAL)
 
 
-def _smallest_chat_memory(pack: Pack, function: HashFunction | None, held: int) -> dict[str, int] | None:
-    """Returns the same of `moert chat` with its defaults: for a first message as long as a usual prompt, in the pack's
-    template, and a reply as long as it may be. None where the pack can't chat, or its template renders no message."""
+def smallest_chat_memory(pack: Pack, new_tokens: int, held: int | None = None) -> dict[str, int] | None:
+    """Returns the same of `moert chat`: for a first message as long as a usual prompt, in the pack's template, and a
+    reply of `new_tokens` tokens. None where the pack can't chat, or its template renders no message."""
     from moert.chat.renderer import (
         Renderer,  # as the engine does it: what `held` counts has not loaded it
         chat_of,
@@ -370,20 +367,17 @@ def _smallest_chat_memory(pack: Pack, function: HashFunction | None, held: int) 
     try:
         text = Text(pack)
         renderer = Renderer(chat_of(pack, text))
-        message = {"role": "user", "content": "a"}
-        around = len(text.encode(renderer.render([message]), whole=True))
-        aside_bytes = renderer.takes([{**message, "content": "a" * _USUAL_LETTERS}])
+        prompt, aside_bytes = renderer.first_message(text, TYPICAL.prompt_tokens)
     except (PackError, RunError):
         return None
-    prompt = around + TYPICAL.prompt_tokens
     left = pack.manifest.model.room(prompt)
     if left is not None and left < 1:
         return None
-    load = Load(prompt, CHAT_NEW_TOKENS, marks=True)
+    load, held = Load(prompt, new_tokens, marks=True), _held_by_code() if held is None else held
     return {
-        "bytes": _smallest_of(pack, function, held, load, aside_bytes),
+        "bytes": _smallest_of(pack, _function(pack), held, load, aside_bytes),
         "prompt_tokens": prompt,
-        "new_tokens": CHAT_NEW_TOKENS if left is None else min(left, CHAT_NEW_TOKENS),
+        "new_tokens": new_tokens if left is None else min(left, new_tokens),
     }
 
 

@@ -253,6 +253,12 @@ class Engine:
         """Returns the smallest --memory, in bytes, that a request of this many tokens runs in."""
         return self._regulator.smallest_memory([Load(prompt_tokens, max_new_tokens)])
 
+    def smallest_chat_memory(self, message_tokens: int, max_new_tokens: int) -> int:
+        """Returns the smallest --memory, in bytes, that the first message of a conversation, of this many tokens, and
+        its reply run in. Raises ChatImpossible or TemplateFailed."""
+        prompt_tokens, aside_bytes = self._speaker.first_message(message_tokens)
+        return self._regulator.smallest_memory([Load(prompt_tokens, max_new_tokens, marks=True)], aside_bytes)
+
     def reserve(self, prompt_tokens: int, max_new_tokens: int) -> None:
         """Sizes the expert cache for a request. Raises BudgetTooSmall; warns once if each token must read experts
         again."""

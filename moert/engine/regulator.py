@@ -130,9 +130,11 @@ class Regulator:
         fitting = max(1, bisect_left(range(1, len(loads) + 1), True, key=too_many))
         return max(0, fitting - len(running))
 
-    def smallest_memory(self, loads: Loads) -> int:
-        """Returns the smallest --memory, in bytes, that these requests run in."""
-        return self._budget.smallest_memory(self._without_pack_bytes(loads), self._footprint.request(loads))
+    def smallest_memory(self, loads: Loads, aside_bytes: int = 0) -> int:
+        """Returns the smallest --memory, in bytes, that these requests run in. `aside_bytes`: taken by the process that
+        renders a chat template, before they begin."""
+        held = self._without_pack_bytes(loads)
+        return self._budget.smallest_memory(held, self._footprint.request(loads), aside_bytes)
 
     def before(self, loads: Loads) -> tuple[int, str | None]:
         """Makes room for requests that begin now. Returns the least bytes that experts will have until all requests

@@ -240,7 +240,7 @@ def named_limit(*arguments: object) -> int:
 def test_the_named_smallest_memory_works(pack: Path) -> None:
     """What renders the template counts too."""
     for command in (("chat", pack), ("run", pack, "--chat")):
-        least = named_limit(*command, *NEW, "--memory", named_limit(*command, *NEW, "--memory", "10MB"))
+        least = named_limit(*command, *NEW, "--memory", "10MB")
         done = subprocess.run(
             [sys.executable, "-m", "moert", *map(str, command), *NEW, "--memory", str(least)],
             input="hello\n", capture_output=True, text=True, cwd=ROOT,

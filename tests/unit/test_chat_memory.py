@@ -20,6 +20,13 @@ pytestmark = pytest.mark.skipif(missing() is not None, reason=str(missing()))
 ROOT = Path(__file__).resolve().parents[2]
 GREEDY = "{% set n = namespace(x=[1]) %}{% for i in range(99) %}{% set n.x = n.x + n.x %}{% endfor %}"
 LARGE = "{% set x = messages[0].role * 1500000 %}{{ x|length }}"  # about as much as a template may have
+BY_PYTHON = """
+import sys
+from moert import Engine
+
+with Engine.open(sys.argv[1], memory=int(4e8), notify=lambda note: None) as engine:
+    print(engine.smallest_chat_memory(128, int(sys.argv[2])))
+"""
 LETTERS = "{% for m in messages %}{{ m.content }}{% endfor %}"
 
 
@@ -87,6 +94,12 @@ def test_a_first_message_runs_in_the_smallest_memory_that_info_says(pack: Path, 
     status, answers, errors, killed = chat(pack, template, found["bytes"], 1, "a" * 129, ())
     assert (status, killed, len(answers)) == (0, 0, 1), errors
     assert answers[0]["prompt_tokens"] == found["prompt_tokens"]
+    _, _, errors, _ = chat(pack, template, 20_000_000, 1, "a" * 129, ())
+    first = int(errors.splitlines()[-1].split("--memory ")[1].split()[0])
+    assert found["bytes"] <= first <= found["bytes"] + 3 * 10**6, "the first refusal names as much"
+    command = [sys.executable, "-c", BY_PYTHON, str(pack), str(found["new_tokens"])]
+    by_python = int(subprocess.run(command, capture_output=True, check=True, cwd=ROOT).stdout)
+    assert abs(by_python - found["bytes"]) <= 10**6
     status, _, errors, killed = chat(pack, template, found["bytes"] - 15_000_000, 1, "a" * 129, ())
     assert (status, killed) == (2, 0)
     assert int(errors.splitlines()[-1].split("--memory ")[1].split()[0]) <= found["bytes"] + 10**6
