@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import hashlib
 import json
-import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any, BinaryIO, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -17,9 +16,8 @@ from moeconv.artifacts import Assignment
 from moeconv.progress import Bar
 from moeconv.quantizers.coder import DenseCoder, ExpertCoder, Wanted, batches
 from moeconv.source.checkpoint import Checkpoint
-from moeconv.source.outline import MAX_JSON_BYTES, CheckpointError
-from moeconv.source.tensors import read_ahead
-from moeconv.strict_json import NotJson, bounded, parse
+from moeconv.source.outline import CheckpointError, json_object, line
+from moeconv.source.tensors import Part, read_ahead, write_tensors
 from moeconv.tokenizers import chat_tokenizer
 from moert.pack.codec import WIDTHS, QuantizedMatrix, times_two
 from moert.pack.errors import ChatInvalid, WriteFailed
@@ -31,23 +29,6 @@ from moert.pack.text import CHAT, ChatFormat, dump_chat
 from moert.pack.writer import PackWriter
 
 # The backbone, written tensor by tensor, so that it is never in memory as a whole.
-
-_LENGTH_BYTES = 8  # of a safetensors file, before its header, which is filled up to a whole number of these
-_TYPES = {
-    torch.uint8: "U8", torch.int8: "I8", torch.float8_e5m2: "F8_E5M2", torch.float8_e4m3fn: "F8_E4M3",
-    torch.int16: "I16", torch.float16: "F16", torch.bfloat16: "BF16", torch.int32: "I32", torch.float32: "F32",
-    torch.float64: "F64", torch.int64: "I64",
-}  # fmt: skip
-_LARGEST_FIRST = [*reversed(_TYPES)]  # so that every tensor is aligned, as the library lays them out
-
-
-class Part(NamedTuple):
-    """A tensor of the file: its name, type and shape, and the function that makes it."""
-
-    name: str
-    dtype: torch.dtype
-    shape: tuple[int, ...]
-    make: Callable[[], Tensor]
 
 
 def write_backbone(dense: DenseCoder, dtype16: str, writer: PackWriter) -> None:
@@ -65,20 +46,6 @@ def write_backbone(dense: DenseCoder, dtype16: str, writer: PackWriter) -> None:
         path.unlink(missing_ok=True)
         raise
     writer.seal_file(BACKBONE)
-
-
-def write_tensors(file: BinaryIO, parts: Sequence[Part]) -> None:
-    """Writes a safetensors file, with the same bytes that the library writes for the same tensors."""
-    ordered = sorted(parts, key=lambda part: (_LARGEST_FIRST.index(part.dtype), part.name))
-    header, end = {}, 0
-    for part in ordered:
-        start, end = end, end + part.dtype.itemsize * math.prod(part.shape)
-        header[part.name] = {"dtype": _TYPES[part.dtype], "shape": part.shape, "data_offsets": [start, end]}
-    text = json.dumps(header, separators=(",", ":")).encode()
-    text += b" " * (-len(text) % _LENGTH_BYTES)
-    file.write(len(text).to_bytes(_LENGTH_BYTES, "little") + text)
-    for part in ordered:
-        file.write(part.make().contiguous().reshape(-1).view(torch.uint8).numpy().data)
 
 
 def _parts(dense: DenseCoder, name: str, dtype16: str, stored_as: Dense | None) -> list[Part]:
@@ -145,13 +112,7 @@ def chat_of(folder: Path) -> bytes | None:
 def _has_template(folder: Path) -> bool:
     if (folder / _TEMPLATE).is_file():
         return True
-    try:
-        config = parse(bounded(folder / _CONFIG, MAX_JSON_BYTES), finite=False)
-    except FileNotFoundError:
-        return False
-    except (OSError, NotJson) as error:
-        raise CheckpointError(f"{folder / _CONFIG} can't be read as JSON ({_line(error)}): fetch it again") from None
-    return isinstance(config, dict) and bool(config.get("chat_template"))
+    return bool((json_object(folder / _CONFIG) or {}).get("chat_template"))
 
 
 def _tokenizer(folder: Path) -> Any:
@@ -159,13 +120,9 @@ def _tokenizer(folder: Path) -> Any:
         return chat_tokenizer(folder)
     except Exception as error:  # the library raises nothing more precise
         raise CheckpointError(
-            f"{folder} has a chat template, and its tokenizer can't be loaded ({_line(error)}): mend it, or take the "
+            f"{folder} has a chat template, and its tokenizer can't be loaded ({line(error)}): mend it, or take the "
             f"template out of {_CONFIG} to convert without"
         ) from None
-
-
-def _line(error: BaseException) -> str:
-    return (" ".join(str(error).split()) or type(error).__name__)[:200]
 
 
 # Writing the pack: a few experts of a layer at a time; a run that was killed goes on where it stopped.

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import json
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal, Protocol
@@ -16,6 +15,7 @@ from torch import Tensor
 from moeconv.errors import ConversionError
 from moeconv.quantizers.quantizer import Inputs, Wants
 from moeconv.source.experts import Call, ExpertCalls
+from moeconv.source.tensors import Part, write_tensors
 from moert.pack.codec import F32
 from moert.pack.files import atomic_write
 from moert.pack.model_spec import ExpertKey, LayerKey, ModelSpec
@@ -135,23 +135,14 @@ class Moments:
 
     def save(self, path: Path) -> None:
         """Writes a safetensors file, whole or not at all; equal moments give equal bytes. Raises MomentsError."""
-        from safetensors import SafetensorError
-        from safetensors.numpy import save_file
-
+        about = {"format": "moeconv moments", "schema": SCHEMA, "wants": self.wants}
+        whole = {name: torch.from_numpy(tensor[:]) for name, tensor in self.tensors.items()}
+        parts = [Part(name, one.dtype, tuple(one.shape), lambda one=one: one) for name, one in whole.items()]  # type: ignore[misc]
         try:
-            with atomic_write(path) as fresh:
-                save_file(self._arrays, fresh, self._about)
-                _sort_metadata(fresh)
-        except (OSError, SafetensorError) as error:
+            with atomic_write(path) as fresh, fresh.open("wb") as file:
+                write_tensors(file, parts, about)
+        except OSError as error:
             raise MomentsError(f"can't write {path} ({' '.join(str(error).split())}): free some space there") from None
-
-    @property
-    def _arrays(self) -> dict[str, npt.NDArray[Any]]:
-        return {name: tensor[:] for name, tensor in self.tensors.items()}
-
-    @property
-    def _about(self) -> dict[str, str]:
-        return {"format": "moeconv moments", "schema": SCHEMA, "wants": self.wants}
 
     @classmethod
     def load(cls, path: Path) -> Moments:
@@ -167,16 +158,6 @@ class Moments:
         if about.get("schema") != SCHEMA or about.get("wants") not in ("squares", "products"):
             raise MomentsError(f"{path} was written by another version: delete it, and it will be measured again")
         return cls(about["wants"], tensors)
-
-
-def _sort_metadata(path: Path) -> None:
-    """Sorts the metadata in a safetensors file's header: the library's order differs from process to process."""
-    with path.open("r+b") as stream:
-        length = int.from_bytes(stream.read(8), "little")
-        header = json.loads(stream.read(length))
-        header["__metadata__"] = dict(sorted(header["__metadata__"].items()))
-        stream.seek(8)
-        stream.write(json.dumps(header, separators=(",", ":")).encode().ljust(length))
 
 
 def moments_bytes(spec: ModelSpec, wants: Wants) -> int:

@@ -1,13 +1,15 @@
-"""Sources of a model's tensors: its files, read lazily, whose headers are checked against their sizes."""
+"""Files of tensors: a model's, read lazily, whose headers are checked against their sizes; and written."""
 
 from __future__ import annotations
 
+import json
+import math
 import os
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, BinaryIO, NamedTuple, Protocol, TypeVar
 
 from moeconv.source.outline import INDEX, SINGLE, CheckpointError, indexed_files, json_object, leads_out, line
 from moert.pack.tensors import LENGTH_BYTES, HeaderWrong, header_bytes, read_header
@@ -175,6 +177,46 @@ def _shapes(file: Path) -> dict[str, Shape]:
         return dict(shapes_of(file))
     except (HeaderWrong, OSError) as error:
         raise CheckpointError(f"{file} is damaged ({line(error)}): fetch the checkpoint again") from None
+
+
+# Writing of safetensors files tensor by tensor, so that they are never in memory as a whole.
+
+_TYPES = {
+    "uint8": "U8", "int8": "I8", "float8_e5m2": "F8_E5M2", "float8_e4m3fn": "F8_E4M3", "int16": "I16",
+    "float16": "F16", "bfloat16": "BF16", "int32": "I32", "float32": "F32", "float64": "F64", "int64": "I64",
+}  # fmt: skip
+_LARGEST_FIRST = [*reversed(_TYPES)]  # so that every tensor is aligned, as the library lays them out
+
+
+class Part(NamedTuple):
+    """A tensor of a file: its name, type and shape, and the function that makes it."""
+
+    name: str
+    dtype: torch.dtype
+    shape: Shape
+    make: Callable[[], torch.Tensor]
+
+    @property
+    def kind(self) -> str:
+        return str(self.dtype).removeprefix("torch.")
+
+
+def write_tensors(file: BinaryIO, parts: Sequence[Part], about: Mapping[str, str] | None = None) -> None:
+    """Writes a safetensors file, with the same bytes that the library writes for the same tensors; `about` is its
+    metadata, in its order here, where the library has none."""
+    import torch
+
+    ordered = sorted(parts, key=lambda part: (_LARGEST_FIRST.index(part.kind), part.name))
+    header: dict[str, Any] = {} if about is None else {"__metadata__": about}
+    end = 0
+    for part in ordered:
+        start, end = end, end + part.dtype.itemsize * math.prod(part.shape)
+        header[part.name] = {"dtype": _TYPES[part.kind], "shape": part.shape, "data_offsets": [start, end]}
+    text = json.dumps(header, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % LENGTH_BYTES)
+    file.write(len(text).to_bytes(LENGTH_BYTES, "little") + text)
+    for part in ordered:
+        file.write(part.make().contiguous().reshape(-1).view(torch.uint8).numpy().data)
 
 
 # Reading ahead: the next part of a checkpoint is read into memory while work on the present one goes on.

@@ -10,8 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from safetensors.torch import save
 
-from moeconv.packing.emit import Part, write_tensors
-from moeconv.source.tensors import read_ahead
+from moeconv.source.tensors import Part, read_ahead, write_tensors
 
 TYPES = [torch.uint8, torch.float16, torch.bfloat16, torch.float32, torch.int64]
 
