@@ -41,7 +41,6 @@ from moeconv.sweep.fisher import (
     DRAWS,
     SCALE_TOKENS,
     Costs,
-    ExpertCosts,
     Gradients,
     LayerCosts,
     LayerScales,
@@ -435,7 +434,8 @@ def _by_layers(bench: Bench, patterns: Sequence[Bits], about: str, account: Acco
     assert isinstance(scorer, TextScorer), "it continues text"
     model.coded({bits for pattern in patterns for bits in pattern if bits < 16})
     gradients = Gradients(model, scorer.texts, patterns, DRAWS, settings.seed)
-    costs = _found(gradients, bench, about, account, (layers, "layer"))
+    with account.progress("gradients", layers, "layer") as bar:
+        costs = gradients.run(bench.journal, about, bar)
     scaled = LayerScales(model, scorer.texts, patterns)
     with account.progress("scales of layers", layers, "layer") as bar:
         exact = scaled.run(bench.journal, about, bar)
@@ -452,7 +452,8 @@ def _of_pairs(bench: Bench, patterns: Sequence[Bits], about: str, account: Accou
     tokens = _tokens(every)
     some = _pairs(bench, every.samples, max(1, every.n_samples * SCALE_TOKENS // tokens))
     gradients = PairGradients(bench.trial, every, patterns, DRAWS, settings.seed, bench.memory.sweep_bytes // 2)
-    costs = _found(gradients, bench, about, account, (len(gradients.parts), "batch"))
+    with account.progress("gradients", len(gradients.parts), "batch") as bar:
+        costs = gradients.run(bench.journal, about, bar)
     with account.progress("scales of layers", len(bench.spec.moe_layers()), "layer") as bar:
         exact = PairScales(bench.trial, some, narrower(patterns)).run(bench.journal, about, bar)
     measure = bench.measure("ranking", ranking, settings.sweep_samples)
@@ -460,12 +461,6 @@ def _of_pairs(bench: Bench, patterns: Sequence[Bits], about: str, account: Accou
         at: scaled_as_one(one, patterns, exact.nats[at], _tokens(some) / tokens) for at, one in costs.layers.items()
     }
     return Ranked(costs, exact, nats, tokens, bench.trial.calls, measure)
-
-
-def _found(way: ExpertCosts, bench: Bench, about: str, account: Account, work: tuple[int, str]) -> Costs:
-    """Returns the costs by gradients. `work`: the number of steps and their name, for the progress bar."""
-    with account.progress("gradients", *work) as bar:
-        return way.run(bench.journal, about, bar)
 
 
 def _pairs(bench: Bench, samples: Sequence[Sample], limit: int | None) -> GeneratedScorer:

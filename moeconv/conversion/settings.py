@@ -167,14 +167,8 @@ class Settings:
             check_choice("layout", self.layout, LAYOUTS)
         check_choice("route", self.route, ROUTES)
         check_choice("neurons", self.neurons, NEURONS)
-        self._check_predicts()
+        self._check_taught()
         check_piece_bytes(self.laid_out, self.piece_bytes)
-        if self.by_hash and self.resident:
-            raise SettingsError(f"--resident goes with routers: leave it out, or {said('route', 'hash')}")
-        if self.by_hash and self.signal == FISHER:
-            raise SettingsError(
-                f"{said('signal', FISHER)} does not go with {said('route', 'hash')}: take {said('signal', 'kl')}"
-            )
         check_ranking(self.allocation, self.signal)
         if self.metric is not None and not is_module(self.metric):
             find_metric(self.metric)
@@ -194,22 +188,21 @@ class Settings:
         if not self.out.name or not self.work.name:
             raise SettingsError(f"--out {self.out} and --work {self.work}: expected new directories with names")
 
-    def _check_predicts(self) -> None:
-        if not self.predicts:
-            return
-        if self.laid_out not in BY_NEURONS:
-            raise SettingsError(
-                f"--layout {self.layout} does not go with {said('neurons', 'predicted')}, which reads parts of "
-                f"experts: take --layout {PREDICTED_LAYOUT}"
-            )
-        if self.by_hash:
-            raise SettingsError(
-                f"{said('neurons', 'predicted')} goes with routers: leave it out, or {said('route', 'hash')}"
-            )
-        if self.resident:
-            raise SettingsError(
-                f"--resident is measured with all neurons: leave it out, or {said('neurons', 'predicted')}"
-            )
+    def _check_taught(self) -> None:
+        """Raises SettingsError for settings that a hash function or a predictor of neurons does not go with."""
+        by_hash, predicted, leave = said("route", "hash"), said("neurons", "predicted"), "leave it out, or"
+        for wrong, message in (
+            (self.predicts and self.laid_out not in BY_NEURONS,
+             f"--layout {self.layout} does not go with {predicted}, which reads parts of experts: take --layout "
+             f"{PREDICTED_LAYOUT}"),
+            (self.predicts and self.by_hash, f"{predicted} goes with routers: {leave} {by_hash}"),
+            (self.predicts and self.resident, f"--resident is measured with all neurons: {leave} {predicted}"),
+            (self.by_hash and self.resident, f"--resident goes with routers: {leave} {by_hash}"),
+            (self.by_hash and self.signal == FISHER,
+             f"{said('signal', FISHER)} does not go with {by_hash}: take {said('signal', 'kl')}"),
+        ):  # fmt: skip
+            if wrong:
+                raise SettingsError(message)
 
     def _check_text(self) -> None:
         if self.calib is not None:

@@ -20,7 +20,6 @@ from moeconv.errors import ConversionError, SettingsError, TargetMissed
 from moeconv.foresight.examples import (
     Examples,
     Firings,
-    Routing,
     collected,
     firing_bytes,
     firings,
@@ -124,7 +123,7 @@ def check_memory(spec: ModelSpec, what: str, models: int) -> None:
 
 
 def lesson_of(
-    subject: Subject, description: Description, scorers: tuple[Routing, Routing], course: Course, folder: Path,
+    subject: Subject, description: Description, scorers: tuple[Reads, Reads], course: Course, folder: Path,
     about: Mapping[str, Any], show: Progress,
 ) -> Lesson:  # fmt: skip
     """Returns a lesson with examples, in a folder, of the routing of `subject` on the text of both scorers, to train on
@@ -132,7 +131,7 @@ def lesson_of(
     Raises ConversionError."""
     told = digest_of(about)
 
-    def examples(name: str, scorer: Routing) -> Examples:
+    def examples(name: str, scorer: Reads) -> Examples:
         with show(f"routing {name}", scorer.n_samples, "sample") as bar:
             return collected(folder / name.replace(" ", "-"), told, subject, description, scorer, bar)
 

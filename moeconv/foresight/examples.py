@@ -12,7 +12,7 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -22,7 +22,7 @@ from torch import Tensor
 from moeconv.errors import ConversionError
 from moeconv.measure.firing import Reads, heard
 from moeconv.measure.scorers import Routed, Subject
-from moeconv.measure.workdir import digest_of, identity
+from moeconv.measure.workdir import believed, digest_of, identity
 from moeconv.progress import Bar
 from moeconv.source.archs.description import Description
 from moeconv.source.experts import Call
@@ -79,17 +79,9 @@ def filled(folder: Path, about: str, fill: Callable[[], dict[str, Any]]) -> dict
     return found
 
 
-@contextmanager
-def believed(folder: Path) -> Iterator[None]:
-    """Turns errors of the block, which opens the examples of a folder, into ConversionError: the files may not be
-    ours."""
-    try:
-        yield
-    except (KeyError, IndexError, TypeError, ValueError, AttributeError, OverflowError, OSError) as error:
-        reason = f"{type(error).__name__}: {' '.join(str(error).split())[:100]}"
-        raise ConversionError(
-            f"{folder} holds damaged examples ({reason}): delete it, and they are made again"
-        ) from error
+def _wrong(folder: Path) -> tuple[str, str]:
+    """Returns the words of an error for a folder whose files are no examples."""
+    return f"{folder} holds damaged examples", "delete it, and they are made again"
 
 
 def _said(folder: Path) -> dict[str, Any] | None:
@@ -183,15 +175,6 @@ class Examples:
         return sum(int(stack.lengths.sum()) for stack in self.stacks.values())
 
 
-class Routing(Protocol):
-    """A scorer of moeconv.measure.scorers."""
-
-    @property
-    def n_samples(self) -> int: ...
-
-    def routes(self) -> Iterator[Routed]: ...
-
-
 def stacks_of(spec: ModelSpec) -> list[StackName]:
     """Returns the stacks with experts."""
     return [name for name in spec.stacks if spec.moe_layers(name)]
@@ -209,12 +192,12 @@ def token_bytes(spec: ModelSpec) -> int:
 
 
 def collected(
-    folder: Path, about: str, subject: Subject, description: Description, scorer: Routing, bar: Bar
+    folder: Path, about: str, subject: Subject, description: Description, scorer: Reads, bar: Bar
 ) -> Examples:
     """Returns the model's routing of a scorer's text. Examples that the folder has are used again if they have the same
     `about`; otherwise they are made anew. Raises ConversionError if the disk refuses."""
     found = filled(folder, about, lambda: _collect(folder, subject, description, scorer, bar))
-    with believed(folder):
+    with believed(*_wrong(folder)):
         return _opened(folder, found["lengths"], subject.spec)
 
 
@@ -238,7 +221,7 @@ def _opened(folder: Path, lengths_of: Mapping[StackName, list[int]], spec: Model
     return Examples(stacks)
 
 
-def _collect(folder: Path, subject: Subject, description: Description, scorer: Routing, bar: Bar) -> dict[str, Any]:
+def _collect(folder: Path, subject: Subject, description: Description, scorer: Reads, bar: Bar) -> dict[str, Any]:
     """Fills the folder; returns the number of tokens of each sample, by stack."""
     spec, lengths = subject.spec, {stack: list[int]() for stack in stacks_of(subject.spec)}
     routers = Routers(subject.model, description, spec.moe_layers())
@@ -360,7 +343,7 @@ def firings(folder: Path, about: str, subject: Subject, scorer: Reads, bar: Bar)
     Firings that the folder has are used again if they have the same `about`. Raises ConversionError if the disk
     refuses."""
     found = filled(folder, about, lambda: _collect_firings(folder, subject, scorer, bar))
-    with believed(folder):
+    with believed(*_wrong(folder)):
         return {place: _mapped(folder, place, *found["shapes"][str(place)]) for place in subject.spec.moe_layers()}
 
 

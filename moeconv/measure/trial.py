@@ -19,14 +19,13 @@ from moeconv.measure.metrics import F64, Metric, perplexity
 from moeconv.measure.scorers import Scorer, Scores
 from moeconv.measure.workdir import Journal, identity
 from moeconv.quantizers.coder import ORIGINAL, DenseCoder, ExpertCoder, batches
-from moeconv.source.archs import Family
 from moeconv.source.archs.config import transformers_model
 from moeconv.source.archs.weights import fill_backbone
 from moeconv.source.checkpoint import Checkpoint
 from moeconv.source.experts import ExpertCalls, Weights
 from moeconv.source.routers import Preferring
 from moert.pack.manifest import Preference
-from moert.pack.model_spec import ExpertKey, LayerKey, ModelSpec
+from moert.pack.model_spec import ExpertKey, LayerKey
 
 # The original model in memory, its matrices outside the experts as the checkpoint has them or as the pack will.
 
@@ -37,17 +36,13 @@ class LoadedModel:
     layers = None
 
     def __init__(self, checkpoint: Checkpoint, dense: DenseCoder | None = None) -> None:
-        self.checkpoint, self.family = checkpoint, checkpoint.family
+        self.checkpoint, self.family, self.spec = checkpoint, checkpoint.family, checkpoint.spec
         self.dense = dense or DenseCoder(checkpoint, None)
         transformers.utils.logging.disable_progress_bar()  # type: ignore[no-untyped-call]
         with transformers_model(checkpoint.path):
             self.model: Any = checkpoint.model(torch.float32).requires_grad_(False)
         self.calls = ExpertCalls(self.model, self.family, self.spec)
         self._dense_is_stored = False
-
-    @property
-    def spec(self) -> ModelSpec:
-        return self.checkpoint.spec
 
     @property
     def stored_head(self) -> Tensor | None:
@@ -154,32 +149,10 @@ class Trial:
     layers = None
 
     def __init__(self, loaded: LoadedModel, coder: ExpertCoder) -> None:
-        self.loaded, self.coder = loaded, coder
+        self.loaded, self.coder, self.dense, self.calls = loaded, coder, loaded.dense, loaded.calls
+        self.checkpoint, self.family, self.spec = loaded.checkpoint, loaded.family, loaded.spec
+        self.model = loaded.model
         self._widths: dict[ExpertKey, Bits] = uniform(self.spec, ORIGINAL)
-
-    @property
-    def checkpoint(self) -> Checkpoint:
-        return self.loaded.checkpoint
-
-    @property
-    def family(self) -> Family:
-        return self.loaded.family
-
-    @property
-    def spec(self) -> ModelSpec:
-        return self.loaded.spec
-
-    @property
-    def model(self) -> Any:
-        return self.loaded.model
-
-    @property
-    def calls(self) -> ExpertCalls:
-        return self.loaded.calls
-
-    @property
-    def dense(self) -> DenseCoder:
-        return self.loaded.dense
 
     @property
     def stored_head(self) -> Tensor | None:

@@ -6,7 +6,7 @@ import hashlib
 import json
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from io import FileIO
 from pathlib import Path
 from types import TracebackType
@@ -26,6 +26,17 @@ _PIECE = 1 << 20
 def identity(*what: Any) -> str:
     """Returns the name of a measurement in the journal: a hash of everything that it depends on (JSON values)."""
     return hashlib.sha256(json.dumps(what).encode()).hexdigest()[:32]
+
+
+@contextmanager
+def believed(wrong: str, advice: str) -> Iterator[None]:
+    """Turns the errors of a with block into ConversionError: it takes apart values that another program may have
+    written."""
+    try:
+        yield
+    except (KeyError, IndexError, TypeError, ValueError, AttributeError, OverflowError, OSError) as error:
+        reason = f"{type(error).__name__}: {' '.join(str(error).split())[:100]}"
+        raise ConversionError(f"{wrong} ({reason}): {advice}") from error
 
 
 class Journal:
@@ -59,17 +70,9 @@ class Journal:
             self._reused.add(name)
         return self._known.get(name)
 
-    @contextmanager
-    def believed(self) -> Iterator[None]:
-        """Turns the errors of a with block that takes an entry apart into ConversionError: another program may have
-        written the entry."""
-        try:
-            yield
-        except (KeyError, IndexError, TypeError, ValueError, AttributeError, OverflowError) as error:
-            reason = f"{type(error).__name__}: {' '.join(str(error).split())[:100]}"
-            raise ConversionError(
-                f"{self.path} holds a measurement that is none ({reason}): move the file away, or give another --work"
-            ) from error
+    def believed(self) -> AbstractContextManager[None]:
+        """Returns `believed` for a with block that takes an entry apart."""
+        return believed(f"{self.path} holds a measurement that is none", "move the file away, or give another --work")
 
     def remember(self, name: str, make: Callable[[], dict[str, Any]]) -> dict[str, Any]:
         """Returns the entry of that name; if the journal lacks it, makes and adds it."""

@@ -6,7 +6,7 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, Protocol, cast
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -167,15 +167,6 @@ class Costs:
     layers: Mapping[LayerKey, LayerCosts]
     flops: int
     seconds: float
-
-
-class ExpertCosts(Protocol):
-    """One way to find the costs of all experts."""
-
-    def run(self, journal: Journal, about: str, bar: Bar) -> Costs:
-        """Returns the costs; `about` names the text, the widths and all that decides their codes. Raises
-        ConversionError."""
-        ...
 
 
 class Totals:
