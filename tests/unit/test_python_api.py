@@ -199,7 +199,7 @@ def test_a_task_that_is_cancelled_gives_the_engine_back(model: moert.Engine) -> 
         async def first() -> None:
             async for _ in model.astream("hello", max_new_tokens=200):
                 begun.set()
-                await asyncio.sleep(0)
+                await asyncio.Event().wait()  # the session stays open
 
         running = asyncio.create_task(first())
         await begun.wait()
