@@ -63,7 +63,10 @@ def test_scores_are_those_of_the_matrices(kernels: str) -> None:
 def test_scores_that_are_no_numbers_end_in_one_line() -> None:
     layer = random_layer(24, 6, 28, rank=5)
     scores = Scores(NeuronPredictor({AT: layer}, 0.05, 4), open_backend("reference", 1))
-    with np.errstate(all="ignore"), pytest.raises(NotFinite, match=r"predictor.safetensors gives something else"):
+    with (
+        np.errstate(all="ignore"),
+        pytest.raises(NotFinite, match=r"predictor.safetensors gives numbers that are not finite"),
+    ):
         scores.named(AT.expert(0), np.full((1, 5), 3e38, np.float32))
 
 
