@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import math
 import mmap
+import re
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from tiny_packs import SWITCH, write_pack
 
+from moert.engine import budget as budget_module
 from moert.engine.budget import (
     AUTO_MEMORY,
     BARE_BYTES,
@@ -15,12 +19,18 @@ from moert.engine.budget import (
     Budget,
     CacheLimit,
     MemoryLimit,
+    budget_of,
+    letters_within,
     parse_cache,
     parse_memory,
+    room_within,
+    spare_bytes,
 )
 from moert.errors import BudgetTooSmall, InvalidMemory
+from moert.pack.manifest import BACKBONE
+from moert.pack.model_spec import LayerKey
 from moert.pack.reader import Pack
-from moert.pack.tensors import Taken
+from moert.pack.tensors import COVERED_BYTES, NOTHING, TEXT_BYTES, TOKENIZER, Bound, Taken, tokenizer_takes
 from moert.stats import size
 
 MB = 10**6
@@ -66,12 +76,13 @@ def test_a_limit_in_bytes() -> None:
     assert MemoryLimit(nbytes=400 * MB).resolve(100 * MB, 300 * MB) == 300 * MB
     assert AUTO_MEMORY.resolve(400 * MB, 300 * MB) == 300 * MB
     assert MemoryLimit(share=0.5).resolve(100 * MB, 400 * MB) == 200 * MB
-    assert 350 * MB < AUTO_MEMORY.resolve(100 * MB, 400 * MB) < 400 * MB
+    assert AUTO_MEMORY.resolve(100 * MB, 400 * MB) == 370 * MB, "a tenth of what is free is left"
     assert AUTO_MEMORY.resolve(100 * MB, None) is None
     with pytest.raises(InvalidMemory, match="as a size"):
         MemoryLimit(share=0.5).resolve(100 * MB, None)
     assert CacheLimit(share=0.25).resolve(1000) == 250
     assert CacheLimit(nbytes=600).resolve(1000) == 600
+    assert CacheLimit().resolve(1000) == 0
 
 
 def test_a_limit_says_where_it_comes_from() -> None:
@@ -104,6 +115,7 @@ def test_of_a_process_of_the_usual_size_there_is_one_smallest_limit(held: int) -
     assert BUDGET.fits(smallest, held, 40 * MB)
     assert not BUDGET.fits(smallest - MB, held, 40 * MB)
     assert BUDGET.fits(smallest - mmap.PAGESIZE + 1, held, 40 * MB)  # as a control group has it
+    assert not BUDGET.fits(smallest - mmap.PAGESIZE, held, 40 * MB)
 
 
 def test_a_tokenizer_counts_while_it_is_read_or_with_the_request() -> None:
@@ -120,6 +132,9 @@ def test_threads_and_pages_that_experts_do_not_fill_are_counted(pack_dir: Path) 
     exact, coarse = Budget.of(manifest, page_bytes=4096), Budget.of(manifest, page_bytes=1 << 16)
     assert (exact.filled, coarse.filled) == (1.0, min(size / (-(-size // 65536) * 65536) for size in sizes))
     assert coarse.filled < 0.5
+    assert exact.backbone_bytes == manifest.files[BACKBONE].nbytes > 0
+    others = {name: entry for name, entry in manifest.files.items() if name != BACKBONE}
+    assert Budget.of(replace(manifest, files=others)).backbone_bytes == 0
     assert coarse.left_bytes(10**9, 0, 0) == int(coarse.filled * exact.left_bytes(10**9, 0, 0))
     large = replace(coarse, layer_bytes=30 * MB)
     smallest = large.smallest_memory(10**8, 0)
@@ -129,6 +144,25 @@ def test_threads_and_pages_that_experts_do_not_fill_are_counted(pack_dir: Path) 
     assert exact.left_bytes(10**9, 0, 0) - threads.left_bytes(10**9, 0, 0) == 40 * MB
 
 
+def test_a_tokenizer_is_counted_that_can_be_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    pack = Pack.open(write_pack(tmp_path / "model.pack", SWITCH, paths=False))
+    body = pack.file(TOKENIZER).read_bytes()
+    expected = tokenizer_takes([body])
+
+    def counted(most_bytes: int) -> Taken:
+        monkeypatch.setattr(budget_module, "bound_of", lambda name: Bound(most_bytes))
+        return budget_of(pack, False, 5, 7).tokenizer
+
+    assert counted(len(body)) == expected != NOTHING
+    assert counted(len(body) - 1) == NOTHING, "it is refused before it is read"
+    monkeypatch.setattr(budget_module, "_PART", 100)
+    assert counted(len(body)) == expected, "read in parts"
+    without, with_text = Budget.of(pack.manifest), budget_of(pack, False, 5, 7)
+    assert (with_text.thread_bytes, with_text.opened_bytes) == (5, without.opened_bytes + 7)
+    bare = Pack.open(write_pack(tmp_path / "bare.pack", SWITCH, paths=False, tokenizer=False))
+    assert budget_of(bare, False, 0, 0).tokenizer == NOTHING
+
+
 def test_a_refusal_names_its_parts() -> None:
     error = replace(BUDGET, tokenizer=Taken(9 * MB, 7 * MB)).too_small("so much", 250 * MB, 40 * MB, "this needs")
     loaded = BUDGET.loaded_bytes + 7 * MB
@@ -136,8 +170,84 @@ def test_a_refusal_names_its_parts() -> None:
     assert f"memory={error.smallest_bytes} " in str(error)
     for part in ("250.00 MB for the process", "54.19 MB for all weights", "7.00 MB for the tok", "40.00 MB for keys"):
         assert part in str(error)
+    parts = [float(part) for part in re.findall(r"([\d.]+) MB (?:for|spare)", str(error))]
+    assert len(parts) == 6
+    assert sum(parts) == pytest.approx(error.smallest_bytes / MB, abs=0.05)
     assert str(error).startswith("so much is too small: this needs")
     assert f"{size(BARE_BYTES)} for the process without the pack" in str(BUDGET.too_small("so much", 1, 1, "this"))
     with pytest.raises(BudgetTooSmall, match=f"cache={8 * MB}, "):
         BUDGET.check_cache(8 * MB - 1)
     BUDGET.check_cache(8 * MB)
+
+
+def test_a_budget_is_counted_from_the_files_of_the_experts() -> None:
+    """A token needs the largest of each layer of the decoder, an encoder's pass may need more of one layer."""
+    files = {
+        LayerKey("encoder", 0): [9000, 100],
+        LayerKey("decoder", 0): [50, 7000],
+        LayerKey("decoder", 2): [5000, 40],
+    }
+    stored = Budget.sized(SWITCH, 1234, files, thread_bytes=77, page_bytes=10)
+    assert (stored.backbone_bytes, stored.scratch_bytes, stored.thread_bytes) == (1234, 0, 77)
+    assert (stored.layer_bytes, stored.token_bytes, stored.expert_bytes) == (9000, 12_000, 21_190)
+    assert stored.filled == 1.0
+    assert Budget.sized(SWITCH, 0, files, page_bytes=60).filled == 40 / 60
+    few, more = (Budget.sized(SWITCH, 0, dict(list(files.items())[:count])) for count in (2, 3))
+    assert more.opened_bytes * 4 == few.opened_bytes * 6 > 0
+    wide, weights = Budget.sized(SWITCH, 1234, files, widened=True), SWITCH.weights_per_expert()
+    assert wide.backbone_bytes == 4 * sum(math.prod(tensor.shape) for tensor in SWITCH.tensors.values())
+    assert wide.scratch_bytes >= 4 * weights, "one expert in float32"
+    assert (Budget.sized(SWITCH, 0, {}).layer_bytes, Budget.sized(SWITCH, 0, {}).filled) == (0, 1.0)
+    held = stored.held_as(500, 30_000, "and more")
+    assert (held.token_bytes, held.expert_bytes, held.token_beside) == (500, 30_000, "and more")
+    assert stored.held_as(500, 20_000).expert_bytes == 21_190
+
+
+@pytest.fixture
+def machine(monkeypatch: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
+    """The process holds 100 MB and can have 500 MB in all."""
+    monkeypatch.setattr(budget_module, "held_bytes", lambda: 100 * MB)
+    monkeypatch.setattr(budget_module, "most_bytes", lambda: 500 * MB)
+    return monkeypatch
+
+
+@pytest.mark.parametrize(
+    ("limit", "most", "named"),
+    [
+        (MemoryLimit(nbytes=300 * MB), 300 * MB, "a memory budget of 300000000 bytes"),
+        (MemoryLimit(nbytes=900 * MB), 500 * MB, r"what this process can get \(500.00 MB\)"),
+        (MemoryLimit(share=0.5), 250 * MB, r"50% of what this process can get \(250.00 MB\)"),
+        (AUTO_MEMORY, 500 * MB, "what this process can get"),
+        (CacheLimit(nbytes=1), 500 * MB, "what this process can get"),
+        (None, 500 * MB, "what this process can get"),
+    ],
+)
+def test_files_and_texts_have_the_room_that_the_limit_leaves(
+    machine: pytest.MonkeyPatch, limit: MemoryLimit | CacheLimit | None, most: int, named: str
+) -> None:
+    left, room = most - 100 * MB - spare_bytes(most), room_within(limit)
+    room(left, "x.json")
+    with pytest.raises(BudgetTooSmall, match=rf"^{named}.* is too small to read x\.json of the pack") as refused:
+        room(left + 1, "x.json")
+    assert refused.value.smallest_bytes == most + MB, "in whole megabytes, not rounded down"
+    assert f"memory={most + MB} (" in str(refused.value)
+    letters, words = letters_within(limit)
+    assert letters == left // TEXT_BYTES
+    assert re.match(named, words)
+
+
+def test_what_every_margin_covers_is_never_refused(machine: pytest.MonkeyPatch) -> None:
+    room = room_within(MemoryLimit(nbytes=MB))
+    room(COVERED_BYTES, "x.json")
+    with pytest.raises(BudgetTooSmall):
+        room(COVERED_BYTES + 1, "x.json")
+    assert letters_within(MemoryLimit(nbytes=MB))[0] == COVERED_BYTES // TEXT_BYTES
+
+
+def test_where_nobody_knows_the_memory_nothing_is_refused(machine: pytest.MonkeyPatch) -> None:
+    machine.setattr(budget_module, "most_bytes", lambda: None)
+    room_within(None)(10**15, "x.json")
+    letters, words = letters_within(None)
+    assert letters >= 10**12
+    assert words == ""
+    assert letters_within(MemoryLimit(nbytes=300 * MB))[0] < MB, "the person does"

@@ -228,6 +228,51 @@ def test_who_leaves_does_not_depend_on_the_order_of_arrival(names, used, random,
         assert sum(freed) >= nbytes > sum(freed[:-1])
 
 
+def passed_by(residency: Residency, key: ExpertKey, times: int) -> None:
+    for _ in range(times):
+        residency.begin(Demand(key.at, (key.expert,)))
+        residency.pass_by(key)
+
+
+def test_an_expert_that_was_passed_by_outlasts_only_what_is_worth_less() -> None:
+    """Of the residents that the present layer does not need, of which one was demanded three times, one twice."""
+    residency, (often, twice, other, unknown) = Residency(9, EVICTION["lfu"](DECODER)), map(DECODER[0].expert, range(4))
+    residency.pass_by(other)
+    residency.add(often, 3)
+    assert not residency.outlasts(other), "no layer has begun"
+    residency.remove(often)
+    residency.begin(Demand(DECODER[1], ()))
+    assert not residency.outlasts(other), "nothing would leave for it"
+    for key, times in ((often, 3), (twice, 2)):
+        residency.add(key, 3)
+        for _ in range(times):
+            residency.demand(key)
+    assert not residency.outlasts(unknown)
+    assert not residency.outlasts(other)
+    passed_by(residency, other, 1)
+    residency.begin(Demand(DECODER[1], ()))
+    assert not residency.outlasts(other), "as often is no more often"
+    passed_by(residency, other, 1)
+    residency.begin(Demand(DECODER[1], ()))
+    assert residency.outlasts(other)
+    residency.begin(Demand(DECODER[0], (twice.expert,)))
+    assert not residency.outlasts(other), "what the layer needs does not leave"
+
+
+@pytest.mark.parametrize("native", [True, False])
+def test_what_was_only_passed_by_is_not_what_leaves(native: bool) -> None:
+    residency = Residency(6, EVICTION["lfu"](DECODER), native)
+    residency.learn([Demand(DECODER[0], (0, 1)), Demand(DECODER[1], (0,))])
+    residency.begin(Demand(DECODER[2], ()))
+    for expert in (2, 3):
+        residency.add(DECODER[0].expert(expert), 3)
+        for _ in range(2):  # more often than what is not there
+            residency.demand(DECODER[0].expert(expert))
+    assert not residency.owes()
+    assert residency.victims(6) == [DECODER[0].expert(2), DECODER[0].expert(3)]
+    assert residency.victims(7) is None
+
+
 def test_paper_policy_knows_only_layers_with_experts() -> None:
     with pytest.raises(KeyError):
         PaperEviction(BOTH).worth(candidates(at("decoder", 1)), ("decoder", 2))

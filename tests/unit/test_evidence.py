@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import fcntl
+import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import cast
@@ -11,13 +13,27 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from moeconv.artifacts import SensitivityTable, Summary
-from moeconv.errors import ConversionError
+from moeconv.artifacts import SensitivityTable, Standing, Summary
+from moeconv.errors import ConversionError, SettingsError
 from moeconv.measure.metrics import METRICS
 from moeconv.measure.scoring import entropy_of
 from moeconv.measure.trial import Evaluation, Measure
-from moeconv.promise.bound import Evidence, Terms, alike, effective, least, least_heldout, samples_needed
-from moeconv.promise.judging import LOOKS, Judge, at_chance, bound_doubt, look, looks_text, needed_text, unreached_text
+from moeconv.promise import judging
+from moeconv.promise.bound import Evidence, Needed, Terms, alike, effective, least, least_heldout, samples_needed
+from moeconv.promise.judging import (
+    LOOKS,
+    Judge,
+    at_chance,
+    bound_doubt,
+    bound_text,
+    check_reference,
+    estimate,
+    look,
+    looks_text,
+    needed_text,
+    standing,
+    unreached_text,
+)
 from moert.pack.model_spec import ExpertKey
 from tests.refusing import one_line
 
@@ -51,12 +67,16 @@ def test_the_heldout_text_counts_in_documents_and_never_for_more_than_its_sample
 
 
 class Scored:
-    """A measure of which only the reference's scores are asked for."""
+    """A measure of which only scores are asked for."""
 
     metric = METRICS["exact_match"]
 
     def __init__(self, right: np.ndarray) -> None:
         self.reference = scored(right)
+
+    def summary(self, evaluation: Evaluation) -> Summary:
+        before, after = (self.metric.value(each.columns()) for each in (self.reference, evaluation))
+        return Summary(after, self.metric.loss(before, after), 0, 0)
 
 
 def scored(right: np.ndarray) -> Evaluation:
@@ -66,6 +86,61 @@ def scored(right: np.ndarray) -> Evaluation:
 
 def judged(right: np.ndarray, evidence: Evidence, confidence: float = 0.95) -> Judge:
     return Judge(cast("Measure", Scored(right)), evidence, 0.05, confidence, 0)
+
+
+def test_without_a_confidence_the_measured_loss_decides() -> None:
+    ones, documents = np.arange(4) < 4, np.arange(4)
+    judge = Judge(cast("Measure", Scored(ones)), Evidence(documents, documents), 0.25, None, 0)
+    just, worse = scored(np.arange(4) < 3), scored(np.arange(4) < 2)
+    assert (judge.holds(just), judge.holds(worse)) == (True, False)
+    assert (judge.bound(just), judge.text(just)) == (None, "loss 25.00%")
+    assert judge.stated is judge.too_few() is judge.needed([just]) is judge.counted_text() is None
+    assert judge.used is judge.counted is judge.evidence
+    assert standing(judge, 1, []) == Standing(None, 4, 4.0, 4, None, None, 1, ())
+
+
+def test_too_few_documents_are_said_and_counted_in_samples() -> None:
+    """29 of 10 samples each, of which a promise takes 30; with another one it can be made."""
+    few, many = np.repeat(np.arange(29), 10), np.repeat(np.arange(30), 10)
+    worse = {len(each): scored(np.arange(len(each)) % 30 != 0) for each in (few, many)}
+    short = judged(np.ones(290) > 0, Evidence(few, few))
+    assert short.stated is None
+    assert str(short.too_few()).startswith(
+        "29 documents to judge plans by (worth 29 of one size) and 29 held-out ones are too few for a promise at 95%, "
+        "which takes 30 (worth 15) and 6: "
+    )
+    assert short.used.count == short.counted.count == 290
+    assert short.text(worse[290]).startswith("loss 3.45%, under ")
+    assert short.text(worse[290]).endswith("% for more text of these documents")
+    assert short.needed([worse[290]]) is None, "nothing is promised"
+    enough = judged(np.ones(300) > 0, Evidence(many, many))
+    assert (enough.stated, enough.too_few()) == (0.95, None)
+    assert enough.used is enough.counted is enough.evidence
+    assert enough.text(worse[300]).endswith("% at 95%")
+    assert standing(enough, 3, ["a note"]) == Standing(0.95, 30, 30.0, 30, 30, 6, 3, ("a note",))
+
+
+def test_what_a_promise_needs_is_told_where_it_has_less() -> None:
+    documents = np.arange(400)
+    plans = [scored(np.arange(400) % 40 != 0)]
+    timid, easy = (
+        Judge(cast("Measure", Scored(np.ones(400) > 0)), Evidence(documents, documents), target, 0.95, 0)
+        for target in (0.03, 0.3)
+    )
+    needed = timid.needed(plans)
+    assert needed is not None
+    assert needed.have == 400 < (needed.acceptance or needed.both)
+    assert easy.needed(plans) is None
+
+
+def test_a_loss_comes_with_its_interval() -> None:
+    measure = cast("Measure", Scored(np.ones(400) > 0))
+    found = estimate(measure, scored(np.arange(400) % 40 != 0), np.arange(400), 0)
+    assert (found.reference, found.value, found.loss, found.samples) == (1.0, 0.975, pytest.approx(0.025), 400)
+    assert 0.01 < found.low < 0.025 < found.high < 0.045
+    assert found.per_token() is None, "no perplexity"
+    halves = estimate(measure, scored(np.arange(400) % 40 != 0), np.arange(400) // 40, 0)
+    assert halves.high - halves.low < 0.001, "each document loses one of 40"
 
 
 def test_with_no_harm_seen_the_mildest_other_plan_says_what_a_document_loses() -> None:
@@ -167,6 +242,20 @@ def test_looks_at_one_text_are_counted_once_each(tmp_path) -> None:
     assert len((root / LOOKS).read_text().splitlines()) == 5, "with the last, which counts the others"
 
 
+def test_while_one_conversion_notes_its_look_others_wait(tmp_path: Path) -> None:
+    other = os.open(tmp_path, os.O_RDONLY)
+    with judging._locked(tmp_path), pytest.raises(BlockingIOError):
+        fcntl.flock(other, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    fcntl.flock(other, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    os.close(other)
+
+
+def test_a_folder_that_can_not_be_made_is_one_line(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    with one_line(ConversionError, r"can't use .*looks\.jsonl: File exists; free it or give another --work"):
+        look(tmp_path / "file", "a", ["text"])
+
+
 @pytest.mark.parametrize(
     "change",
     [
@@ -208,6 +297,26 @@ def test_what_is_said_is_one_true_line() -> None:
     assert bound_doubt(None, -1.0) is bound_doubt(0.04, 0.0) is None
     assert "negative (95% interval up to -8.84%)" in str(bound_doubt(0.01, -0.0884))
     assert "no bound" in str(bound_doubt(np.inf, 0.1))
+    assert "all 30 together at 0% or more" in str(looks_text(30, 0.95))
+    assert bound_text(np.inf, 0.95) == "no bound can be told from so few samples"
+    assert bound_text(0.05, 0.9) == "under 5.00% at 90%"
+    assert bound_text(0.05, None) == "under 5.00% for more text of these documents"
+    apart, grouped = Evidence(np.arange(40), np.arange(20)), Evidence(np.arange(40) // 2, np.arange(40) // 2)
+    line = needed_text(Needed(100, 1250, 3000), apart, "5% at 95%", 0.5)
+    assert line.startswith("100 calibration samples to judge plans by (50% of the text, at most --samples) and 20 held")
+    assert "few to promise 5% at 95%: 1,250 of the former would do; " in line
+    line = needed_text(Needed(100, None, 3000), grouped, "5% at 95%", 0.5)
+    assert line.startswith("100 calibration documents ")
+    assert "3,000 of each would do; " in line
+
+
+@pytest.mark.parametrize(("value", "sound"), [(0, False), (-1, False), (1e30, False), (np.nan, False), (9e29, True)])
+def test_a_reference_that_nothing_can_be_measured_against_is_refused(value: float, sound: bool) -> None:
+    if sound:
+        check_reference("perplexity", value, "held-out text")
+        return
+    with one_line(SettingsError, "the unquantized model has perplexity .* on the held-out text, so no loss can be"):
+        check_reference("perplexity", value, "held-out text")
 
 
 def test_a_model_that_guesses_by_frequency_is_at_chance() -> None:
@@ -215,6 +324,7 @@ def test_a_model_that_guesses_by_frequency_is_at_chance() -> None:
     assert entropy == pytest.approx(np.log(4), abs=1e-3)
     assert entropy_of([7]) == 0
     assert at_chance(evaluation(nats=1.2), entropy, "held-out") is None
+    assert at_chance(evaluation(nats=1.5), 1.5, "held-out") is not None, "no better than guessing"
     found = at_chance(evaluation(nats=1.5), entropy, "held-out")
     assert "at chance on the held-out text: 1.50 nats a token" in str(found)
 
@@ -236,6 +346,7 @@ def test_experts_that_hardly_a_token_reached_are_named() -> None:
     assert "2 of 20 experts saw fewer than 8 tokens" in str(unreached_text(table(3, 5)))
     assert "D00/E003, D00/E005;" in str(unreached_text(table(3, 5)))
     assert "D00/E007 and 4 more" in str(unreached_text(table(*range(12))))
+    assert "D00/E007;" in str(unreached_text(table(*range(8)))), "all of them"
 
 
 def test_an_infinite_bound_needs_more_text_and_divides_by_nothing() -> None:

@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import re
 from dataclasses import replace
+from typing import cast
 
 import pytest
 from tiny_packs import SWITCH
 
 from moert.engine.budget import BARE_BYTES, FIRST_BYTES, Budget
-from moert.engine.regulator import Bounds, Regulator
+from moert.engine.regulator import Admission, Bounds, Regulator
 from moert.errors import BudgetTooSmall
+from moert.experts.ahead import Lookahead
+from moert.experts.streaming import Streaming
 from moert.models.footprint import Footprint, Load, activation_bytes
 from moert.models.kv import BLOCK_TOKENS
 from recipes.bench.shaped import OLMOE
@@ -207,3 +210,94 @@ def test_what_the_process_takes_beside_the_pack_counts_and_what_was_foreseen_doe
     asked = opening(process)
     process.others_bytes = 40 * MB  # what was there before was freed
     assert asked.smallest_memory(loads(100)) == foreseen
+
+
+def test_work_beside_the_model_takes_the_room_of_experts_down_to_those_of_a_layer() -> None:
+    process = Process(250 * MB)
+    asked = regulator(process, 450 * MB)
+    asked.before(loads(100))
+    most = BUDGET.left_bytes(450 * MB, 250 * MB, 0) - BUDGET.layer_bytes
+    asked.aside(most - 5 * MB, "render")
+    assert process.held_bytes == BUDGET.layer_bytes + 5 * MB
+    asked.aside(most, "render")
+    assert process.held_bytes == BUDGET.layer_bytes
+    with pytest.raises(BudgetTooSmall, match="is too small to render beside the model: give memory=") as error:
+        asked.aside(most + 1, "render")
+    assert error.value.smallest_bytes == BUDGET.smallest_bytes(250 * MB, most + 1)
+    regulator(process, error.value.smallest_bytes).aside(most + 1, "render")
+    free = Process(250 * MB)
+    regulator(free).aside(10**12, "render")
+    assert free.held_bytes == 0, "without a limit nothing is resized"
+
+
+@pytest.mark.parametrize("limit", [360 * MB, 450 * MB, 530 * MB, 10**10])
+@pytest.mark.parametrize("running", [0, 1, 3])
+def test_requests_begin_together_while_experts_keep_half_of_their_room(limit: int, running: int) -> None:
+    asked, every = regulator(Process(250 * MB), limit), loads(*[200] * 40)
+    rooms = [
+        BUDGET.left_bytes(limit, 250 * MB, Footprint(OLMOE, False).request(every[:count]) + FIRST_BYTES)
+        for count in range(1, 41)
+    ]
+    enough = BUDGET.expert_bytes if rooms[0] >= BUDGET.expert_bytes else max(BUDGET.layer_bytes, rooms[0] // 2)
+    expected = max(1, sum(room >= enough for room in rooms))
+    assert asked.together(every[:running], every[running:]) == max(0, expected - running)
+    assert asked.together(every[:running], []) == 0
+    assert (expected == 40) == (limit == 10**10)
+
+
+class Noted:
+    """The streaming of an engine and its lookahead, and the calls of them."""
+
+    def __init__(self) -> None:
+        self.calls: list[object] = []
+        self.capacity_bytes = 70 * MB
+        self.holding = self.cache = self
+
+    def expects(self) -> None:
+        self.calls.append("expects")
+
+    def begins(self) -> None:
+        self.calls.append("begins")
+
+    def settle(self) -> None:
+        self.calls.append("settle")
+
+    def forget(self) -> None:
+        self.calls.append("forget")
+
+    def adapt(self, room_bytes: int, notify: object) -> None:
+        self.calls.append(room_bytes)
+
+
+def test_admission_says_each_thing_once_and_passes_the_room_on() -> None:
+    noted, notes, room = Noted(), list[str](), regulator(Process(250 * MB), 330 * MB)
+    gate = Admission(room, cast("Streaming", noted), cast("Lookahead", noted))
+    gate.notify = notes.append
+    gate.notes += ["first", "second"]
+    small = room.before(loads(100, most=100))[0]
+    for _ in range(2):
+        gate.before(loads(100, most=100))
+        assert notes[:2] == ["first", "second"]
+        assert "holds less than one token demands" in notes[2]
+        assert (len(notes), gate.notes) == (3, [])
+    assert noted.calls == ["expects", small, "begins"] * 2
+    assert gate.smallest_room_bytes == 70 * MB
+    noted.calls.clear()
+    for noted.capacity_bytes, least in ((60 * MB, 60 * MB), (90 * MB, 60 * MB)):
+        gate.after(loads(100, most=100, written=1))
+        assert gate.smallest_room_bytes == least
+    assert noted.calls == [60 * MB, "settle", 90 * MB, "settle"]
+    gate.idle()
+    assert noted.calls[-1] == "forget"
+    Admission(room, cast("Streaming", noted), None).idle()
+    assert noted.calls.count("forget") == 1
+
+
+def test_requests_that_wait_for_others_are_told_of_once() -> None:
+    room, every = regulator(Process(250 * MB), 450 * MB), loads(*[200] * 40)
+    gate, most = Admission(room, cast("Streaming", Noted()), None), room.together([], every)
+    assert gate.together([], every[:most]) == most
+    assert gate.notes == [], "all begin"
+    for _ in range(2):
+        assert gate.together(every[:1], every[1:]) == most - 1
+        assert gate.notes == [f"40 prompts at once would take the experts' memory: they run {most} at a time"]

@@ -39,7 +39,10 @@ SIZES = st.fixed_dictionaries({key: st.integers(1, 9) for key in KEYS})
 @settings(max_examples=60)
 @given(traces(5), SIZES, st.integers(9, 120), st.sampled_from(NAMES))
 def test_budget_holds_and_counts_add_up(trace, nbytes, budget, name) -> None:
+    seen: list[tuple[int, int]] = []
+
     def check(step, keys, victims, residency) -> None:
+        seen.append((len(keys), len(victims)))
         held = sum(nbytes[one] for one in residency)
         assert held == residency.used_bytes <= budget
         assert all(key in residency for key in keys)
@@ -47,6 +50,7 @@ def test_budget_holds_and_counts_add_up(trace, nbytes, budget, name) -> None:
 
     result = replay(trace, nbytes, budget, EVICTION[name](ORDER), check)
     assert result.hits + result.misses == result.demands == sum(len(step.experts) for step in trace)
+    assert tuple(map(sum, zip(*seen, strict=True))) == (result.misses, result.evictions)
     assert result.peak_bytes <= budget
     assert result.bytes_read >= sum(nbytes[key] for key in {key for step in trace for key in step.expert_keys()})
     assert replay(trace, nbytes, budget, EVICTION[name](ORDER)) == result
