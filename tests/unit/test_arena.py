@@ -171,6 +171,15 @@ def test_pages_that_share_a_large_one_leave_alone() -> None:
     assert (resident_pages(kept), resident_pages(left), resident_pages(beside)) == (5, 0, 5)
 
 
+def test_what_is_held_can_be_counted_again() -> None:
+    buffers = Buffers()
+    for piece in [buffers.take(nbytes, 0) for nbytes in (PAGE_BYTES, 2 * PAGE_BYTES, 2 * PAGE_BYTES)]:
+        buffers.give(piece)
+    buffers.warm_bytes = 7
+    buffers.recount()
+    assert buffers.warm_bytes == 5 * PAGE_BYTES
+
+
 def test_the_largest_pages_are_given_back_first() -> None:
     buffers = Buffers()
     sizes = [PAGE_BYTES, 4 * PAGE_BYTES, 2 * PAGE_BYTES]

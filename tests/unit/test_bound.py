@@ -60,6 +60,16 @@ def test_rows_that_say_less_than_half_are_counted_in_runs() -> None:
     assert math.isfinite(alike(common[:6], runs[:6]))
 
 
+@pytest.mark.parametrize(("same", "opposite", "documents"), [(7, 3, 4800), (7, 2, 400)])
+def test_runs_are_counted_where_more_than_two_rows_say_as_much_as_one(same: int, opposite: int, documents: int) -> None:
+    """Runs of twelve: of (same - opposite)^2 / (same + opposite) rows, 1.6 and 2.8, and a little more."""
+    run = np.concatenate([np.ones(same), -np.ones(opposite), np.zeros(12 - same - opposite)])
+    runs = np.repeat(np.arange(400), 12)
+    found = Evidence(runs, runs, runs=True).of_rows(np.concatenate([run, -run] * 200))
+    assert found.count == documents
+    assert found.runs == (documents == 400)
+
+
 def test_pairs_of_equal_rows_stay_pairs() -> None:
     """Two rows that say as much as one are no more than their document."""
     runs = np.repeat(np.arange(400), 2)
@@ -74,6 +84,19 @@ def test_of_one_more_of_each_row_the_loss_changes_as_counted() -> None:
     assert found == pytest.approx([loss(4, 3) - loss(3, 2)] * 2 + [loss(4, 2) - loss(3, 2), 0.0])
     same = effects(EXACT, before, before)
     assert same == pytest.approx([0.8 - 0.75] * 3 + [0.6 - 0.75])
+
+
+@pytest.mark.parametrize("documents", [2000, 200])
+def test_an_interval_holds_what_lies_between_the_normal_quantiles(documents: int) -> None:
+    """Half of the samples are lost; documents of ten samples have one lost more or less."""
+    before, after = right(2000, 2000), right(2000, 2000)
+    after[: 1000 if documents == 2000 else 0, 0] = 0.0
+    groups = np.arange(2000) * documents // 2000
+    if documents == 200:
+        after[:, 0] = np.arange(2000) % 10 < 4 + 2 * (groups % 2)
+    deviation = {2000: 0.5, 200: 0.1}[documents] / math.sqrt(documents)
+    low, high = bound.interval(EXACT, before, after, seed=0, groups=groups)
+    assert (0.5 - low, high - 0.5) == (pytest.approx(1.96 * deviation, rel=0.05),) * 2
 
 
 def test_the_document_that_was_harmed_most_is_named_by_its_sums() -> None:

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import threading
+import time
 
 import pytest
-from memory_store import PATIENCE_S, Model, begin, key, make, mark, use, wait_until
+from memory_store import ORDER, PATIENCE_S, Model, begin, key, make, mark, use, wait_until
 
 from moert.experts import cache as cache_module
 from moert.experts.cache import ExpertCache, Moves, Slot
-from moert.experts.policy import Demand
+from moert.experts.policy import EVICTION, Demand
 from moert.kernels.backend import Expert
 from moert.pack.codec import U8
 from moert.pack.errors import HashMismatch
@@ -222,6 +223,44 @@ def test_demand_takes_back_what_predictions_fill_least_probable_first() -> None:
         lease.all()
         assert cache.resident() == [key(0, 1), key(1, 0)]
     cache.close()
+
+
+def test_a_layer_that_begins_says_how_far_reading_ahead_had_come() -> None:
+    cache, _, _ = make(100)
+    use(cache, 0, [0])
+    cache.predict([key(1, 0), key(1, 1)])
+    wait_until(lambda: len(cache.resident()) == 3)
+    assert cache.absent([key(1, 0), key(1, 2), key(0, 0)]) == [False, True, False]
+    assert cache.n_resident == 3
+    assert begin(cache, 1, [0, 2, 3]) == ([key(1, 0), key(1, 1)], 2)
+    assert begin(cache, 1, [0]) == ([], 0), "each once"
+    cache.close()
+
+
+@pytest.mark.parametrize(("policy", "left"), [("lru", key(0, 0)), ("lfu", key(1, 0))])
+def test_another_policy_evicts_from_then_on(policy: str, left: ExpertKey) -> None:
+    cache, _, _ = make(20)
+    for layer in (0, 0, 1):
+        use(cache, layer, [0])
+    cache.use(EVICTION[policy](ORDER))
+    use(cache, 2, [0])
+    assert set(cache.resident()) == {key(0, 0), key(1, 0), key(2, 0)} - {left}
+
+
+def test_the_time_of_a_read_that_the_model_waits_for_is_counted() -> None:
+    cache, store, counters = make(60)
+    store.during = lambda wanted: time.sleep(0.01)
+    for turn in (1, 2):
+        use(cache, turn, [0])
+        assert 0.01 * turn <= counters.stall_s < PATIENCE_S
+
+
+def test_a_closed_cache_has_closed_its_store(monkeypatch: pytest.MonkeyPatch) -> None:
+    cache, store, _ = make(60)
+    closed: list[int] = []
+    monkeypatch.setattr(store, "close", lambda: closed.append(1))
+    cache.close()
+    assert closed == [1]
 
 
 def test_shrinking_evicts_and_growing_does_not() -> None:
