@@ -86,6 +86,25 @@ def test_of_one_more_of_each_row_the_loss_changes_as_counted() -> None:
     assert same == pytest.approx([0.8 - 0.75] * 3 + [0.6 - 0.75])
 
 
+def test_of_each_plan_the_documents_that_may_count_once_more_are_those_that_it_harmed_most() -> None:
+    """The worst by itself, and 15 by their effect in all. Of two plans, one harms the last most, one the first."""
+    before, kept = np.ones(40), 1 - np.arange(40) / 100
+    both = np.stack([np.stack([before, before, after, before], axis=1) for after in (kept, kept[::-1])], axis=1)
+    found = bound._worst(EXACT, both)
+    assert found.shape == (bound.AGAIN, 2, 4) == (16, 2, 4)
+    assert found[:, 0, 2].tolist() == found[:, 1, 2].tolist() == [kept[-1], *kept[:-16:-1]]
+
+
+@pytest.mark.parametrize(("heldout", "lost"), [(80, 13 / 4), (20, 4), (10, 2 / 0.5), (None, 3.0)])
+def test_with_no_harm_seen_one_sample_counts_as_often_as_the_heldout_text_may_have_it(
+    heldout: float | None, lost: float
+) -> None:
+    """Geometric counts of mean m/n, of which the 95% quantile is known; of endless text an exponential one, -ln 0.05."""
+    ones = right(20, 20)
+    found = bound.upper_bound(EXACT, ones, ones, Terms(0.95, heldout, 1, draws=20_000))
+    assert found == pytest.approx(lost / 20, rel=0.02)
+
+
 @pytest.mark.parametrize("documents", [2000, 200])
 def test_an_interval_holds_what_lies_between_the_normal_quantiles(documents: int) -> None:
     """Half of the samples are lost; documents of ten samples have one lost more or less."""
