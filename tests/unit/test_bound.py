@@ -99,7 +99,7 @@ def test_of_each_plan_the_documents_that_may_count_once_more_are_those_that_it_h
 def test_with_no_harm_seen_one_sample_counts_as_often_as_the_heldout_text_may_have_it(
     heldout: float | None, lost: float
 ) -> None:
-    """Geometric counts of mean m/n, of which the 95% quantile is known; of endless text an exponential one, -ln 0.05."""
+    """Geometric counts of mean m/n, whose 95% quantile is known; of endless text an exponential one, -ln 0.05."""
     ones = right(20, 20)
     found = bound.upper_bound(EXACT, ones, ones, Terms(0.95, heldout, 1, draws=20_000))
     assert found == pytest.approx(lost / 20, rel=0.02)

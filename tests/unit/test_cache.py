@@ -45,6 +45,16 @@ def test_a_hit_that_is_still_being_read_when_it_is_demanded_is_counted_as_such_o
     cache.close()
 
 
+def test_what_was_read_ahead_in_time_is_no_hit_in_flight() -> None:
+    cache, _, counters = make(60)
+    begin(cache, 0, [])
+    cache.predict([key(1, 0)])
+    wait_until(lambda: cache.resident() == [key(1, 0)])
+    use(cache, 1, [0])
+    assert (counters.hits, counters.hits_in_flight, counters.prefetch_used) == (1, 0, 1)
+    cache.close()
+
+
 def test_a_leased_expert_stays_even_when_the_policy_would_evict_it() -> None:
     cache, store, _ = make(40)
     begin(cache, 0, [0])
@@ -255,12 +265,14 @@ def test_the_time_of_a_read_that_the_model_waits_for_is_counted() -> None:
         assert 0.01 * turn <= counters.stall_s < PATIENCE_S
 
 
-def test_a_closed_cache_has_closed_its_store(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_closed_cache_has_closed_its_store_and_starts_no_thread(monkeypatch: pytest.MonkeyPatch) -> None:
     cache, store, _ = make(60)
     closed: list[int] = []
     monkeypatch.setattr(store, "close", lambda: closed.append(1))
     cache.close()
     assert closed == [1]
+    cache.predict([key(0, 0)])
+    assert cache.loaders.threads == [], "none is started any more"
 
 
 def test_shrinking_evicts_and_growing_does_not() -> None:

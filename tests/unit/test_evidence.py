@@ -310,7 +310,9 @@ def test_what_is_said_is_one_true_line() -> None:
     assert "3,000 of each would do; " in line
 
 
-@pytest.mark.parametrize(("value", "sound"), [(0, False), (-1, False), (1e30, False), (np.nan, False), (9e29, True)])
+@pytest.mark.parametrize(
+    ("value", "sound"), [(0, False), (-1, False), (1e30, False), (np.nan, False), (1e-9, True), (9e29, True)]
+)
 def test_a_reference_that_nothing_can_be_measured_against_is_refused(value: float, sound: bool) -> None:
     if sound:
         check_reference("perplexity", value, "held-out text")

@@ -187,6 +187,14 @@ def test_longer_requests_need_more(spec, widened) -> None:
     assert activation_bytes(spec, 2000, widened) > 2000 * 2 * 4 * spec.d_model
 
 
+def test_only_where_memory_is_tight_it_is_returned_early(monkeypatch: pytest.MonkeyPatch) -> None:
+    calls: list[bool] = []
+    monkeypatch.setattr("moert.machine.return_early", lambda: calls.append(True))
+    for limit, expected in ((620 * MB, []), (None, []), (400 * MB, [True])):
+        opening(Process(250 * MB), limit)
+        assert calls == expected
+
+
 def test_plenty_is_not_tight() -> None:
     process = Process(250 * MB)
     assert opening(process, 400 * MB).tight
@@ -270,7 +278,8 @@ class Noted:
 
 
 def test_admission_says_each_thing_once_and_passes_the_room_on() -> None:
-    noted, notes, room = Noted(), list[str](), regulator(Process(250 * MB), 330 * MB)
+    process = Process(250 * MB)
+    noted, notes, room = Noted(), list[str](), regulator(process, 330 * MB)
     gate = Admission(room, cast("Streaming", noted), cast("Lookahead", noted))
     gate.notify = notes.append
     gate.notes += ["first", "second"]
@@ -283,9 +292,11 @@ def test_admission_says_each_thing_once_and_passes_the_room_on() -> None:
     assert noted.calls == ["expects", small, "begins"] * 2
     assert gate.smallest_room_bytes == 70 * MB
     noted.calls.clear()
+    before = process.held_bytes
     for noted.capacity_bytes, least in ((60 * MB, 60 * MB), (90 * MB, 60 * MB)):
         gate.after(loads(100, most=100, written=1))
         assert gate.smallest_room_bytes == least
+        assert process.held_bytes > before, "experts get the room of prompts"
     assert noted.calls == [60 * MB, "settle", 90 * MB, "settle"]
     gate.idle()
     assert noted.calls[-1] == "forget"
