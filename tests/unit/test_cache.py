@@ -177,6 +177,15 @@ def test_ctrl_c_in_a_read_ends_the_run_and_not_the_cache() -> None:
     assert (cache.used_bytes, cache.resident()) == (30, [key(0, 0), key(0, 1)])
 
 
+def test_what_was_queued_when_a_call_was_cut_short_is_read_no_more() -> None:
+    cache, store, _ = make(60, loaders=0)
+    begin(cache, 0, [0])
+    cache.lease([key(0, 0)]).__enter__()  # and never left
+    cache.resize(60)
+    assert (list(cache._queue), cache.used_bytes, store.reads) == ([], 0, [])
+    use(cache, 0, [0, 1])
+
+
 def test_what_the_layer_needs_later_outlives_everything_else() -> None:
     cache, store, _ = make(40)
     use(cache, 0, [1])
