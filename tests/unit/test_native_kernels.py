@@ -123,6 +123,18 @@ def test_whole_numbers_give_the_same_on_every_instruction_set(
         assert np.array_equal(backend.linear(x, backend.matrix(stored)), expected)
 
 
+@thinned("bits, cols", [2, 3, 4, 8], [96, 640, 1500])
+def test_the_largest_codes_and_inputs_have_room(backends: Natives, bits: int, cols: int) -> None:
+    """In the sums of whole numbers, for one token and for many."""
+    codes = np.full((40, cols), (1 << bits) - 1, np.uint8)
+    scale, minimum = np.ones((40, 1), np.float16), np.zeros((40, 1), np.float16)
+    stored = QuantizedMatrix(bits, cols, cols, pack_codes(codes, bits), scale, minimum)
+    for backend in backends.values():
+        for tokens in (1, 3, 40):
+            found = backend.linear(np.full((tokens, cols), -1, np.float32), backend.matrix(stored))
+            np.testing.assert_allclose(found, -cols * codes[0, 0].astype(float), rtol=1e-5)
+
+
 @thinned("kind, group, rows, cols", KINDS, [None, 32, 10], [(150, 700), (37, 45), (2, 3300)])
 def test_a_token_gets_the_same_alone_in_company_and_from_several_threads(
     backends: Natives, kind: Kind, group: int | None, rows: int, cols: int

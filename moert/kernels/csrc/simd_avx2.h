@@ -89,8 +89,9 @@ INLINE ints dot_small(const int n, const bytes *codes, const int8_t *x) {
 }
 INLINE ints dot_bytes(const int n, const bytes *codes, const int8_t *x) { return dot_small(n, codes, x); }
 #else
-/* Running sums of 4 products in each lane, a token in each; in 16 bits, where the 8 steps of a block stay below
+/* Running sums of 4 products in each lane, a token in each; in 16 bits, where the 8 steps of DOTS_HOLD inputs stay below
  * 8 · 2 · 15 · 127. Codes of 8 bits go by halves. */
+#define DOTS_HOLD 32
 typedef struct { __m256i low, high; } dots;
 INLINE dots no_dots(void) { return (dots){_mm256_setzero_si256(), _mm256_setzero_si256()}; }
 INLINE dots more_dots(const int bits, dots sum, bytes codes, bytes x) {
