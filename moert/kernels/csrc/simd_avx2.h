@@ -16,7 +16,7 @@
 #ifdef DOT_PRODUCT
 #define SAME_WIDTHS 0x13C /* strips: the code for 2 bits is that for all */
 #else
-#define SAME_WIDTHS 0x1C /* 2, 3 and 4 */
+#define SAME_WIDTHS 0xC /* 2 and 3 */
 #endif
 
 typedef __m256i bytes;
@@ -89,9 +89,9 @@ INLINE ints dot_small(const int n, const bytes *codes, const int8_t *x) {
 }
 INLINE ints dot_bytes(const int n, const bytes *codes, const int8_t *x) { return dot_small(n, codes, x); }
 #else
-/* Running sums of 4 products in each lane, a token in each; in 16 bits, where the 8 steps of DOTS_HOLD inputs stay below
- * 8 · 2 · 15 · 127. Codes of 8 bits go by halves. */
-#define DOTS_HOLD 32
+/* Running sums of 4 products in each lane, a token in each; in 16 bits, where the steps of 4 inputs stay below 8 · 2 · 15 · 127,
+ * or with codes of 3 bits below 16 · 2 · 7 · 127. Codes of 8 bits go by halves. */
+#define DOTS_HOLD(bits) ((bits) < 4 ? 64 : 32)
 typedef struct { __m256i low, high; } dots;
 INLINE dots no_dots(void) { return (dots){_mm256_setzero_si256(), _mm256_setzero_si256()}; }
 INLINE dots more_dots(const int bits, dots sum, bytes codes, bytes x) {
@@ -119,6 +119,7 @@ INLINE ints dot_bytes(const int n, const bytes *codes, const int8_t *x) {
 }
 #endif
 
+INLINE ints plus_ints(ints a, ints b) { return _mm256_add_epi32(a, b); }
 INLINE reals zero(void) { return _mm256_setzero_ps(); }
 INLINE reals load_reals(const float *p) { return _mm256_loadu_ps(p); }
 INLINE void store_reals(float *p, reals v) { _mm256_storeu_ps(p, v); }

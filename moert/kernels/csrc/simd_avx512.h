@@ -90,6 +90,7 @@ INLINE ints all_dots(const int bits, dots sum, dots inputs) {
     return sum;
 }
 
+INLINE ints plus_ints(ints a, ints b) { return _mm512_add_epi32(a, b); }
 INLINE reals zero(void) { return _mm512_setzero_ps(); }
 INLINE reals load_reals(const float *p) { return _mm512_loadu_ps(p); }
 INLINE void store_reals(float *p, reals v) { _mm512_storeu_ps(p, v); }

@@ -130,6 +130,7 @@ INLINE ints dot_bytes(const int n, const bytes *codes, const int8_t *x) {
 }
 #endif
 
+INLINE ints plus_ints(ints a, ints b) { return vaddq_s32(a, b); }
 INLINE reals zero(void) { return vdupq_n_f32(0); }
 INLINE reals load_reals(const float *p) { return vld1q_f32(p); }
 INLINE void store_reals(float *p, reals v) { vst1q_f32(p, v); }

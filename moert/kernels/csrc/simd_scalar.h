@@ -111,6 +111,7 @@ INLINE uint16_t to_half(float value) {
     return (uint16_t)(sign | ((rest - ((127 - 15) << 23) + 0xFFF + (rest >> 13 & 1)) >> 13));
 }
 
+INLINE ints plus_ints(ints a, ints b) { EACH(ints, LANES, a.at[i] + b.at[i]); }
 INLINE reals zero(void) { EACH(reals, LANES, 0); }
 INLINE reals load_reals(const float *p) { EACH(reals, LANES, p[i]); }
 INLINE void store_reals(float *p, reals v) { memcpy(p, &v, sizeof v); }
