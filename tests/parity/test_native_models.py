@@ -25,7 +25,8 @@ from tests.pairs import thinned
 if library.load() is None:
     pytest.skip(f"no native kernels: {library.missing()}", allow_module_level=True)
 
-WORST, MEDIAN = 0.2, 0.025  # the largest median of one width was 0.0207
+WORST, MEDIAN = 0.2, 0.02
+MEDIAN_OF_DELTA = 0.025  # qwen3_next, each width by itself: 0.0207 was the largest
 
 
 def sequences(name: str, n: int) -> list[tuple[list[int], list[int]]]:
@@ -67,7 +68,8 @@ def test_few_bits_are_off_by_the_rounding_of_activations(tiny: Tiny, family: str
         clear = first - second > 2 * WORST * largest
         assert np.array_equal(found.argmax(-1)[clear], expected.argmax(-1)[clear])
         shares.append(share)
-    assert 1e-4 < float(np.median(np.concatenate(shares))) < MEDIAN  # not nothing: then nothing was rounded
+    most = MEDIAN_OF_DELTA if family == "qwen3_next" else MEDIAN
+    assert 1e-4 < float(np.median(np.concatenate(shares))) < most  # not nothing: then nothing was rounded
 
 
 @thinned("family, name, run", VARIANTS, [forward, stepped], facts=features, ids=variant_id)

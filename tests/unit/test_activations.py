@@ -104,4 +104,4 @@ def test_the_bound_is_above_the_peak_and_not_far(
         print(name, kernels, tokens, "peak", peak, "bound", bound)
         unpacked = 6 * spec.weights_per_expert() if widened else 0
         assert peak < bound + unpacked + 2_000_000
-        assert bound < 5 * (peak + 1_000_000)
+        assert bound < 5 * (peak + 300_000)  # what the process holds from before changes by that
