@@ -22,7 +22,8 @@ from moert.machine import ROOT, affinity, held_bytes, machine_memory, quota_of, 
 from moert.models.footprint import Footprint, Load
 from moert.pack.errors import FormatTooNew, HeaderInvalid, PackError
 from moert.pack.learnt import HASH, ORDER, PREDICTOR, HashFunction, NeuronPredictor, load_predictor
-from moert.pack.manifest import BACKBONE, Dense, LossEstimate, in_words
+from moert.pack.manifest import BACKBONE, Dense, LossEstimate, in_words, widths_by_role, widths_text
+from moert.pack.model_spec import ModelSpec
 from moert.pack.paths import PATHS, TRACE
 from moert.pack.reader import Pack, bits_histogram
 from moert.pack.text import load_chat
@@ -271,7 +272,7 @@ def description_lines(pack: Pack) -> list[str]:
         f"widths           {widths} (projections)",
         f"effective bits   {facts['effective_bits']:.3f} per expert weight, scales included",
         *_neuron_lines(facts["neurons"]),
-        f"dense matrices   {_dense_text(pack.manifest.quantization.dense)}",
+        f"dense matrices   {_dense_text(pack.manifest.model, pack.manifest.quantization.dense)}",
         f"bytes            backbone {size(nbytes['backbone'])}, experts {size(nbytes['experts'])} on disk{files} "
         f"({size(nbytes['expert_tensors'])} of tensors), paths {size(nbytes['paths'])}, "
         f"trace {size(nbytes['trace'])}, hash {size(nbytes['hash'])}, predictor {size(nbytes['predictor'])}, "
@@ -452,10 +453,10 @@ def _predictor_lines(facts: dict[str, Any] | None) -> list[str]:
     ]
 
 
-def _dense_text(dense: Dense | None) -> str:
+def _dense_text(spec: ModelSpec, dense: Dense | None) -> str:
     if dense is None:
         return "as in the source"
-    widths = ", ".join(f"{role}: {bits} bits" for role, bits in dense.bits.items())
+    widths = ", ".join(f"{role}: {widths_text(found)}" for role, found in widths_by_role(spec, dense).items())
     group = f"groups of {dense.group_size}" if dense.group_size else "per output channel"
     return f"{widths}; quantizer {dense.quantizer}, {group}"
 

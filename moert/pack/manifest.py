@@ -47,8 +47,10 @@ FORMAT_NAME = "model.pack"
 BACKBONE = "backbone.safetensors"  # the file with all weights but the experts'
 MAJOR = 2
 PLAIN_MINOR, PREFERRING_MINOR, JOINED_MINOR, NEURONS_MINOR, TOGETHER_MINOR, POWERS_MINOR = 0, 1, 2, 3, 4, 5
+MATRICES_MINOR = 7
 """The minor version of a pack with none of these, with preferences, with several experts in a file, with experts in
-blocks of neurons, with rows of neurons that lie together, with matrices that are multiplied with a power of two."""
+blocks of neurons, with rows of neurons that lie together, with matrices that are multiplied with a power of two; of one
+whose dense matrices have widths of their own."""
 SEAL = ',\n "crc32": '  # the text before the checksum that ends the file
 _CRC32 = (1 << 32) - 1
 
@@ -101,13 +103,14 @@ class FileEntry:
 class Dense:
     """The quantization of matrices outside the experts: a width for each of ROLES that has one, 16 among them.
     group_size as for experts. `powers`: canonical name → the power of two that the matrix is multiplied with, where it
-    is."""
+    is. `matrices`: canonical name → the width of a matrix that has another width than its role."""
 
-    LEFT_OUT: ClassVar = ("powers",)
+    LEFT_OUT: ClassVar = ("powers", "matrices")
     quantizer: str
     group_size: _Count
     bits: Mapping[str, _Width]
     powers: Mapping[str, _Power] | None = None
+    matrices: Mapping[str, _Width] | None = None
 
     def power(self, name: str) -> int:
         """Returns the power of two that the matrix of this canonical name is multiplied with; 0 for most."""
@@ -304,7 +307,29 @@ StoredTensors = dict[str, tuple[str | None, tuple[int, ...]]]
 def dense_width(spec: ModelSpec, dense: Dense | None, name: str) -> int | None:
     """Returns the width of the tensor of this canonical name; None where it is stored as in the source."""
     role = spec.tensors[name].role
-    return None if dense is None or role is None else dense.bits.get(role)
+    if dense is None or role is None or role not in dense.bits:
+        return None
+    return (dense.matrices or {}).get(name, dense.bits[role])
+
+
+def widths_by_role(spec: ModelSpec, dense: Dense) -> dict[str, dict[int, int]]:
+    """Returns for each role that has widths the number of its matrices at each width, by rising width."""
+    found: dict[str, dict[int, int]] = {role: {} for role in spec.roles() if role in dense.bits}
+    for name, tensor in spec.tensors.items():
+        width = dense_width(spec, dense, name)
+        if tensor.role is not None and width is not None:
+            found[tensor.role][width] = found[tensor.role].get(width, 0) + 1
+    return {role: dict(sorted(counts.items())) for role, counts in found.items()}
+
+
+def widths_text(widths: Mapping[int, int]) -> str:
+    """Returns the text of one role's widths: "8 bits", or "4 bits (12 matrices), 8 bits (4)"."""
+    if len(widths) == 1:
+        return f"{next(iter(widths))} bits"
+    parts = (
+        f"{bits} bits ({count}{' matrices' if at == 0 else ''})" for at, (bits, count) in enumerate(widths.items())
+    )
+    return ", ".join(parts)
 
 
 def stem_of(name: str, dense: Dense | None) -> str:
@@ -443,6 +468,11 @@ def _check_dense(manifest: Manifest) -> None:
             f"manifest.json: dense should give widths to matrices that the model has ({', '.join(roles)}), {found}"
         )
     tensors = manifest.model.tensors
+    for name in dense.matrices or {}:
+        if name not in tensors or dense_width(manifest.model, dense, name) is None:
+            raise ManifestInvalid(
+                f"manifest.json: matrices of dense should be of the roles that have widths, found {brief(name)}"
+            )
     for name in dense.powers or {}:
         width = dense_width(manifest.model, dense, name) if name in tensors else None
         if width is None or (width == 16 and manifest.quantization.dtype16 == "BF16"):

@@ -34,6 +34,7 @@ from moert.pack.layout import (
 from moert.pack.manifest import (
     BACKBONE,
     JOINED_MINOR,
+    MATRICES_MINOR,
     NEURONS_MINOR,
     PLAIN_MINOR,
     POWERS_MINOR,
@@ -234,6 +235,8 @@ class PackWriter:
 
     def _minor(self, preferences: tuple[Preference, ...]) -> int:
         dense = self.quantization.dense
+        if dense is not None and dense.matrices:
+            return MATRICES_MINOR
         if any(entry.powers for entry in self._experts.values()) or (dense is not None and dense.powers):
             return POWERS_MINOR
         if self.quantization.neurons is not None:

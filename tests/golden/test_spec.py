@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import math
 import re
@@ -283,13 +284,20 @@ def role_by_the_text(name: str, tied: bool) -> str | None:
     return last if last in ("head", "router") else None
 
 
+@pytest.mark.parametrize("mixed", [False, True])
 @pytest.mark.parametrize("family", SPECS)
-def test_dense_matrices(tmp_path: Path, family: str) -> None:
+def test_dense_matrices(tmp_path: Path, family: str, mixed: bool) -> None:
     spec, root = SPECS[family], tmp_path / "p"
     bits = {role: width for role, width in WIDTHS.items() if role in spec.roles()}
-    write_dense_pack(root, spec, dense_quantization(bits, "F16"))
+    quantization = dense_quantization(bits, "F16")
+    assert quantization.dense is not None
+    names = [name for name, tensor in spec.tensors.items() if tensor.role is not None]
+    own = dict(zip(names[::3], itertools.cycle((2, 16, 3, 8, 4)), strict=False)) if mixed else None
+    write_dense_pack(root, spec, replace(quantization, dense=replace(quantization.dense, matrices=own)))
     document = manifest_of(root)
+    assert document["minor"] == (7 if mixed else 0)
     dense = document["quantization"]["dense"]
+    assert dense.get("matrices") == own
     body = (root / "backbone.safetensors").read_bytes()
     data_at = 8 + int.from_bytes(body[:8], "little")
     table, found = json.loads(body[8:data_at]), set()
@@ -300,6 +308,7 @@ def test_dense_matrices(tmp_path: Path, family: str) -> None:
             found.add(name)
             continue
         stem, inputs, width = name.removesuffix(".weight"), ours.shape[1], dense["bits"][role]
+        width = dense.get("matrices", {}).get(name, width)
         group = min(dense["group_size"], inputs) if dense["group_size"] else inputs
         assert weights_by_the_text(body[data_at:], table, stem, width, inputs, group) == ours.tolist(), name
         found |= {f"{stem}.{part}" for part in (["weight"] if width == 16 else ["qweight", "scale", "min"])}
@@ -323,7 +332,7 @@ def test_every_field_of_the_manifest_is_in_the_text() -> None:
         for inner in value.values() if isinstance(value, dict) else value if isinstance(value, list) else ():
             collect(inner)
 
-    collect([asdict(Dense("", 0, dict.fromkeys(ROLES, 8))), *map(plain, SPECS.values())])
+    collect([asdict(Dense("", 0, dict.fromkeys(ROLES, 8), matrices={})), *map(plain, SPECS.values())])
     for root in (TINY, TINY.with_name("neurons.pack"), TINY.with_name("together.pack")):
         collect({**manifest_of(root), "files": {"": manifest_of(root)["files"]["config.json"]}})
     assert sorted(name for name in names - {""} if not re.search(rf'[`"]{name}[`"]|\b{name}, |, {name}\b', SPEC)) == []

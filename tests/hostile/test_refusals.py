@@ -301,6 +301,11 @@ DENSE: dict[str, tuple[str, Callable[[dict[str, Any]], Any]]] = {
     "true": ("head should be among", dense(bits={"head": True})),
     "text": ("head should be among", dense(bits={"head": "8"})),
     "a width of null": ("head should be among", dense(bits={"head": None})),
+    "a matrix that is not there": ("of the roles that have widths, found 'tail", dense(matrices={"tail.weight": 4})),
+    "a matrix of no width": ("of the roles that have widths, found 'head", dense(matrices={"head.weight": 4})),
+    "a norm": ("of the roles that have widths, found 'decoder", dense(matrices={"decoder.0.norm.weight": 4})),
+    "a matrix of 5 bits": ("head.weight should be among", dense(matrices={"head.weight": 5})),
+    "a list of matrices": ("matrices should be a JSON object", dense(matrices=["head.weight"])),
     "groups below 0": ("group_size should be between", dense(group_size=-1)),
     "huge groups": ("group_size should be between", dense(group_size=1 << 40)),
 }  # fmt: skip
