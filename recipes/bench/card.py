@@ -41,7 +41,7 @@ SETTINGS: Mapping[str, Mapping[str, str]] = {
 
 def test_rows() -> Iterator[Row]:
     """Returns how `make test-cuda` ended: 0, or 5 where pytest selected nothing."""
-    command = [sys.executable, "-m", "pytest", "-m", "cuda", "-q", "--no-header"]
+    command = [sys.executable, "-m", "pytest", "-m", "cuda", "-n", "4", "-q", "--no-header"]
     done = subprocess.run(command, timeout=TESTS_S, capture_output=True, text=True)
     print(done.stdout[-3000:], file=sys.stderr, flush=True)
     yield Row("make test-cuda: exit status", done.returncode, "").at_most(0)

@@ -11,6 +11,8 @@ import pytest
 import torch
 from command_line import Moert
 
+from moert.beside.gpu.torch_device import TorchDevice
+from tests.fast_card import FAST
 from tests.tiny_packs import DECODER, write_pack
 
 PROMPT, NEW = "one small step", "8"
@@ -50,8 +52,9 @@ def test_a_simulated_card_writes_the_same(moert: Moert, pack: Path) -> None:
     assert use["counters"]["copied"] > 0
 
 
-def test_a_device_of_torch_writes_the_same(moert: Moert, pack: Path) -> None:
+def test_a_device_of_torch_writes_the_same(moert: Moert, pack: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """All but the experts lies there too, and on this processor its memory is counted as on a card."""
+    monkeypatch.setattr(TorchDevice, "costs", lambda device: FAST)
     options = "--max-new-tokens", NEW, "--json", "--tune", "threads=1", "--tune", "kernels=reference"
     assert moert("run", pack, PROMPT, *options) == 0
     plain = json.loads(moert.out)

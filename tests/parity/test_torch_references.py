@@ -12,8 +12,10 @@ from packs import Tiny
 from tiny_packs import run_greedy
 
 from moert.beside.gpu.tiers import DeviceTier
+from moert.beside.gpu.torch_device import TorchDevice
 from moert.engine.engine import Engine
 from moert.pack.reader import Pack
+from tests.fast_card import FAST
 
 PROMPTS = {"wiki": ["The city of", "In the year 1900 the"], "g2p": ["station", "knowledgeable"]}
 NEW = 24
@@ -39,6 +41,12 @@ def same(found: list[Any], expected: list[Any]) -> None:
     for (tokens, logits), (others, exact) in zip(found, expected, strict=True):
         assert np.abs(logits - exact).max() < 2e-3 * np.abs(exact).max()
         assert tokens == others
+
+
+@pytest.fixture(autouse=True)
+def costs(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is computed where depends on no clock."""
+    monkeypatch.setattr(TorchDevice, "costs", lambda device: FAST)
 
 
 @pytest.mark.parametrize("device", DEVICES)

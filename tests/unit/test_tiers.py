@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,7 @@ import pytest
 from moert.beside.gpu.device import DeviceCounters, DeviceFull
 from moert.beside.gpu.placement import RULES
 from moert.beside.gpu.residents import KEEPS, Ranked, Residents, popularity
-from moert.beside.gpu.simulated import PROFILES
+from moert.beside.gpu.simulated import PROFILES, SimulatedDevice
 from moert.beside.gpu.tiers import DeviceTier
 from moert.engine.engine import Engine
 from moert.engine.settings import EngineSettings
@@ -54,6 +55,13 @@ def on_card(pack: Path, part: float = 0.4, **changes: Any) -> Engine:
     """With room for this part of the experts on the card."""
     gpu = int(1.2 * part * expert_bytes(pack)) + OTHERS
     return Engine.open(pack, threads=1, device="sim:t4", gpu_memory=gpu, notify=lambda note: None, **changes)
+
+
+@pytest.fixture(autouse=True)
+def cheap_launches(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Experts as tiny as these pay on a card too."""
+    of_card = SimulatedDevice.costs
+    monkeypatch.setattr(SimulatedDevice, "costs", lambda card: replace(of_card(card), launch_s=0.0))
 
 
 @pytest.fixture(scope="module")
@@ -116,6 +124,19 @@ def test_a_card_with_less_memory_than_it_said_gives_experts_back(packs: dict[str
     assert tokens == plain["decoder"][0]
     assert use is not None
     assert use.counters.given_back > 0
+
+
+def test_a_card_slower_than_the_processor_gets_no_experts(
+    packs: dict[str, Path], plain: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each copy would take the processor's time."""
+    of_card = SimulatedDevice.costs
+    monkeypatch.setattr(SimulatedDevice, "costs", lambda card: replace(of_card(card), launch_s=1.0))
+    with on_card(packs["decoder"]) as engine:
+        assert run_greedy(engine, IDS, NEW)[0] == plain["decoder"][0]
+        use = engine.stats().device
+    assert use is not None
+    assert (use.counters.copies, use.counters.held, use.counters.on_host) == (0, 0, use.counters.asked)
 
 
 def test_a_card_that_can_compute_nothing_leaves_it_to_the_processor(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -10,17 +11,28 @@ import numpy as np
 import pytest
 import torch
 from random_hash import add_hash
-from tiny_packs import PROMPTS, SPECS, run_greedy, write_pack
+from tiny_packs import PROMPTS, SHAPES, SPECS, run_greedy, write_pack
 
+from moert.beside.gpu import tiers
+from moert.beside.gpu.device import DeviceCosts
 from moert.beside.gpu.tiers import DeviceTier
 from moert.beside.gpu.torch_device import TorchDevice
 from moert.engine.engine import Engine
 from moert.pack.reader import Pack
+from tests.fast_card import FAST
 from tests.pairs import thinned
 
 N_TOKENS = 12
+WIDE = {"d_model": 512, "head_dim": 128, "d_ff": 4096}
+"""Experts of a size that a GPU's allocator can tell apart."""
 needs_cuda = pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU with CUDA, or a torch without it")
 DEVICES = ["torch:cpu", pytest.param("cuda:0", marks=[pytest.mark.cuda, needs_cuda])]
+
+
+@pytest.fixture(autouse=True)
+def costs(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is computed where depends on no clock."""
+    monkeypatch.setattr(TorchDevice, "costs", lambda device: FAST)
 
 
 @pytest.fixture(scope="module")
@@ -55,16 +67,24 @@ def test_tokens_are_the_same_and_logits_nearly(packs: dict[str, Path], name: str
 
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("name", ["decoder", "switch"])
-def test_a_small_device_is_never_filled_beyond_what_it_may_have(packs: dict[str, Path], name: str, device: str) -> None:
+def test_a_small_device_is_never_filled_beyond_what_it_may_have(
+    packs: dict[str, Path], tmp_path: Path, name: str, device: str
+) -> None:
     """Matrices, keys, values and experts have to share it; what finds no room is in memory."""
-    with opened(packs[name], "none") as engine:
-        expected = [run_greedy(engine, engine.encode(prompt), N_TOKENS) for prompt in PROMPTS]
-    largest, everything = bytes_of(packs[name])
-    for capacity in (largest + 60_000, everything // 2 + 60_000):
-        with opened(packs[name], device, gpu_memory=capacity) as engine:
+    pack, beside, prompts = packs[name], 60_000, PROMPTS
+    if device.startswith("cuda"):  # its allocator takes 20 MiB at a time, and its products a workspace
+        prompts = PROMPTS[:2]
+        pack = write_pack(tmp_path / "wide.pack", SHAPES[name].but(**WIDE).spec, paths=False)
+        torch.zeros((2, 2), device=device) @ torch.zeros((2, 2), device=device)
+        beside = torch.cuda.memory_reserved(device) + (96 << 20)
+    with opened(pack, "none") as engine:
+        expected = [run_greedy(engine, engine.encode(prompt), N_TOKENS) for prompt in prompts]
+    largest, everything = bytes_of(pack)
+    for capacity in (largest + beside, everything // 2 + beside):
+        with opened(pack, device, gpu_memory=capacity) as engine:
             assert isinstance(engine.holding, DeviceTier)
             seen = []
-            for prompt, (tokens, exact) in zip(PROMPTS, expected, strict=True):
+            for prompt, (tokens, exact) in zip(prompts, expected, strict=True):
                 found, logits = run_greedy(engine, engine.encode(prompt), N_TOKENS)
                 seen.append(engine.holding.device.used_bytes)
                 assert np.abs(logits - exact).max() < 2e-3 * np.abs(exact).max()
@@ -100,6 +120,29 @@ def test_what_foresees_experts_reads_the_models_embedding(
         with opened(packs["decoder"], where, **settings) as engine:
             answers.append([engine.generate(prompt, max_new_tokens=N_TOKENS).result.tokens for prompt in PROMPTS])
     assert answers[0] == answers[1]
+
+
+SLOW_STEPS = replace(FAST, step_s=1.0)
+SLOW = replace(SLOW_STEPS, launch_s=1.0)
+
+
+@pytest.mark.parametrize(
+    ("each", "experts", "others"), [(FAST, True, True), (SLOW_STEPS, True, False), (SLOW, False, False)]
+)
+def test_a_device_computes_what_it_computes_sooner(
+    packs: dict[str, Path], each: DeviceCosts, experts: bool, others: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And auto takes a device of no use for none."""
+    monkeypatch.setattr(TorchDevice, "costs", lambda device: each)
+    with Engine.open(packs["decoder"], device="torch:cpu", kernels="reference") as engine:
+        run_greedy(engine, engine.encode(PROMPTS[0]), 3)
+        assert isinstance(engine.holding, DeviceTier)
+        assert (engine.holding.others is not None, engine.holding.counters.held > 0) == (others, experts)
+    monkeypatch.setattr(tiers, "open_device", lambda name, *given: TorchDevice("torch:cpu", None))
+    notes = list[str]()
+    with Engine.open(packs["decoder"], device="auto", notify=notes.append) as engine:
+        assert isinstance(engine.holding, DeviceTier) is experts
+    assert [note for note in notes if "would take longer" in note] == notes[: 0 if experts else 1]
 
 
 @pytest.mark.parametrize("device", DEVICES)

@@ -42,14 +42,16 @@ Widths = Mapping[int, Roofline]
 @dataclass(frozen=True)
 class DeviceCosts:
     """The costs of a device. `pass_s`: for each mixture, to hand x over and fetch the result, beside their bytes;
-    `launch_s`: for each expert in it. Copies take `copy_s` and their bytes by `copy_bytes_per_s`; x and the result go
-    over at the same speed."""
+    `launch_s`: for each expert in it; `step_s`: for attention in each layer, beside its weights, to launch its many
+    small operations. Copies take `copy_s` and their bytes by `copy_bytes_per_s`; x and the result go over at the same
+    speed."""
 
     widths: Widths
     launch_s: float
     pass_s: float
     copy_s: float
     copy_bytes_per_s: float
+    step_s: float
 
 
 @dataclass(frozen=True)
@@ -264,17 +266,19 @@ def _body(costs: DeviceCosts) -> dict[str, Any]:
         "pass_s": costs.pass_s,
         "copy_s": costs.copy_s,
         "copy_bytes_per_s": costs.copy_bytes_per_s,
+        "step_s": costs.step_s,
     }
 
 
 def _parsed(body: Mapping[str, Any]) -> DeviceCosts:
     widths = {int(bits): Roofline(float(each[0]), float(each[1])) for bits, each in body["widths"].items()}
-    numbers = [float(body[name]) for name in ("launch_s", "pass_s", "copy_s", "copy_bytes_per_s")]
+    numbers = [float(body[name]) for name in ("launch_s", "pass_s", "copy_s", "step_s", "copy_bytes_per_s")]
     slopes = [each for width in widths.values() for each in (width.weight_s, width.row_s)]
     sound = all(0 <= each < math.inf for each in (*numbers, *slopes)) and min(numbers[-1], *slopes) > 0
     if set(widths) != set(WIDTHS) or not sound:
         raise ValueError
-    return DeviceCosts(widths, *numbers)
+    launch, each_pass, copy, step, speed = numbers
+    return DeviceCosts(widths, launch, each_pass, copy, speed, step)
 
 
 @dataclass

@@ -99,6 +99,11 @@ class Placement:
         costs = self.costs(1, kind, IN_MEMORY)
         return costs.host - costs.device
 
+    def brings(self, kind: int) -> bool:
+        """Returns whether experts of this kind are to come to the device before they are asked for: they are computed
+        sooner there, or the rule does not compare."""
+        return self._rule != RULES.index(CHEAPEST) or self.gain_s(kind) > 0
+
     def decide(self, counts: Sequence[int], kinds: Sequence[int], where: Sequence[int], busy: Busy = IDLE) -> Placed:
         """Returns the decision for a layer; for each expert: `counts`, its tokens, `kinds`, its kind, and `where` it
         lies."""

@@ -23,6 +23,7 @@ _MEMORY, _LINK, _TENSOR = 0.8, 0.76, 0.4
 _LAUNCH_S = 10e-6  # a kernel for gate and up, one for down
 _PASS_S = 30e-6  # two copies of a few kilobytes, and waiting for the last
 _COPY_S = 15e-6
+_STEP_S = 50e-6  # some ten kernels
 
 
 @dataclass(frozen=True)
@@ -41,7 +42,7 @@ class Profile:
 
     def device(self) -> DeviceCosts:
         widths = _rooflines(_MEMORY * self.memory_bytes_per_s, _TENSOR * self.operations_per_s)
-        return DeviceCosts(widths, _LAUNCH_S, _PASS_S, _COPY_S, _LINK * self.link_bytes_per_s)
+        return DeviceCosts(widths, _LAUNCH_S, _PASS_S, _COPY_S, _LINK * self.link_bytes_per_s, _STEP_S)
 
     def host(self) -> HostCosts:
         widths = _rooflines(self.host_bytes_per_s, self.host_operations_per_s)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from itertools import accumulate
 from math import prod
 from typing import Any, NamedTuple, cast
@@ -96,6 +97,10 @@ class Others(NamedTuple):
     head_weights: int
     by: Roofline
     call_s: float
+
+    def token_s(self, layers: int) -> float:
+        """Returns the time of one token [s]."""
+        return layers * (self.call_s + self.by.seconds(self.layer_weights, 1)) + self.by.seconds(self.head_weights, 1)
 
 
 class Telling:
@@ -297,8 +302,9 @@ class TieredExperts:
             telling.reads({layer.keys[place]: nbytes[layer.keys[place]] for place in lacking})
 
     def fill(self, first: Sequence[ExpertKey]) -> None:
-        """Brings experts to the device before the first request, in this order, as many as stay there."""
+        """Brings experts that pay there to the device before the first request, in this order, as many as stay."""
         tiers, residents = self.tiers, self.tiers.residents
+        first = [key for key in first if tiers.placement.brings(tiers.kind_of[key])]
         if not first:
             return
         nothing = Demand(first[0].at, ())
@@ -406,11 +412,12 @@ class TieredExperts:
 
     def _exchange(self, layer: _Layer) -> None:
         """Copies experts that the processor had to compute to the device, while copies have nothing else to do, if they
-        are worth more there than experts that are there."""
+        are worth more there than experts that are there, and are computed sooner there."""
         tiers, residents = self.tiers, self.tiers.residents
         for place in _places(layer.who, HOST):
             key = layer.keys[place]
-            if residents.wants(key) and not self._cache.absent([key])[0]:
+            comes = tiers.placement.brings(tiers.kind_of[key]) and residents.wants(key)
+            if comes and not self._cache.absent([key])[0]:
                 with self._cache.lease([key]) as lease:
                     takes = tiers.placement.copy_s(tiers.kind_of[key])
                     held = residents.bring(key, lent(lease.expert(0)).view, takes, ahead=True)
@@ -483,7 +490,6 @@ def _pieces(counts: Sequence[int], most: int) -> Iterator[list[Piece]]:
 
 
 _USUAL_DRIVE = 1e9  # bytes a second, of a drive that was never measured
-_STEPS_S = 50e-6  # time of the small steps of a layer on a device, some ten kernels
 _PAST = 4000  # layers of the trace that the worth of experts is learned from
 _OF_SCRATCH = 0.125  # the part of a device's memory that it computes with
 _OF_OTHERS = 0.5  # the part of a device's memory that all but the experts may take
@@ -505,20 +511,26 @@ class DeviceTier(Holding):
         super().__init__(pack, whole, backend)
         self.device, self.counters = device, DeviceCounters()
         self.store, self.apart, self.now = LendingStore(whole), True, device.clock.now
-        self.others = device.backend(backend)
         self.reads_ahead = not device.simulated  # the experts read by now would depend on this machine
-        self.others_there = _others_there(pack, device)
-        """Whether all weights but the experts' lie on the device as well."""
         self._asked = asked
+        self.others_there = self._others_there()
+        """Whether all weights but the experts' lie on the device as well."""
+        self.others = device.backend(backend) if self.others_there else None
         self.keeping = self._keeping()
+        self._width = pack.manifest.model.projection_shape("down")[0]
+        kinds, self._kind_of = _kinds(pack, whole)
+        self._placement = Placement(kinds, self._width, device.costs(), self._host_costs, asked.rule)
         self.tiers: Tiers | None = None
         self._running: TieredExperts | None = None
         self._filled = False
-        self._width = pack.manifest.model.projection_shape("down")[0]
+
+    def pays(self) -> bool:
+        """Returns whether the device computes anything of one token sooner than the processor."""
+        placement = self._placement
+        return self.others_there or any(placement.gain_s(kind) > 0 for kind in set(self._kind_of.values()))
 
     def open(self, cache: ExpertCache) -> None:
         pack, device = self._pack, self.device
-        kinds, kind_of = _kinds(pack, self.whole)
         weighs = {
             entry.key: device.weigh(entry.file_bytes, self.whole.projections(entry.key))
             for entry in pack.manifest.experts
@@ -530,17 +542,15 @@ class DeviceTier(Holding):
                 f"of {size(device.capacity_bytes)} leaves {size(room)} for experts, one of which takes "
                 f"{size(max(weighs.values()))} there: give more, or no {said('device')}",
             )
-        host = self._host_costs()
-        placement = Placement(kinds, self._width, device.costs(), host, self._asked.rule)
         residents = Residents(device, weighs, self.keeping.policy, room, self.counters)
         device.full(lambda: residents.give_back(max(weighs.values())))
         residents.learn(self._past())
         copies = None
         if self._asked.rule != ONLY_HELD:
-            copies = CopyAhead(cache, residents, placement, kind_of, self.counters, device.clock.now)
+            copies = CopyAhead(cache, residents, self._placement, self._kind_of, self.counters, device.clock.now)
         self.copies = copies
         self.tiers = Tiers(
-            device, residents, placement, kind_of, self.nbytes, self.counters, rows, copies, self._telling(host)
+            device, residents, self._placement, self._kind_of, self.nbytes, self.counters, rows, copies, self._telling()
         )  # fmt: skip
 
     def runner(self, cache: ExpertCache, ahead: Lookahead | None, listeners: Iterable[Listener]) -> TieredExperts:
@@ -598,6 +608,7 @@ class DeviceTier(Holding):
         each = max(1, self.device.scratch_bytes(MOST_ROWS, self._width, d_ff) // MOST_ROWS)
         return max(1, min(MOST_ROWS, int(_OF_SCRATCH * self.device.capacity_bytes) // each))
 
+    @cached_property
     def _host_costs(self) -> HostCosts:
         if isinstance(self.device, SimulatedDevice):
             return self.device.host_costs()
@@ -605,17 +616,40 @@ class DeviceTier(Holding):
         speed = _USUAL_DRIVE if known is None else known.speeds[known.settings]
         return host_costs(self.backend, speed)
 
-    def _telling(self, host: HostCosts) -> Telling | None:
-        device, spec = self.device, self._pack.manifest.model
+    def _others_there(self) -> bool:
+        """Returns whether all weights but the experts' are to lie on the device. On a simulated one they do where they
+        have room, which is taken; on a real one where a token is done sooner, and what has no room stays in memory."""
+        device, pack = self.device, self._pack
+        if device.simulated:
+            if BACKBONE not in pack.manifest.files:
+                return False
+            nbytes = pack.manifest.files[BACKBONE].nbytes
+            if nbytes > _OF_OTHERS * device.capacity_bytes:
+                return False
+            cast("SimulatedDevice", device).take(nbytes)
+            return True
+        there, here = self._others(True), self._others(False)
+        return there.token_s(self._layers) < here.token_s(self._layers)
+
+    @property
+    def _layers(self) -> int:
+        return len(self._pack.manifest.model.moe_layers())
+
+    def _others(self, on_device: bool) -> Others:
+        """Returns the model without its experts as the device or the processor computes it."""
+        costs = self.device.costs()
+        sizes = [(tensor.role, prod(tensor.shape)) for tensor in self._pack.manifest.model.tensors.values()]
+        head = sum(size for role, size in sizes if role == "head")
+        rest = sum(size for role, size in sizes if role not in ("head", "embed"))
+        by = (costs if on_device else self._host_costs).widths[16]
+        return Others(rest // self._layers, head, by, costs.step_s if on_device else 0.0)
+
+    def _telling(self) -> Telling | None:
+        device = self.device
         if not isinstance(device, SimulatedDevice):
             return None
-        by = device.costs().widths[16] if self.others_there else host.widths[16]
-        sizes = [(tensor.role, prod(tensor.shape)) for tensor in spec.tensors.values()]
-        head = sum(size for role, size in sizes if role == "head")
-        layers = spec.moe_layers()
-        rest = sum(size for role, size in sizes if role not in ("head", "embed"))
-        others = Others(rest // len(layers), head, by, _STEPS_S if self.others_there else 0.0)
-        return Telling(device.clock, host, others, layers[-1])
+        last = self._pack.manifest.model.moe_layers()[-1]
+        return Telling(device.clock, self._host_costs, self._others(self.others_there), last)
 
 
 def held_on_device(
@@ -632,7 +666,9 @@ def held_on_device(
     try:
         if not pack.has_neurons:
             asked = Asked(wishes.device_keep or DEFAULT_KEEP, wishes.device_experts or CHEAPEST)
-            return DeviceTier(pack, device, whole, backend, asked)
+            tier = DeviceTier(pack, device, whole, backend, asked)
+            if not auto or tier.pays():
+                return tier
         if not auto:
             problem = "runs whole experts, and this pack's lie in blocks of neurons: leave it out"
             raise SettingInvalid("device", f"{wishes.device!r} {problem}")
@@ -640,21 +676,11 @@ def held_on_device(
         device.close()
         raise
     device.close()
-    asked_for = said("device", AUTO_DEVICE)
-    note(f"{asked_for} runs whole experts, and this pack's lie in blocks of neurons: the processor runs all")
+    why = "runs whole experts, and this pack's lie in blocks of neurons"
+    if not pack.has_neurons:
+        why = f"found {device.title}, where a token of this pack would take longer"
+    note(f"{said('device', AUTO_DEVICE)} {why}: the processor runs all")
     return None
-
-
-def _others_there(pack: Pack, device: Device) -> bool:
-    """Returns whether all weights but the experts' have room on a simulated device, and takes it there. A real one
-    decides itself."""
-    if not isinstance(device, SimulatedDevice) or BACKBONE not in pack.manifest.files:
-        return False
-    nbytes = pack.manifest.files[BACKBONE].nbytes
-    if nbytes > _OF_OTHERS * device.capacity_bytes:
-        return False
-    device.take(nbytes)
-    return True
 
 
 def _kinds(pack: Pack, store: ExpertStore) -> tuple[Sequence[Kind], dict[ExpertKey, int]]:

@@ -1,10 +1,10 @@
-"""A device of torch: a GPU by CUDA, or the processor in its place, which runs all of the same code but for streams.
-Code with streams has not been run so far: no GPU was there."""
+"""A device of torch: a GPU by CUDA, or the processor in its place, which runs all of the same code but for streams."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from functools import partial
 from typing import Any, cast
 
@@ -23,21 +23,47 @@ from moert.beside.gpu.device import (
     least_s,
     remembered_costs,
 )
-from moert.beside.gpu.torch_backend import TILE, PlacedMatrix, PlacedNetwork, TorchBackend, ffn, product
-from moert.beside.gpu.torch_matrices import Copies, Fetched, Kind, TorchMatrix, TorchMemory, lying, sent, stream_of
+from moert.beside.gpu.torch_backend import (
+    TILE,
+    PlacedMatrix,
+    PlacedNetwork,
+    TorchAttention,
+    TorchBackend,
+    TorchKept,
+    TorchNorm,
+    TorchPage,
+    TorchPositions,
+    attend,
+    ffn,
+    pages,
+    product,
+)
+from moert.beside.gpu.torch_matrices import (
+    Copies,
+    Fetched,
+    Kind,
+    TorchMatrix,
+    TorchMemory,
+    array_of,
+    lying,
+    sent,
+    stream_of,
+)
 from moert.errors import said
 from moert.kernels.backend import I32, Backend, BackendOf, Expert, ExpertView, ProjectionView, opaque
+from moert.kernels.pages import PageLayout
 from moert.pack.codec import F32, INT_WIDTHS, n_groups, row_bytes
-from moert.pack.parts import Act, Ffn
+from moert.pack.parts import Act, Attention, Ffn
 
 _ROWS, _COLS, _GROUP, _TOKENS = 1024, 1024, 64, 64
 _COPIED = 8 << 20
+_FEATURES = 16
 
 
-def measured(device: Device, place: torch.device) -> DeviceCosts:
-    """Returns the costs of a device, which is torch's `place`. Each figure is the least of a few tries, after one that
-    does not count."""
-    widths = {}
+def measured(device: Device, memory: TorchMemory) -> DeviceCosts:
+    """Returns the costs of a device with that memory. Each figure is the least of a few tries, after one that does not
+    count."""
+    widths, place = {}, memory.device
     for bits in (*INT_WIDTHS, 16):
         matrix = _matrix(bits, place)
         one, many = (_product_s(matrix, tokens) for tokens in (1, _TOKENS))
@@ -46,7 +72,7 @@ def measured(device: Device, place: torch.device) -> DeviceCosts:
     small, large = (_copy_s(device, nbytes) for nbytes in (1, most))
     one, two = (_mixture_s(device, experts) for experts in (1, 2))
     launch = max(0.0, two - one)
-    return DeviceCosts(widths, launch, max(0.0, one - launch), small, most / max(1e-9, large - small))
+    return DeviceCosts(widths, launch, max(0.0, one - launch), small, most / max(1e-9, large - small), _step_s(memory))
 
 
 def _matrix(bits: int, device: torch.device) -> TorchMatrix:
@@ -89,6 +115,33 @@ def _mixture_s(device: Device, experts: int) -> float:
 
     def run() -> None:
         device.finish(device.begin([held] * experts, [1] * experts, np.zeros(experts, np.int32), x, spec), parts)
+
+    return least_s(run)
+
+
+@dataclass
+class _Kept:
+    """See moert.kernels.backend.KeptKeys."""
+
+    layout: PageLayout
+    length: int
+    place: int
+    pages: Sequence[TorchPage]
+
+
+def _step_s(memory: TorchMemory) -> float:
+    """Returns the time of one token's attention with one head of a few features [s]: the part that attention of any
+    size takes."""
+    part = Attention(1, 1, _FEATURES, 1.0, None, None, rope=None, buckets=None)
+    data = torch.ones((_FEATURES, _FEATURES), dtype=torch.bfloat16, device=memory.device)
+    matrices = dict.fromkeys("qkvo", TorchMatrix("BF16", _FEATURES, _FEATURES, data))
+    norm = TorchNorm(data[0].to(torch.float32), None, 1e-5)
+    block = TorchAttention(part, True, True, {"before": norm}, matrices, None)
+    layout, x = PageLayout.of(part, 16), np.ones((1, _FEATURES), np.float32)
+    kept = TorchKept(_Kept(layout, 1, 0, pages(layout, 1, memory)))
+
+    def run() -> None:
+        array_of(attend(block, sent(x, memory.device), kept, 0, TorchPositions()))
 
     return least_s(run)
 
@@ -180,7 +233,7 @@ class TorchDevice:
 
     def costs(self) -> DeviceCosts:
         """Returns the costs of this card with this torch, remembered or measured now."""
-        return remembered_costs(f"{self.title}, torch {torch.__version__}", partial(measured, self, self._device))
+        return remembered_costs(f"{self.title}, torch {torch.__version__}", partial(measured, self, self._memory))
 
     def backend(self, host: Backend) -> Backend | None:
         if self._backend is None:

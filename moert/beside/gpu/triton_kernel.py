@@ -1,5 +1,5 @@
 """A Triton kernel for few tokens: a product that reads a matrix once in its pack's bytes, and makes floats of them
-where they are multiplied. Never run on a GPU so far: tested in Triton's interpreter, and compiled for some.
+where they are multiplied.
 """
 
 from __future__ import annotations
