@@ -9,9 +9,9 @@ from typing import Any
 
 import numpy as np
 
-from moert.pack.codec import E2M1, F32, QuantizedMatrix, n_groups, pack_codes
+from moert.pack.codec import E2M1, F32, QuantizedMatrix, Width, n_groups, pack_codes
 from moert.pack.layout import Neurons, group_of
-from moert.pack.manifest import LossEstimate, Manifest, Quality, Quantization, seal
+from moert.pack.manifest import WIDTHS_OF, LossEstimate, Manifest, Quality, Quantization, seal
 from moert.pack.model_spec import ExpertKey, Head, Join, Layer, ModelSpec, Tokens, stack_of  # fmt: skip
 from moert.pack.parts import (
     Act,
@@ -33,6 +33,7 @@ from moert.pack.parts import (
     Stretch,
 )
 from moert.pack.reader import Pack, Projection
+from moert.pack.trellis import TrellisMatrix, stream_bytes
 from moert.pack.writer import PackWriter
 from tests.shapes import Shape, every
 
@@ -187,6 +188,23 @@ def random_expert(
     }
 
 
+def random_trellis(rng: np.random.Generator, out_features: int, in_features: int, bits: Width) -> TrellisMatrix:
+    stream = rng.integers(0, 256, stream_bytes(bits, out_features, in_features)).astype(np.uint8)
+    scale = rng.uniform(0.2, 1, (out_features, 1)) * 0.05 * in_features**-0.5
+    return TrellisMatrix(bits, in_features, stream, scale.astype(np.float16))
+
+
+def trellis_expert(spec: ModelSpec, key: ExpertKey, group: int, seed: int = 0) -> dict[str, Projection]:
+    """The same of a pack with trellis codes."""
+    index, widths = spec.expert_keys().index(key), WIDTHS_OF["trellis"]
+    found, rng = dict[str, Projection](), np.random.default_rng([seed, index])
+    for at, name in enumerate(spec.moe.ffn.projections):
+        width, shape = widths[(3 * index + at) % len(widths)], spec.projection_shape(name)
+        plain = width >= 8
+        found[name] = random_matrix(rng, *shape, int(width), group) if plain else random_trellis(rng, *shape, width)
+    return found
+
+
 def random_biases(spec: ModelSpec, key: ExpertKey, seed: int = 0) -> dict[str, F32]:
     """Of the projections of one expert; none where experts have none."""
     rng, ffn = np.random.default_rng([seed, 1000 + spec.expert_keys().index(key)]), spec.moe.ffn
@@ -200,7 +218,11 @@ def write_pack(
     """Writes a pack with random experts; returns what was put in."""
     writer = PackWriter(out, spec, quantization, f"seed {seed}")
     neurons = quantization.neurons is not None
-    given = {key: random_expert(spec, key, quantization.group_size, seed, neurons) for key in spec.expert_keys()}
+    group, trellis = quantization.group_size, quantization.codes == "trellis"
+    given = {
+        key: trellis_expert(spec, key, group, seed) if trellis else random_expert(spec, key, group, seed, neurons)
+        for key in spec.expert_keys()
+    }
     for index, (key, projections) in enumerate(given.items()):
         importance = None if index % 2 else index / 8
         writer.write_expert(key, projections, importance, random_biases(spec, key, seed))
@@ -212,6 +234,8 @@ def write_pack(
 
 def flat(projection: Projection) -> list[Any]:
     """Everything that a projection holds, fit for comparison."""
+    if isinstance(projection, TrellisMatrix):
+        return [projection.bits, projection.in_features, projection.stream.tobytes(), projection.scale.tobytes()]
     if isinstance(projection, QuantizedMatrix):
         parts = (projection.qweight, projection.scale, projection.minimum)
         head: list[Any] = [projection.bits, projection.in_features, projection.group_size]

@@ -14,7 +14,17 @@ from torch import Tensor
 
 from moert.engine.engine import Engine
 from moert.kernels.backend import I64
-from moert.pack.codec import F32, QuantizedMatrix, from_bfloat16, n_groups, pack_codes, to_bfloat16, unpack_codes
+from moert.pack.codec import (
+    F32,
+    Codes,
+    QuantizedMatrix,
+    Width,
+    from_bfloat16,
+    n_groups,
+    pack_codes,
+    to_bfloat16,
+    unpack_codes,
+)
 from moert.pack.layout import Neurons, group_of
 from moert.pack.manifest import Files, Preference, Quantization
 from moert.pack.model_spec import ExpertKey, Head, Join, Layer, LayerKey, ModelSpec, Stack
@@ -34,7 +44,7 @@ from moert.pack.parts import (
 from moert.pack.paths import PATHS, build
 from moert.pack.reader import Pack, Projection
 from moert.pack.writer import PackWriter, add_to_pack
-from tests.random_packs import random_biases
+from tests.random_packs import random_biases, random_trellis
 from tests.shapes import Shape, every, frequencies
 
 VOCAB, PAD, EOS, UNKNOWN = 64, 0, 1, 2
@@ -96,18 +106,22 @@ _GROUP = 8
 
 def write_pack(
     out: Path, spec: ModelSpec, paths: bool = True, tokenizer: bool = True, seed: int = 0,
-    bits: Sequence[int] = (2, 16, 3, 8, 4), preferences: tuple[Preference, ...] = (), files: Files = "expert",
-    neurons: Neurons | None = None,
+    bits: Sequence[Width] = (2, 16, 3, 8, 4), preferences: tuple[Preference, ...] = (), files: Files = "expert",
+    neurons: Neurons | None = None, codes: Codes = "plain",
 ) -> Path:  # fmt: skip
     """`paths` are counted on PROMPTS, so that predictions come true. `bits`: of projections, in turn; of 16 alone, the
     weights are the same with `neurons` and without."""
-    quantization = Quantization("group", _GROUP, "BF16", seed, neurons=neurons)
+    quantization = Quantization("group", _GROUP, "BF16", seed, neurons=neurons, codes=codes)
     writer = PackWriter(out, spec, quantization, f"seed {seed}", files)
     rng = np.random.default_rng(seed)
     for index, key in enumerate(spec.expert_keys()):
         widths = [bits[(index + at) % len(bits)] for at in range(len(spec.moe.ffn.projections))]
         names = zip(spec.moe.ffn.projections, widths, strict=True)
-        matrices = {name: _matrix(rng, *spec.projection_shape(name), bits) for name, bits in names}
+        matrices: dict[str, Projection] = {
+            name: random_trellis(rng, *spec.projection_shape(name), width) if quantization.coding.is_trellis(width)
+            else _matrix(rng, *spec.projection_shape(name), int(width))
+            for name, width in names
+        }  # fmt: skip
         if neurons is not None:
             matrices["down"] = _transposed(matrices["down"])
         writer.write_expert(key, matrices, biases=random_biases(spec, key, seed))

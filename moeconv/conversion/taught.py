@@ -53,7 +53,7 @@ from moeconv.source.archs.weights import parameter
 from moeconv.source.experts import Biases, Weights
 from moeconv.tuned import said
 from moert.pack.errors import PackError
-from moert.pack.layout import Neurons
+from moert.pack.layout import Coding, Neurons
 from moert.pack.learnt import (
     HASH,
     PREDICTOR,
@@ -237,7 +237,7 @@ def _experts(spec: ModelSpec, place: LayerKey) -> list[ExpertKey]:
 
 def guessed_block(spec: ModelSpec, group_size: int, neurons: Neurons) -> int:
     """Returns the number of neurons of a block before widths are known."""
-    return per_block(spec, (_GUESSED_BITS,) * len(spec.moe.ffn.projections), group_size, "F16", neurons)
+    return per_block(spec, (_GUESSED_BITS,) * len(spec.moe.ffn.projections), Coding(group_size, "F16"), neurons)
 
 
 def neuron_course_of(settings: Settings, spec: ModelSpec) -> NeuronCourse:

@@ -21,8 +21,8 @@ from moeconv.foresight.training import pace
 from moeconv.measure.trial import Trial
 from moeconv.progress import Bar, Progress
 from moeconv.source.experts import Biases, Weights
-from moert.pack.codec import F16, F32, WIDTHS, Form16
-from moert.pack.layout import U32, Neurons, neuron_layout
+from moert.pack.codec import F16, F32, WIDTHS
+from moert.pack.layout import U32, Coding, Neurons, neuron_layout
 from moert.pack.learnt import Kept, LayerPredictor, NeuronOrder, NeuronPredictor
 from moert.pack.model_spec import ExpertKey, LayerKey, ModelSpec
 
@@ -153,10 +153,10 @@ def _in_blocks_of(named: Tensor, size: int) -> Tensor:
     return in_blocks(named, size).repeat_interleave(size, dim=1)[:, : named.shape[1]]
 
 
-def per_block(spec: ModelSpec, bits: tuple[int, ...], group_size: int, form16: Form16, neurons: Neurons) -> int:
+def per_block(spec: ModelSpec, bits: tuple[int, ...], coding: Coding, neurons: Neurons) -> int:
     """Returns the number of neurons in a block of an expert of these widths; see moert.pack.layout.neuron_layout."""
     widths = dict(zip(spec.moe.ffn.projections, bits, strict=True))
-    return neuron_layout(spec, widths, group_size, form16, _ANY_PAGE, neurons).per_block
+    return neuron_layout(spec, widths, coding, _ANY_PAGE, neurons).per_block
 
 
 @dataclass(frozen=True)
@@ -177,11 +177,11 @@ class PredictedNeurons:
     @contextmanager
     def on(self, trial: Trial) -> Iterator[None]:
         coder = trial.coder
-        form16: Form16 = "MXFP4" if coder.mxfp4 else "F16"
+        coding = Coding(coder.quantizer.group_size, "MXFP4" if coder.mxfp4 else "F16")
 
         def size(key: ExpertKey) -> int:
             bits = tuple(min(_WIDEST, width) for width in trial.widths(key))  # unquantized, a pack has them at 16 bits
-            return per_block(trial.spec, bits, coder.quantizer.group_size, form16, self.neurons)
+            return per_block(trial.spec, bits, coding, self.neurons)
 
         with trial.calls.naming(NamedNeurons(self.predictor, size, self.order)):
             yield

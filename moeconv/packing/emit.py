@@ -26,6 +26,7 @@ from moert.pack.manifest import BACKBONE, Dense, Files, Manifest, Preference, Qu
 from moert.pack.model_spec import ExpertKey
 from moert.pack.tensors import TOKENIZER
 from moert.pack.text import CHAT, ChatFormat, dump_chat
+from moert.pack.trellis import TrellisMatrix
 from moert.pack.writer import PackWriter
 
 # The backbone, written tensor by tensor, so that it is never in memory as a whole.
@@ -62,6 +63,7 @@ def _parts(dense: DenseCoder, name: str, dtype16: str, stored_as: Dense | None) 
             return {
                 part: torch.from_numpy(each) for part, each in zip(part_names(name, stored_as), values, strict=True)
             }
+        assert not isinstance(projection, TrellisMatrix), "dense matrices have plain codes"
         whole = torch.from_numpy(times_two(projection, -stored_as.power(name)))
         return {f"{stem_of(name, stored_as)}.weight": whole.to(torch.bfloat16 if dtype16 == "BF16" else torch.float16)}
 

@@ -40,6 +40,7 @@ from moert.pack.reader import (
     checksums_from_bytes,
     projection_weights,
 )
+from moert.pack.trellis import TrellisMatrix
 
 # A pack in memory as the transformers model, so that other code than the runtime runs its weights.
 
@@ -281,9 +282,13 @@ def error_share(projection: Projection, weight: F32, each: bool) -> float:
     (2**bits - 1) / 2, and by the rounding of scale and minimum to float16: the error of min-max quantization. Fitted
     codes trade errors of some weights for those of others, in favour of the outputs, so that their root mean square
     counts. It may be `HALF_STEPS` times that of half a step, but no more than `APART` times the distance of unrelated
-    weights: √(v + v'), where v and v' are the variances of both inside groups.
+    weights: √(v + v'), where v and v' are the variances of both inside groups. Of trellis codes it is the latter, of
+    whole matrices.
     """
     floor = F16_FLOOR * 2.0 ** power_of(weight)
+    if isinstance(projection, TrellisMatrix):
+        back = projection_weights(projection)
+        return _rms(back - weight) / (APART * math.hypot(_rms(weight), _rms(back)) + floor)
     if not isinstance(projection, QuantizedMatrix):
         return float((np.abs(projection - weight) / (np.abs(weight) * 2.0**-8 + floor)).max())
     starts = np.arange(0, projection.in_features, projection.group_size)

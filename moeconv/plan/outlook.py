@@ -173,8 +173,8 @@ def expert_files(
         bits = widths(key)
         alike = (len(str(key)), *bits.values())
         if alike not in known:
-            how = quantization.group_size, quantization.form16, page, quantization.neurons
-            known[alike] = expert_layout(spec, key, bits, *how).file_bytes
+            layout = expert_layout(spec, key, bits, quantization.coding, page, quantization.neurons)
+            known[alike] = layout.file_bytes
         files.setdefault(key.at, []).append(known[alike])
     return files
 

@@ -12,8 +12,7 @@ import numpy.typing as npt
 
 from moeconv.artifacts import Assignment, Bits, Probe, SensitivityTable
 from moeconv.errors import SettingsError, WeightsUnusable
-from moert.pack.codec import Form16
-from moert.pack.layout import Neurons, expert_layout
+from moert.pack.layout import Coding, Neurons, expert_layout
 from moert.pack.model_spec import ExpertKey, ModelSpec
 
 # Isotonic regression: the monotone sequence nearest to a noisy one.
@@ -192,8 +191,8 @@ class Storage(NamedTuple):
     neurons: Neurons | None = None
 
     @property
-    def form16(self) -> Form16:
-        return "MXFP4" if self.mxfp4 else "F16"
+    def coding(self) -> Coding:
+        return Coding(self.group_size, "MXFP4" if self.mxfp4 else "F16")
 
 
 def layout_bytes(spec: ModelSpec, storage: Storage) -> Callable[[str, int], int]:
@@ -205,7 +204,7 @@ def layout_bytes(spec: ModelSpec, storage: Storage) -> Callable[[str, int], int]
     def nbytes(projection: str, bits: int) -> int:
         if (projection, bits) not in sizes:
             widths = dict.fromkeys(spec.moe.ffn.projections, bits)
-            layout = expert_layout(spec, key, widths, storage.group_size, storage.form16, 4096, storage.neurons)
+            layout = expert_layout(spec, key, widths, storage.coding, 4096, storage.neurons)
             own = [slot for slot in layout.slots if slot.name.startswith(f"{projection}.")]
             placed = layout.neurons
             sizes[projection, bits] = (

@@ -24,7 +24,6 @@ from moeconv.source.outline import CheckpointError
 from moert.pack.codec import (
     F32,
     QuantizedMatrix,
-    dequantize,
     from_bfloat16,
     power_of,
     power_of_halves,
@@ -36,8 +35,9 @@ from moert.pack.files import write_atomically
 from moert.pack.layout import DOWN, Neurons
 from moert.pack.manifest import Dense, Dtype16, Quantization, dense_width, stored_tensors
 from moert.pack.model_spec import ExpertKey, ModelSpec, StackName
-from moert.pack.reader import Projection
+from moert.pack.reader import Projection, projection_weights
 from moert.pack.tensors import DTYPE_BITS
+from moert.pack.trellis import TrellisMatrix
 from moert.pack.writer import power_stored
 
 # Codes of experts on disk, made once and used for every plan: for models whose experts do not fit memory.
@@ -153,8 +153,8 @@ def dtype16_of(checkpoint: Checkpoint) -> Dtype16:
 
 def restored(coded: Projection, form16: str) -> F32:
     """Returns the weights [out, in], float32, that a pack gives back for one coded projection."""
-    if isinstance(coded, QuantizedMatrix):
-        return dequantize(coded)
+    if isinstance(coded, QuantizedMatrix | TrellisMatrix):
+        return projection_weights(coded)
     if form16 == "MXFP4":  # which it is already
         return coded
     if form16 == "BF16":

@@ -102,7 +102,7 @@ def _neurons(pack: Pack) -> Neurons | None:
     moe = spec.moe
     if not moe.ffn.act.exact_zeros or how.mxfp4:
         return None
-    each = [columns_bytes(one.bits[DOWN], spec.expert_width, how.group_size) for one in pack.manifest.experts]
+    each = [columns_bytes(one.bits[DOWN], spec.expert_width, how.coding) for one in pack.manifest.experts]
     return Neurons(moe.router.top_k * moe.ffn.d_ff, round(sum(each) / len(each)))
 
 

@@ -49,6 +49,7 @@ def system_facts(root: Path = ROOT) -> dict[str, Any]:
         "memory": asdict(machine_memory(root)),
         "transparent_huge_pages": _huge_pages(root),
         "kernel_bytes_per_s": _kernel_speeds(root),
+        "trellis_bytes_per_s": _kernel_speeds(root, trellis=True),
         "drive": _drive(root),
         "devices": _devices(),
     }
@@ -84,6 +85,7 @@ def system_lines(facts: dict[str, Any]) -> list[str]:
         f"{size(facts['process']['thread_bytes'])} more for threads",
         f"huge pages       {_or_unknown(facts['transparent_huge_pages'])} (transparent)",
         f"weights          {_speeds(facts['kernel_bytes_per_s'])}",
+        f"trellis codes    {_speeds(facts['trellis_bytes_per_s'])}",
         f"drive            {_drive_line(facts['drive'])}",
         *_device_lines(facts["devices"]),
     ]
@@ -105,15 +107,16 @@ def _instruction_sets() -> list[dict[str, Any]]:
     ]
 
 
-def _kernel_speeds(root: Path) -> dict[str, float] | None:
-    """Returns the speed of each width [bytes/s], measured now; null without native kernels, or without memory to
-    measure in."""
+def _kernel_speeds(root: Path, trellis: bool = False) -> dict[str, float] | None:
+    """Returns the speed of each width [bytes/s], of trellis codes or else of plain ones, measured now; null without
+    native kernels, or without memory to measure in."""
     loaded, free = library.load(), machine_memory(root).free_bytes
     if loaded is None:
         return None
     room = MOST_BYTES if free is None else min(MOST_BYTES, free // _ROOM)
     try:
-        return {str(bits): speed for bits, speed in kernel_speeds(loaded, usable_cores(root), room).items()}
+        speeds = kernel_speeds(loaded, usable_cores(root), room, trellis=trellis)
+        return {str(bits): speed for bits, speed in speeds.items()}
     except (library.NativeFailed, MemoryError):
         return None
 
@@ -219,6 +222,7 @@ def describe(pack: Pack) -> dict[str, Any]:
         },
         "quantizer": manifest.quantization.quantizer,
         "group_size": manifest.quantization.group_size,
+        "codes": manifest.quantization.codes,
         "dense": None if manifest.quantization.dense is None else asdict(manifest.quantization.dense),
         "mxfp4": manifest.quantization.mxfp4,
         "neurons": _neurons(pack),
@@ -259,6 +263,7 @@ def description_lines(pack: Pack) -> list[str]:
     smallest, chat = facts["smallest_memory"], facts["smallest_chat_memory"]
     group = f", groups of {facts['group_size']}" if facts["group_size"] else ", per output channel"
     called = {"16": "MXFP4"} if facts["mxfp4"] else {}
+    codes = ", trellis codes" if facts["codes"] == "trellis" else ""
     widths = ", ".join(
         f"{called.get(bits, f'{bits} bits')}: {count}" for bits, count in facts["bits_histogram"].items()
     )
@@ -268,7 +273,7 @@ def description_lines(pack: Pack) -> list[str]:
         f"model            {facts['family']}: {layers}",
         f"experts          {experts['all']}: {experts['per_layer']} a layer, {experts['top_k']} for each token, "
         f"{experts['weights_each']} weights each",
-        f"quantizer        {facts['quantizer']}{group}",
+        f"quantizer        {facts['quantizer']}{group}{codes}",
         f"widths           {widths} (projections)",
         f"effective bits   {facts['effective_bits']:.3f} per expert weight, scales included",
         *_neuron_lines(facts["neurons"]),

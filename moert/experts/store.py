@@ -31,7 +31,7 @@ from moert.kernels.memory import FencedMapping, breaks, mapped
 from moert.pack.codec import U8
 from moert.pack.errors import FileTruncated, HashMismatch, HeaderInvalid, PackError
 from moert.pack.files import unreadable
-from moert.pack.layout import group_of
+from moert.pack.layout import group_of, tensors_of
 from moert.pack.manifest import ExpertEntry
 from moert.pack.model_spec import ExpertKey
 from moert.pack.reader import Pack
@@ -662,14 +662,14 @@ def _ends_early(entry: ExpertEntry, found: int) -> FileTruncated:
 
 def _views(pack: Pack, key: ExpertKey) -> dict[str, ProjectionView]:
     """Returns the places of an expert's projections in its file."""
-    quantization, layout, views = pack.manifest.quantization, pack.layout(key), {}
+    coding, layout, views = pack.manifest.quantization.coding, pack.layout(key), {}
     powers = pack.entry(key).powers or {}
     for name, width in pack.entry(key).bits.items():
         shape = pack.manifest.model.projection_shape(name)
-        whole = ("qweight", "exponent") if quantization.mxfp4 else ("weight",)
-        parts = whole if width == 16 else ("qweight", "scale", "min")
-        places = tuple(layout.data_offset + layout.slot(f"{name}.{part}").start for part in parts)
-        group = group_of(shape[1], quantization.group_size)
+        slots = [layout.slot(f"{name}.{part}") for part, *_ in tensors_of(width, shape, coding)]
+        places, group = tuple(layout.data_offset + slot.start for slot in slots), group_of(shape[1], coding.group_size)
         bias = layout.data_offset + layout.slot(f"{name}.bias").start if pack.manifest.model.moe.ffn.bias else None
-        views[name] = ProjectionView(shape, width, group, quantization.form16, places, bias, powers.get(name, 0))
+        views[name] = ProjectionView(
+            shape, width, group, coding.form16, places, bias, powers.get(name, 0), coding.trellis
+        )
     return views

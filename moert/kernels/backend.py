@@ -18,6 +18,7 @@ from moert.pack.codec import (
     Form16,
     Mxfp4Matrix,
     QuantizedMatrix,
+    Width,
     from_bfloat16,
     n_groups,
     row_bytes,
@@ -25,6 +26,7 @@ from moert.pack.codec import (
 )
 from moert.pack.layout import NeuronLayout
 from moert.pack.parts import Attention, Ffn, Latent, Router
+from moert.pack.trellis import CODES, TrellisCode, TrellisMatrix, stream_bytes
 
 I32 = npt.NDArray[np.int32]
 I64 = npt.NDArray[np.int64]
@@ -73,24 +75,35 @@ class ExpertView(NamedTuple):
 
 class ProjectionView(NamedTuple):
     """One projection of an expert in a buffer. `places`: where its weights begin, or its codes, scales and minima;
-    `bias_place`: its bias. `power`: the power of two that its weights are multiplied with."""
+    `bias_place`: its bias. `power`: the power of two that its weights are multiplied with. `trellis`: whether widths
+    below 8 are trellis codes."""
 
     shape: tuple[int, int]
-    bits: int
+    bits: Width
     group_size: int
     form16: Form16
     places: tuple[int, ...]
     bias_place: int | None = None
     power: int = 0
+    trellis: bool = False
+
+    @property
+    def code(self) -> TrellisCode | None:
+        """Returns the trellis code; None where there is none."""
+        return CODES[self.bits] if self.trellis and self.bits < 8 else None
 
     @property
     def form(self) -> Form16 | None:
         """Returns the form of weights that are stored without codes of ours; None for codes."""
         return self.form16 if self.bits == 16 else None
 
-    def stored(self, buffer: U8) -> Stored | Mxfp4Matrix:
+    def stored(self, buffer: U8) -> Stored | Mxfp4Matrix | TrellisMatrix:
         """Returns the stored matrix in the buffer, not copied."""
         out, inputs = self.shape
+        if self.code is not None:
+            stream = buffer[self.places[0] :][: stream_bytes(self.bits, out, inputs)]
+            scales = buffer[self.places[1] :][: 2 * out].view(np.float16)
+            return TrellisMatrix(self.bits, inputs, stream, scales[:, None], self.power)
         if self.bits == 16 and self.form16 == "MXFP4":
             sizes = row_bytes(inputs, 4), n_groups(inputs, MX_GROUP)
             codes, exponents = (
@@ -100,12 +113,13 @@ class ProjectionView(NamedTuple):
         if self.bits == 16 and self.form16 != "MXFP4":
             data = buffer[self.places[0] :][: 2 * out * inputs].view(np.uint16).reshape(out, inputs)
             return Floats(self.form16, data.view(np.float16) if self.form16 == "F16" else data, self.power)
-        groups, size = n_groups(inputs, self.group_size), row_bytes(inputs, self.bits)
+        bits = int(self.bits)
+        groups, size = n_groups(inputs, self.group_size), row_bytes(inputs, bits)
         codes = buffer[self.places[0] :][: out * size].reshape(out, size)
         scale, minimum = (
             buffer[at:][: 2 * out * groups].view(np.float16).reshape(out, groups) for at in self.places[1:]
         )
-        return QuantizedMatrix(self.bits, inputs, self.group_size, codes, scale, minimum, self.power)
+        return QuantizedMatrix(bits, inputs, self.group_size, codes, scale, minimum, self.power)
 
     def bias(self, buffer: U8) -> F32 | None:
         """Returns the bias [out] in the buffer, not copied; None where there is none."""

@@ -227,7 +227,7 @@ class Read(Structure):
     ]  # fmt: skip
 
 
-ABI = 19
+ABI = 20
 PATH = Path(__file__).with_name("_native.so")
 
 

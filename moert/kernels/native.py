@@ -102,8 +102,10 @@ def _words(projections: Mapping[str, ProjectionView], start: int) -> I64:
     ffn = library.Ffn()
     for name, part in projections.items():
         places = [start + at for at in part.places]
-        kind = part.bits if part.form is None else KINDS[part.form]
+        kind = int(part.bits) if part.form is None else KINDS[part.form]
         group = {None: part.group_size, "MXFP4": MX_GROUP}.get(part.form, part.shape[1])
+        if part.code is not None:
+            kind, group = -part.code.step, part.shape[1]
         bias = None if part.bias_place is None else start + part.bias_place
         parts, (rows, cols) = (*places, *[None] * (3 - len(places))), part.shape
         setattr(ffn, name, Matrix(*parts, bias, kind, rows, cols, min(group, cols), power=part.power))

@@ -27,6 +27,7 @@ from moert.kernels.pages import KEYS, KeptPage, Page, PageLayout
 from moert.pack.codec import F32, U8, Mxfp4Matrix, QuantizedMatrix, times_two
 from moert.pack.layout import MatrixPlace, NeuronLayout, group_of
 from moert.pack.parts import Act, Attention, Ffn, Latent, Router
+from moert.pack.trellis import TrellisMatrix, dequantize_trellis
 
 
 class Plain(NamedTuple):
@@ -109,8 +110,10 @@ def activated(act: Act, x: F32) -> F32:
     return _ACTIVATIONS[act.name](x)
 
 
-def weights(stored: Stored | Mxfp4Matrix) -> F32:
+def weights(stored: Stored | Mxfp4Matrix | TrellisMatrix) -> F32:
     """Returns a matrix as float32 [out, in], bit for bit as `moert.pack.codec.dequantize` does."""
+    if isinstance(stored, TrellisMatrix):
+        return dequantize_trellis(stored)
     return times_two(_dequantize(stored), stored.power) if isinstance(stored, QuantizedMatrix) else stored.widened()
 
 

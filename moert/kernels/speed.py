@@ -7,7 +7,7 @@ Bytes of weights a second, scales among them. `make bench-kernels` measures the 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from ctypes import addressof, c_void_p
 from dataclasses import dataclass
 from typing import Any
@@ -16,7 +16,8 @@ import numpy as np
 
 from moert.kernels.library import KINDS, Library, Matrix, NativeFailed, check
 from moert.kernels.memory import Arena
-from moert.pack.codec import U8, n_groups, row_bytes
+from moert.pack.codec import U8, Width, n_groups, row_bytes
+from moert.pack.trellis import CODES, stream_bytes
 
 WIDTHS = (2, 3, 4, 8, 16)
 MOST_BYTES = 256 << 20
@@ -31,17 +32,25 @@ class Weights:
     """Matrices of one width, one after the other in the same bytes as the matrices of all other widths; `nbytes` of
     each."""
 
-    bits: int
+    bits: Width
     matrices: Sequence[Matrix]
     nbytes: int
 
     @classmethod
-    def laid_out(cls, data: U8, bits: int) -> Weights:
+    def laid_out(cls, data: U8, bits: Width, trellis: bool = False) -> Weights:
         """Returns as many matrices as `data` has room for. At 16 bits they are bfloat16, else codes in groups of 64
-        inputs."""
+        inputs, or trellis codes."""
+        base = data.ctypes.data
+        if trellis:
+            stream, step = stream_bytes(bits, _ROWS, _COLS), CODES[bits].step
+            nbytes = stream + 2 * _ROWS
+            places = range(base, base + len(data) - nbytes + 1, nbytes)
+            made = [Matrix(at, at + stream, None, None, -step, _ROWS, _COLS, _COLS) for at in places]
+            return cls(bits, made, nbytes)
+        bits = int(bits)
         codes = 2 * _ROWS * _COLS if bits == 16 else _ROWS * row_bytes(_COLS, bits)
         scales = 0 if bits == 16 else 2 * _ROWS * n_groups(_COLS, _GROUP)
-        nbytes, base = codes + 2 * scales, data.ctypes.data
+        nbytes = codes + 2 * scales
         kind = KINDS["BF16"] if bits == 16 else bits
 
         def matrix(at: int) -> Matrix:
@@ -53,10 +62,11 @@ class Weights:
 
 
 def kernel_speeds(
-    library: Library, threads: int, most_bytes: int = MOST_BYTES, clock: Callable[[], float] = time.perf_counter
-) -> dict[int, float]:
-    """Returns for each width the speed [bytes/s] of the best instruction set on `threads` threads, in half a second or
-    so; takes `most_bytes`.
+    library: Library, threads: int, most_bytes: int = MOST_BYTES, clock: Callable[[], float] = time.perf_counter,
+    trellis: bool = False,
+) -> dict[Width, float]:  # fmt: skip
+    """Returns for each width, of plain codes or else of trellis codes, the speed [bytes/s] of the best instruction set
+    on `threads` threads, in half a second or so; takes `most_bytes`.
 
     Raises NativeFailed and MemoryError where there is no memory for it.
     """
@@ -66,7 +76,8 @@ def kernel_speeds(
     if not pool:
         raise NativeFailed(f"no memory for {threads} threads")
     try:
-        return {bits: _speed(functions, pool, Weights.laid_out(data, bits), clock) for bits in WIDTHS}
+        widths: Collection[Width] = CODES if trellis else WIDTHS
+        return {bits: _speed(functions, pool, Weights.laid_out(data, bits, trellis), clock) for bits in widths}
     finally:
         functions.moert_pool_close(pool)
 

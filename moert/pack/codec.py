@@ -18,6 +18,11 @@ INT_WIDTHS = (2, 3, 4, 8)
 WIDTHS = (*INT_WIDTHS, 16)
 _PLANES = {2: (2,), 3: (2, 1), 4: (4,), 8: (8,)}
 
+Width = float
+"""Bits of a weight: a whole number but in trellis codes."""
+Codes = Literal["plain", "trellis"]
+"""The codes of experts' projections below 16 bits: all plain, or trellis codes below 8 (moert.pack.trellis)."""
+
 Form16 = Literal["F16", "BF16", "MXFP4"]
 """The form in which a projection of 16 bits is stored: two bytes a weight, or the four bits that its source has it
 in."""

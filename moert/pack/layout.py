@@ -20,6 +20,7 @@ from moert.pack.codec import (
     Form16,
     Mxfp4Matrix,
     QuantizedMatrix,
+    Width,
     from_bfloat16,
     n_groups,
     row_bytes,
@@ -28,6 +29,7 @@ from moert.pack.codec import (
 from moert.pack.documents import Within
 from moert.pack.model_spec import ExpertKey, ModelSpec
 from moert.pack.tensors import DTYPE_BITS
+from moert.pack.trellis import TrellisMatrix, stream_bytes
 
 NEURONS = "neurons.safetensors"
 """The file of a pack with a checksum of each piece."""
@@ -51,39 +53,69 @@ class Part(NamedTuple):
         return DTYPE_BITS[self.dtype] // 8 * self.columns
 
 
+class Coding(NamedTuple):
+    """The coding of matrices: the inputs that share a scale (`group_size` as in `group_of`), the form of 16 bits, and
+    whether widths below 8 are trellis codes."""
+
+    group_size: int
+    form16: Form16
+    trellis: bool = False
+
+    def is_trellis(self, bits: Width) -> bool:
+        """Returns whether a matrix of this width has trellis codes."""
+        return self.trellis and bits < 8
+
+
 @lru_cache(maxsize=1024)
-def parts_of(bits: int, in_features: int, group_size: int, form16: Form16) -> tuple[Part, ...]:
-    """Returns the tensors that stand for a matrix of this width, in their order; `group_size` as in `group_of`."""
-    if bits == 16 and form16 == "MXFP4":
+def parts_of(bits: Width, in_features: int, coding: Coding) -> tuple[Part, ...]:
+    """Returns the tensors that stand for a matrix of this width, which has no trellis codes, in their order."""
+    if bits == 16 and coding.form16 == "MXFP4":
         exponents = Part("exponent", "U8", n_groups(in_features, MX_GROUP))
         return Part("qweight", "U8", row_bytes(in_features, 4)), exponents
     if bits == 16:
-        return (Part("weight", form16, in_features),)
-    groups = n_groups(in_features, group_of(in_features, group_size))
-    codes = Part("qweight", "U8", row_bytes(in_features, bits))
+        return (Part("weight", coding.form16, in_features),)
+    groups = n_groups(in_features, group_of(in_features, coding.group_size))
+    codes = Part("qweight", "U8", row_bytes(in_features, int(bits)))
     return codes, Part("scale", "F16", groups), Part("min", "F16", groups)
 
 
-class Storage(NamedTuple):
-    """The form of a stored matrix: its width, its inputs, the inputs of a group, the form of 16 bits, and the power of
-    two that it is multiplied with."""
+Tensor = tuple[str, str, tuple[int, ...]]
+"""The name, type and shape of a stored tensor."""
 
-    bits: int
+
+def tensors_of(bits: Width, shape: tuple[int, int], coding: Coding) -> list[Tensor]:
+    """Returns the tensors that stand for a matrix [out, in] of this width, in their order; names are those behind the
+    matrix's."""
+    out, in_features = shape
+    if coding.is_trellis(bits):
+        return [("trellis", "U8", (stream_bytes(bits, out, in_features),)), ("scale", "F16", (out,))]
+    return [(part.name, part.dtype, (out, part.columns)) for part in parts_of(bits, in_features, coding)]
+
+
+class Storage(NamedTuple):
+    """The form of a stored matrix: its width, its inputs, its coding, and the power of two that it is multiplied
+    with."""
+
+    bits: Width
     in_features: int
-    group_size: int
-    form16: Form16
+    coding: Coding
     power: int = 0
 
-    def matrix(self, parts: Sequence[U8]) -> QuantizedMatrix | F32:
-        """Returns the matrix [rows, in_features] that the bytes of its parts, each [rows, bytes], stand for; weights of
-        16 bits become float32."""
+    def matrix(self, rows: int, stored: Sequence[U8]) -> QuantizedMatrix | TrellisMatrix | F32:
+        """Returns the matrix [rows, in_features] that the bytes of its tensors stand for; weights of 16 bits become
+        float32."""
+        if self.coding.is_trellis(self.bits):
+            stream, scales = stored
+            return TrellisMatrix(self.bits, self.in_features, stream, scales.view(np.float16)[:, None], self.power)
+        group_size, form16, _ = self.coding
+        parts = [each.reshape(rows, -1) for each in stored]
         if self.bits != 16:
             scale, minimum = (part.view(np.float16) for part in parts[1:])
-            group = group_of(self.in_features, self.group_size)
-            return QuantizedMatrix(self.bits, self.in_features, group, parts[0], scale, minimum, self.power)
-        if self.form16 == "MXFP4":
+            group = group_of(self.in_features, group_size)
+            return QuantizedMatrix(int(self.bits), self.in_features, group, parts[0], scale, minimum, self.power)
+        if form16 == "MXFP4":
             return Mxfp4Matrix(self.in_features, *parts).widened()
-        if self.form16 == "BF16":
+        if form16 == "BF16":
             return from_bfloat16(parts[0].view(np.uint16))
         return times_two(parts[0].view(np.float16).astype(np.float32), self.power)
 
@@ -119,7 +151,7 @@ class MatrixPlace(NamedTuple):
 
     def neuron_bytes(self, d_model: int) -> tuple[int, ...]:
         """Returns the bytes that one neuron takes at each of `places`."""
-        return tuple(part.nbytes for part in parts_of(self.bits, d_model, self.group_size, self.form16))
+        return tuple(part.nbytes for part in parts_of(self.bits, d_model, Coding(self.group_size, self.form16)))
 
 
 class NeuronLayout(NamedTuple):
@@ -184,26 +216,26 @@ class NeuronLayout(NamedTuple):
 
 
 def neuron_layout(
-    spec: ModelSpec, bits: Mapping[str, int], group_size: int, form16: Form16, page_bytes: int, neurons: Neurons
+    spec: ModelSpec, bits: Mapping[str, Width], coding: Coding, page_bytes: int, neurons: Neurons
 ) -> NeuronLayout:
     """Returns the layout of an expert whose projections have the widths `bits`, counted from the beginning of its data.
-    `group_size` 0 stands for a neuron's whole row of d_model features."""
+    A `group_size` of 0 stands for a neuron's whole row of d_model features."""
     widths, ffn = tuple((name, bits[name]) for name in spec.moe.ffn.projections), spec.moe.ffn
-    return _layout((spec.expert_width, ffn.d_ff), ffn.bias, widths, group_size, form16, page_bytes, neurons)
+    return _layout((spec.expert_width, ffn.d_ff), ffn.bias, widths, coding, page_bytes, neurons)
 
 
-def columns_bytes(width: int, d_model: int, group_size: int) -> int:
-    """Returns the bytes of one neuron's column where `down` has this width; `group_size` as in `neuron_layout`."""
-    return sum(part.nbytes for part in parts_of(width, d_model, group_size, "F16"))
+def columns_bytes(width: Width, d_model: int, coding: Coding) -> int:
+    """Returns the bytes of one neuron's column where `down` has this width."""
+    return sum(part.nbytes for part in parts_of(width, d_model, coding))
 
 
 @lru_cache(maxsize=1024)
 def _layout(
-    sizes: tuple[int, int], bias: bool, widths: tuple[tuple[str, int], ...], group_size: int, form16: Form16,
-    page_bytes: int, neurons: Neurons,
+    sizes: tuple[int, int], bias: bool, widths: tuple[tuple[str, Width], ...], coding: Coding, page_bytes: int,
+    neurons: Neurons,
 ) -> NeuronLayout:  # fmt: skip
-    (d_model, d_ff), group = sizes, group_of(sizes[0], group_size)
-    plain = {name: MatrixPlace(width, group, form16, (), None) for name, width in widths}
+    (d_model, d_ff), group = sizes, group_of(sizes[0], coding.group_size)
+    plain = {name: MatrixPlace(int(width), group, coding.form16, (), None) for name, width in widths}
     per_block = _per_block(plain[DOWN], d_model, d_ff, neurons.piece_bytes)
     n_blocks = -(-d_ff // per_block)
     unit = _ALIGNMENT if neurons.together else SECTOR
@@ -302,21 +334,21 @@ def choose_page_bytes(spec: ModelSpec) -> int:
 
 
 def expert_layout(
-    spec: ModelSpec, key: ExpertKey, bits: Mapping[str, int], group_size: int, form16: Form16, page_bytes: int,
+    spec: ModelSpec, key: ExpertKey, bits: Mapping[str, Width], coding: Coding, page_bytes: int,
     neurons: Neurons | None = None, powers: Mapping[str, int] | None = None,
 ) -> ExpertLayout:  # fmt: skip
     """Returns the layout of the expert `key` whose projections have the widths `bits`, and are multiplied with two to
-    the `powers`; `form16` and `neurons`: see `Quantization`."""
+    the `powers`; `neurons`: see `Quantization`."""
     powers = powers or {}
     said = len(str(key)), ",".join(f"{name}:{powers[name]}" for name in PROJECTIONS if name in powers)
     if neurons is not None:
-        placed = neuron_layout(spec, bits, group_size, form16, page_bytes, neurons)
+        placed = neuron_layout(spec, bits, coding, page_bytes, neurons)
         data = _blocks(placed, neurons.bundled, page_bytes)
         found = _named(*data, placed.tensor_bytes, page_bytes, said).of(key)
         placed = placed.moved(found.data_offset)
         return replace(found, neurons=placed.scaled(powers) if powers else placed)
     shapes = tuple((name, *spec.projection_shape(name), bits[name]) for name in spec.moe.ffn.projections)
-    return _pattern(shapes, spec.moe.ffn.bias, group_size, form16, page_bytes, said).of(key)
+    return _pattern(shapes, spec.moe.ffn.bias, coding, page_bytes, said).of(key)
 
 
 @dataclass(frozen=True)
@@ -338,15 +370,14 @@ class _Pattern:
 
 @lru_cache(maxsize=1024)
 def _pattern(
-    shapes: tuple[tuple[str, int, int, int], ...], bias: bool, group_size: int, form16: Form16, page_bytes: int,
-    said: Said,
-) -> _Pattern:  # fmt: skip
+    shapes: tuple[tuple[str, int, int, Width], ...], bias: bool, coding: Coding, page_bytes: int, said: Said
+) -> _Pattern:
     """Returns the pattern of experts without blocks of neurons. `shapes`: (projection, outputs, inputs, width) of each
     projection."""
-    tensors: list[tuple[str, str, tuple[int, ...]]] = []
+    tensors: list[Tensor] = []
     for projection, out_features, in_features, width in shapes:
-        for part in parts_of(width, in_features, group_size, form16):
-            tensors.append((f"{projection}.{part.name}", part.dtype, (out_features, part.columns)))
+        for name, dtype, shape in tensors_of(width, (out_features, in_features), coding):
+            tensors.append((f"{projection}.{name}", dtype, shape))
     if bias:
         tensors += [(f"{projection}.bias", "F32", (out_features,)) for projection, out_features, _, _ in shapes]
     slots, data_bytes = _place(tensors, TENSOR_ALIGNMENT, page_bytes)
@@ -356,7 +387,7 @@ def _pattern(
 
 def _blocks(placed: NeuronLayout, bundled: bool, page_bytes: int) -> tuple[tuple[TensorSlot, ...], int]:
     """Returns the tensors of an expert whose neurons lie in blocks, each from a page on, and its bytes with padding."""
-    tensors: list[tuple[str, str, tuple[int, ...]]] = []
+    tensors: list[Tensor] = []
     if placed.bias_at is not None:
         tensors.append((f"{DOWN}.bias", "F32", (placed.d_model,)))
     if bundled:
@@ -375,9 +406,7 @@ def _named(slots: tuple[TensorSlot, ...], data_bytes: int, tensor_bytes: int, pa
     return _Pattern(before, kept, len(after) - len(kept), slots, tensor_bytes, data_bytes)
 
 
-def _place(
-    tensors: list[tuple[str, str, tuple[int, ...]]], alignment: int, page_bytes: int
-) -> tuple[list[TensorSlot], int]:
+def _place(tensors: list[Tensor], alignment: int, page_bytes: int) -> tuple[list[TensorSlot], int]:
     """Returns the slots of the tensors, one behind the other, and their bytes with padding."""
     slots: list[TensorSlot] = []
     position = 0
@@ -450,8 +479,11 @@ def matrix_of(layout: NeuronLayout, buffer: U8, name: str) -> QuantizedMatrix | 
     matrix = layout.columns if name == DOWN else layout.rows[name]
     pieces = columns_of(layout, buffer) if name == DOWN else rows_of(layout, buffer)
     sizes = matrix.neuron_bytes(layout.d_model)
-    storage = Storage(matrix.bits, layout.d_model, matrix.group_size, matrix.form16, matrix.power)
-    return storage.matrix([_taken(layout, pieces, *place) for place in zip(matrix.places, sizes, strict=True)])
+    storage = Storage(matrix.bits, layout.d_model, Coding(matrix.group_size, matrix.form16), matrix.power)
+    taken = [_taken(layout, pieces, *place) for place in zip(matrix.places, sizes, strict=True)]
+    found = storage.matrix(layout.d_ff, taken)
+    assert not isinstance(found, TrellisMatrix), "blocks of neurons have plain codes"
+    return found
 
 
 def bias_of(layout: NeuronLayout, buffer: U8, name: str) -> F32:

@@ -18,6 +18,7 @@ from moert.pack.layout import DOWN, U32
 from moert.pack.model_spec import STACKS, ExpertKey, LayerKey, ModelSpec, StackName
 from moert.pack.reader import Pack, Projection
 from moert.pack.tensors import FileKind, TensorFile
+from moert.pack.trellis import TrellisMatrix
 
 HASH = "hash.safetensors"
 _HASH = FileKind(HASH, "hash", 1, "train the hash function of this pack")
@@ -253,6 +254,7 @@ def _rows(matrix: Projection, rows: U32) -> Projection:
     if isinstance(matrix, QuantizedMatrix):
         parts: dict[str, Any] = {name: getattr(matrix, name)[rows] for name in ("qweight", "scale", "minimum")}
         return replace(matrix, **parts)
+    assert not isinstance(matrix, TrellisMatrix), "blocks of neurons have plain codes"
     return matrix[rows]
 
 

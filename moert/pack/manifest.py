@@ -12,7 +12,7 @@ from typing import Annotated, Any, ClassVar, Literal
 import numpy as np
 import numpy.typing as npt
 
-from moert.pack.codec import LEAST_POWER, MOST_POWER, WIDTHS, Form16, QuantizedMatrix
+from moert.pack.codec import LEAST_POWER, MOST_POWER, WIDTHS, Codes, Form16, QuantizedMatrix, Width
 from moert.pack.documents import (
     MAX_BYTES,
     MAX_COUNT,
@@ -33,6 +33,7 @@ from moert.pack.layout import (
     NEURONS,
     PROJECTIONS,
     SECTOR,
+    Coding,
     ExpertLayout,
     NeuronLayout,
     Neurons,
@@ -42,15 +43,18 @@ from moert.pack.layout import (
 )
 from moert.pack.model_spec import STACKS, ExpertKey, LayerKey, ModelSpec
 from moert.pack.tensors import check_size, known_bounds
+from moert.pack.trellis import CODES
 
 FORMAT_NAME = "model.pack"
 BACKBONE = "backbone.safetensors"  # the file with all weights but the experts'
 MAJOR = 2
-PLAIN_MINOR, PREFERRING_MINOR, JOINED_MINOR, NEURONS_MINOR, TOGETHER_MINOR, POWERS_MINOR = 0, 1, 2, 3, 4, 5
+PLAIN_MINOR, PREFERRING_MINOR, JOINED_MINOR, NEURONS_MINOR, TOGETHER_MINOR, POWERS_MINOR, TRELLIS_MINOR = range(7)
 MATRICES_MINOR = 7
 """The minor version of a pack with none of these, with preferences, with several experts in a file, with experts in
-blocks of neurons, with rows of neurons that lie together, with matrices that are multiplied with a power of two; of one
-whose dense matrices have widths of their own."""
+blocks of neurons, with rows of neurons that lie together, with matrices that are multiplied with a power of two, with
+trellis codes; of one whose dense matrices have widths of their own."""
+WIDTHS_OF: Mapping[Codes, tuple[Width, ...]] = {"plain": WIDTHS, "trellis": (*CODES, 8, 16)}
+"""The widths that experts' projections may have, by their codes."""
 SEAL = ',\n "crc32": '  # the text before the checksum that ends the file
 _CRC32 = (1 << 32) - 1
 
@@ -80,7 +84,17 @@ def _key(value: Any, where: str) -> ExpertKey:
 
 _Sha256 = Annotated[str, Fit(re.compile("[0-9a-f]{64}").fullmatch, "a sha256 in hexadecimal")]
 _Projection = Annotated[str, Fit(frozenset(PROJECTIONS).__contains__, "gate, up or down")]
-_Width = Annotated[int, Fit(frozenset(WIDTHS).__contains__, f"among {WIDTHS}")]
+
+
+def _width(value: Any, where: str) -> Width:
+    """Returns a width, which its codes may lack (_check_expert). Whole ones are written without a fraction."""
+    if type(value) is not int and (type(value) is not float or value.is_integer()):
+        raise unfit(where, "a width in bits", value)
+    return value
+
+
+_PlainWidth = Annotated[int, Fit(frozenset(WIDTHS).__contains__, f"among {WIDTHS}")]
+_Width = Annotated[Width, Read(_width)]
 _Power = Annotated[
     int, Fit(frozenset(range(LEAST_POWER, MOST_POWER + 1)).difference({0}).__contains__,
              f"{LEAST_POWER} to {MOST_POWER} and not 0"),
@@ -108,9 +122,9 @@ class Dense:
     LEFT_OUT: ClassVar = ("powers", "matrices")
     quantizer: str
     group_size: _Count
-    bits: Mapping[str, _Width]
+    bits: Mapping[str, _PlainWidth]
     powers: Mapping[str, _Power] | None = None
-    matrices: Mapping[str, _Width] | None = None
+    matrices: Mapping[str, _PlainWidth] | None = None
 
     def power(self, name: str) -> int:
         """Returns the power of two that the matrix of this canonical name is multiplied with; 0 for most."""
@@ -122,7 +136,7 @@ class Quantization:
     """The quantization of the experts. group_size 0 is one group per output channel. `dense`: the quantization of the
     other matrices; None: they are as in the source."""
 
-    LEFT_OUT: ClassVar = ("neurons",)
+    LEFT_OUT: ClassVar = ("neurons", "codes")
     quantizer: str
     group_size: _Count
     dtype16: Dtype16  # how matrices of 16 bits are stored
@@ -132,18 +146,25 @@ class Quantization:
     """Whether experts' 16-bit projections are stored in the four bits that they have in the source."""
     neurons: Neurons | None = None
     """The settings for blocks of neurons, if experts lie in such blocks."""
+    codes: Codes = "plain"
+    """The codes of experts' projections; of trellis codes, group_size is about those of 8 bits alone."""
 
     @property
     def form16(self) -> Form16:
         """Returns the form in which experts' 16-bit projections are stored."""
         return "MXFP4" if self.mxfp4 else self.dtype16
 
+    @property
+    def coding(self) -> Coding:
+        """Returns the coding of the experts."""
+        return Coding(self.group_size, self.form16, self.codes == "trellis")
+
     def layout(
-        self, spec: ModelSpec, key: ExpertKey, bits: Mapping[str, int], powers: Mapping[str, int] | None,
+        self, spec: ModelSpec, key: ExpertKey, bits: Mapping[str, Width], powers: Mapping[str, int] | None,
         page_bytes: int,
     ) -> ExpertLayout:  # fmt: skip
         """Returns the layout of an expert whose projections have these widths and are multiplied with these powers."""
-        return expert_layout(spec, key, bits, self.group_size, self.form16, page_bytes, self.neurons, powers)
+        return expert_layout(spec, key, bits, self.coding, page_bytes, self.neurons, powers)
 
 
 @dataclass(frozen=True)
@@ -353,7 +374,7 @@ def stored_tensors(spec: ModelSpec, quantization: Quantization) -> dict[str, Sto
             whole = name if width is None else f"{stem_of(name, dense)}.weight"
             found[name] = {whole: (None if width is None else quantization.dtype16, shape)}
             continue
-        parts = parts_of(width, shape[1], dense.group_size, quantization.dtype16)
+        parts = parts_of(width, shape[1], Coding(dense.group_size, quantization.dtype16))
         found[name] = {
             said: (part.dtype, (shape[0], part.columns))
             for said, part in zip(part_names(name, dense), parts, strict=True)
@@ -431,7 +452,7 @@ def _check(manifest: Manifest) -> None:
     _check_keys(manifest)
     _check_preferences(manifest)
     _check_places(manifest)
-    known: dict[tuple[int, tuple[tuple[str, int], ...], str], tuple[int, int]] = {}
+    known: dict[tuple[int, tuple[tuple[str, Width], ...], str], tuple[int, int]] = {}
     for entry in manifest.experts:
         alike = (len(str(entry.key)), tuple(entry.bits.items()), str(entry.powers))  # all that their sizes depend on
         if known.get(alike) != (entry.file_bytes, entry.tensor_bytes):
@@ -495,8 +516,9 @@ def _check_neurons(manifest: Manifest) -> None:
             f"manifest.json has experts in blocks of neurons, and their activation is {act.name}: only relu and relu2 "
             "give zeros that make neurons needless"
         )
-    if how.mxfp4:
-        raise ManifestInvalid("manifest.json has experts in blocks of neurons and mxfp4: a pack has one of them")
+    if how.mxfp4 or how.codes == "trellis":
+        other = "mxfp4" if how.mxfp4 else "trellis codes"
+        raise ManifestInvalid(f"manifest.json has experts in blocks of neurons and {other}: a pack has one of them")
     if NEURONS not in manifest.files:
         raise ManifestInvalid(f"manifest.json has experts in blocks of neurons, and no {NEURONS} with their checksums")
 
@@ -531,6 +553,9 @@ def _check_expert(manifest: Manifest, entry: ExpertEntry) -> None:
     projections = manifest.model.moe.ffn.projections
     if sorted(entry.bits) != sorted(projections):
         raise ManifestInvalid(f"expert {entry.key} has widths for {sorted(entry.bits)}, expected {projections}")
+    widths = WIDTHS_OF[manifest.quantization.codes]
+    if (other := next((name for name, width in entry.bits.items() if width not in widths), None)) is not None:
+        raise unfit(f"{_WHERE}: experts: bits: {other}", f"among {widths}", entry.bits[other])
     plain = () if manifest.quantization.form16 == "F16" else (16,)
     if any(entry.bits.get(name, plain) in (plain, *plain) for name in entry.powers or {}):
         raise ManifestInvalid(

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from moert.pack.codec import U8, QuantizedMatrix, dequantize
+from moert.pack.codec import U8, QuantizedMatrix, Width, dequantize
 from moert.pack.errors import (
     FileMissing,
     FileTruncated,
@@ -35,7 +35,7 @@ from moert.pack.layout import (
     bias_of,
     checksums,
     matrix_of,
-    parts_of,
+    tensors_of,
 )
 from moert.pack.manifest import BACKBONE, FORMAT_NAME, ExpertEntry, Manifest, parse_manifest
 from moert.pack.model_spec import ExpertKey
@@ -50,12 +50,13 @@ from moert.pack.tensors import (
     take_room,
     unbounded,
 )
+from moert.pack.trellis import TrellisMatrix, dequantize_trellis
 
 MANIFEST = "manifest.json"
 _CHUNK = 1 << 20
 _HASHED_AT_ONCE = 4
 
-Projection = QuantizedMatrix | npt.NDArray[np.float32]
+Projection = QuantizedMatrix | TrellisMatrix | npt.NDArray[np.float32]
 
 
 class Piece(NamedTuple):
@@ -183,13 +184,13 @@ class Pack:
         if self.has_neurons:
             placed = self.neurons(key)
             return {name: matrix_of(placed, buffer, name) for name in entry.bits}
-        data, how, powers = buffer[layout.data_offset :], self.manifest.quantization, entry.powers or {}
+        data, coding, powers = buffer[layout.data_offset :], self.manifest.quantization.coding, entry.powers or {}
         found = {}
         for name, width in entry.bits.items():
             rows, columns = self.manifest.model.projection_shape(name)
-            storage = Storage(width, columns, how.group_size, how.form16, powers.get(name, 0))
-            slots = [layout.slot(f"{name}.{part.name}") for part in parts_of(*storage[:4])]
-            found[name] = storage.matrix([data[slot.start : slot.stop].reshape(rows, -1) for slot in slots])
+            storage = Storage(width, columns, coding, powers.get(name, 0))
+            slots = [layout.slot(f"{name}.{part}") for part, *_ in tensors_of(width, (rows, columns), coding)]
+            found[name] = storage.matrix(rows, [data[slot.start : slot.stop] for slot in slots])
         return found
 
     def biases(self, key: ExpertKey, buffer: U8) -> dict[str, npt.NDArray[np.float32]]:
@@ -365,12 +366,14 @@ def _sha256(path: Path, piece: Piece, ended: Event) -> str:
 
 def projection_weights(projection: Projection) -> npt.NDArray[np.float32]:
     """Returns the weights of one projection as float32 [out, in], whatever its width."""
+    if isinstance(projection, TrellisMatrix):
+        return dequantize_trellis(projection)
     return dequantize(projection) if isinstance(projection, QuantizedMatrix) else projection
 
 
-def bits_histogram(experts: tuple[ExpertEntry, ...]) -> Mapping[int, int]:
+def bits_histogram(experts: tuple[ExpertEntry, ...]) -> Mapping[Width, int]:
     """Returns for each width the number of projections that have it."""
-    counts: dict[int, int] = {}
+    counts: dict[Width, int] = {}
     for entry in experts:
         for width in entry.bits.values():
             counts[width] = counts.get(width, 0) + 1
@@ -399,6 +402,8 @@ def check_expert(pack: Pack, key: ExpertKey, buffer: U8) -> None:
     for projection in pack.stored(key, buffer).values():
         if isinstance(projection, QuantizedMatrix):
             arrays += [projection.scale, projection.minimum]
+        elif isinstance(projection, TrellisMatrix):
+            arrays.append(projection.scale)
         else:
             arrays.append(projection)
     if not all(np.isfinite(array).all() for array in arrays):

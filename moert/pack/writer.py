@@ -19,7 +19,16 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from moert.pack.codec import F32, Form16, QuantizedMatrix, power_of_halves, times_two, to_bfloat16, to_mxfp4
+from moert.pack.codec import (
+    F32,
+    Form16,
+    QuantizedMatrix,
+    Width,
+    power_of_halves,
+    times_two,
+    to_bfloat16,
+    to_mxfp4,
+)
 from moert.pack.documents import parsed, plain, read
 from moert.pack.errors import PackError, WriteFailed
 from moert.pack.files import DirectoryLock, atomic_write, beside, fsync, placed, write_atomically, write_in_order
@@ -40,6 +49,7 @@ from moert.pack.manifest import (
     POWERS_MINOR,
     PREFERRING_MINOR,
     TOGETHER_MINOR,
+    TRELLIS_MINOR,
     ExpertEntry,
     FileEntry,
     Files,
@@ -53,8 +63,9 @@ from moert.pack.manifest import (
 )
 from moert.pack.model_spec import ExpertKey, LayerKey, ModelSpec
 from moert.pack.reader import MANIFEST, Projection, checksums_to_bytes, is_pack, pack_around, strangers
+from moert.pack.trellis import TrellisMatrix
 
-Matrix = QuantizedMatrix | F32
+Matrix = QuantizedMatrix | TrellisMatrix | F32
 """A matrix as it is stored; float32 stands for 16 bits."""
 
 
@@ -90,6 +101,8 @@ def expert_body(
 def _tensors(name: str, part: Matrix, quantization: Quantization) -> dict[str, npt.NDArray[Any]]:
     if isinstance(part, QuantizedMatrix):
         return {"qweight": part.qweight, "scale": part.scale, "min": part.minimum}
+    if isinstance(part, TrellisMatrix):
+        return {"trellis": part.stream, "scale": part.scale}
     if quantization.mxfp4:
         if (exact := to_mxfp4(part)) is None:
             raise ValueError(f"{name}: weights that MXFP4 does not hold")
@@ -105,9 +118,15 @@ def powers_of(projections: Mapping[str, Matrix], quantization: Quantization) -> 
     return {name: power for name, power in found.items() if power} or None
 
 
+def width_of(part: Matrix) -> Width:
+    """Returns the width of a matrix as it is stored; a whole one as a whole number, as the manifest has it."""
+    bits = part.bits if isinstance(part, QuantizedMatrix | TrellisMatrix) else 16
+    return int(bits) if bits == int(bits) else bits
+
+
 def power_stored(part: Matrix, form16: Form16) -> int:
     """Returns the power of two that a matrix is multiplied with where it is stored."""
-    if isinstance(part, QuantizedMatrix):
+    if isinstance(part, QuantizedMatrix | TrellisMatrix):
         return part.power
     return power_of_halves(part) if form16 == "F16" else 0
 
@@ -153,7 +172,7 @@ class PackWriter:
     ) -> ExpertEntry:  # fmt: skip
         """Writes one expert: matrices [out, in], in blocks of neurons `down` as its transpose. A float32 array is
         stored in 16 bits, biases [out] as they are. Raises WriteFailed."""
-        bits = {name: part.bits if isinstance(part, QuantizedMatrix) else 16 for name, part in projections.items()}
+        bits = {name: width_of(part) for name, part in projections.items()}
         powers = powers_of(projections, self.quantization)
         layout = self.quantization.layout(self.spec, key, bits, powers, self.page_bytes)
         body = expert_body(key, layout, self.quantization, projections, biases or {})
@@ -237,6 +256,8 @@ class PackWriter:
         dense = self.quantization.dense
         if dense is not None and dense.matrices:
             return MATRICES_MINOR
+        if self.quantization.codes == "trellis":
+            return TRELLIS_MINOR
         if any(entry.powers for entry in self._experts.values()) or (dense is not None and dense.powers):
             return POWERS_MINOR
         if self.quantization.neurons is not None:

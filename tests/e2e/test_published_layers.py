@@ -17,7 +17,7 @@ from moert.kernels import REFERENCE, library, open_backend
 from moert.kernels.backend import Backend, Expert, ExpertView, Floats, ProjectionView, Stored
 from moert.models.model import Model, Weights
 from moert.pack.codec import F32, QuantizedMatrix, n_groups, row_bytes
-from moert.pack.layout import ExpertLayout, choose_page_bytes, expert_layout, group_of
+from moert.pack.layout import Coding, ExpertLayout, choose_page_bytes, expert_layout, group_of
 from moert.pack.model_spec import LayerKey, ModelSpec, Stack
 
 pytestmark = pytest.mark.slow
@@ -61,7 +61,7 @@ def views(spec: ModelSpec) -> dict[str, ProjectionView]:
 
 def layout_of(spec: ModelSpec) -> ExpertLayout:
     key, widths = spec.expert_keys()[0], dict.fromkeys(spec.moe.ffn.projections, BITS)
-    return expert_layout(spec, key, widths, GROUP, "BF16", choose_page_bytes(spec))
+    return expert_layout(spec, key, widths, Coding(GROUP, "BF16"), choose_page_bytes(spec))
 
 
 def expert_buffer(spec: ModelSpec) -> npt.NDArray[np.uint8]:

@@ -1,5 +1,6 @@
 """The golden packs, byte for byte: one MoE layer, two experts, every width. Writes tiny.pack beside this file, and
-neurons.pack with experts in blocks of neurons, together.pack with rows that are read at once.
+neurons.pack with experts in blocks of neurons, together.pack with rows that are read at once, trellis.pack with trellis
+codes.
 
 Run it again only when the format changes on purpose: python tests/golden/golden_pack.py
 """
@@ -12,12 +13,13 @@ from pathlib import Path
 
 import numpy as np
 
-from moert.pack.codec import QuantizedMatrix, pack_codes
+from moert.pack.codec import QuantizedMatrix, Width, pack_codes
 from moert.pack.layout import Neurons
 from moert.pack.manifest import LossEstimate, Quality, Quantization
 from moert.pack.model_spec import ExpertKey
 from moert.pack.parts import Act, Ffn
 from moert.pack.reader import Projection
+from moert.pack.trellis import TrellisMatrix, stream_bytes
 from moert.pack.writer import PackWriter
 from tests.shapes import Shape
 
@@ -36,6 +38,9 @@ NEURONS_SPEC = replace(
 QUALITY = Quality("perplexity", 0.05, LossEstimate(8.0, 8.2, 0.025, 0.02, 0.03, 50), None, "1" * 64, "2" * 64)
 # Neither a safetensors file nor anything else: the format only promises that these bytes come back.
 FILES = {"backbone.safetensors": b"backbone\n", "config.json": b"{}\n"}
+TRELLIS_WIDTHS: dict[int, dict[str, Width]] = {
+    0: {"gate": 1, "up": 1.5, "down": 2}, 1: {"gate": 2.5, "up": 3, "down": 4},
+}  # fmt: skip
 WIDTHS = {0: {"gate": 2, "up": 3, "down": 4}, 1: {"gate": 8, "up": 16, "down": 16}}
 
 
@@ -84,8 +89,27 @@ def build_neurons(out: Path, together: bool = False) -> None:
     writer.finish("golden_pack.py", QUALITY)
 
 
+def stream(out_features: int, in_features: int, bits: Width) -> np.ndarray:
+    return (np.arange(stream_bytes(bits, out_features, in_features)) * 37 % 251).astype(np.uint8)
+
+
+def build_trellis(out: Path) -> None:
+    writer = PackWriter(out, SPEC, Quantization("trellis", 0, "BF16", 11, codes="trellis"), "golden")
+    for expert, widths in TRELLIS_WIDTHS.items():
+        parts: dict[str, Projection] = {}
+        for name, bits in widths.items():
+            rows, columns = SPEC.projection_shape(name)
+            scale = (np.arange(rows)[:, None] + 1) / 64
+            parts[name] = TrellisMatrix(bits, columns, stream(rows, columns, bits), scale.astype(np.float16))
+        writer.write_expert(ExpertKey("decoder", 0, expert), parts)
+    for relative, body in FILES.items():
+        writer.write_file(relative, body)
+    writer.finish("golden_pack.py", QUALITY)
+
+
 if __name__ == "__main__":
     build(HERE / "tiny.pack")
     build_neurons(HERE / "neurons.pack")
     build_neurons(HERE / "together.pack", together=True)
-    sys.stdout.write(f"wrote tiny.pack, neurons.pack and together.pack in {HERE}\n")
+    build_trellis(HERE / "trellis.pack")
+    sys.stdout.write(f"wrote tiny.pack, neurons.pack, together.pack and trellis.pack in {HERE}\n")

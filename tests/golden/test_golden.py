@@ -6,14 +6,16 @@ import hashlib
 from pathlib import Path
 
 import numpy as np
-from golden_pack import FILES, NEURONS_SPEC, QUALITY, SPEC, WIDTHS, build, build_neurons, codes
+from golden_pack import FILES, NEURONS_SPEC, QUALITY, SPEC, WIDTHS, build, build_neurons, build_trellis, codes
 
 from moert.pack.codec import QuantizedMatrix, unpack_codes
 from moert.pack.model_spec import ExpertKey
 from moert.pack.reader import Pack, projection_weights
+from moert.pack.trellis import TrellisMatrix, decoded
 
 TINY = Path(__file__).parent / "tiny.pack"
 NEURONS, TOGETHER = TINY.with_name("neurons.pack"), TINY.with_name("together.pack")
+TRELLIS = TINY.with_name("trellis.pack")
 
 
 def files(root: Path) -> dict[str, bytes]:
@@ -76,6 +78,23 @@ def test_rows_together_by_hand() -> None:
         ours, theirs = (one.projections(key, one.read_expert(key)) for one in (pack, apart))
         for name in ours:
             assert projection_weights(ours[name]).tolist() == projection_weights(theirs[name]).tolist()
+
+
+def test_trellis_codes_are_written_with_these_bytes(tmp_path: Path) -> None:
+    build_trellis(tmp_path / "trellis.pack")
+    assert files(tmp_path / "trellis.pack") == files(TRELLIS)
+
+
+def test_trellis_codes_by_hand() -> None:
+    """Of 3 bits, rows in steps of 6 bits. Bytes 0, 37, 74: windows of 0x500 and 0x894 from bits 0 and 6 on."""
+    pack = Pack.open(TRELLIS)
+    key = ExpertKey("decoder", 0, 1)
+    up = pack.projections(key, pack.read_expert(key))["up"]
+    assert isinstance(up, TrellisMatrix)
+    assert (pack.manifest.minor, up.bits, len(up.stream)) == (6, 3, 3 * 8 * 6 // 8 + 2)
+    assert up.stream[:3].tolist() == [0, 37, 74]
+    # 0x500 * 19503 and 0x894 * 19503 modulo 2**16: 60160 and 33580, in fields of 5 bits 29 and 12, 16 and 12
+    assert decoded(up)[:2, :2].tolist() == [[78, -15], [2, -15]]
 
 
 def test_it_is_read_with_these_values() -> None:

@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 import pytest
 from dense_packs import dense_quantization, widened, write_dense_pack
-from random_packs import NEURON_SPECS, NEURONS, QUANTIZATION, SPECS, write_pack
+from random_packs import NEURON_SPECS, NEURONS, QUANTIZATION, SPECS, random_trellis, write_pack
 
 from moert.models.backbone import load_backbone
 from moert.pack.codec import INT_WIDTHS, pack_codes
@@ -23,6 +23,7 @@ from moert.pack.layout import Neurons
 from moert.pack.manifest import Dense
 from moert.pack.parts import ROLES
 from moert.pack.reader import Pack, projection_weights
+from moert.pack.trellis import CODES, dequantize_trellis
 from tests.pairs import thinned
 
 SPEC = (Path(__file__).parents[2] / "moert" / "pack" / "SPEC.md").read_text(encoding="utf-8")
@@ -52,13 +53,59 @@ def code(row: bytes, bits: int, inputs: int, j: int) -> int:
     return plane(row, 2, j) + 4 * plane(row[math.ceil(inputs / 4) :], 1, j)
 
 
+def trellis_by_the_text(stream: bytes, scales: bytes, bits: float, out: int, inputs: int) -> list[list[float]]:
+    """One code after the other, and each weight as the sum that stands in the text."""
+    row = next(line for line in SPEC.splitlines() if re.match(rf"\| ([\d., ]+, )?{bits:g}(, [\d., ]+)? \| .*±", line))
+    widths, steps, multiplier, k, half = (cell.split("±")[-1].strip() for cell in row.strip("|").split("|"))
+    s = int(steps.split(", ")[widths.split(", ").index(f"{bits:g}")])
+    positive, m, size = [int(each) for each in half.split()], int(multiplier), int(k)
+    table = [-each for each in reversed(positive)] + positive
+    assert len(table) == 2**size
+    q, at = list[list[int]](), 0
+    pairs = math.ceil(inputs / 2)
+    for first in range(0, out, 128):
+        rows = up_to(min(128, out - first), 8)
+        block = stream[at : at + pairs * rows * s // 8 + 2]
+        at += len(block)
+        for r in range(min(128, out - first)):
+            q.append([])
+            for p in range(pairs):
+                window = sum(bit(block, (p * rows + r) * s + i) << i for i in range(12))
+                h = window * m % 2**16
+                q[-1] += [table[h // 2 ** (16 - size)], table[h // 2 ** (16 - 2 * size) % 2**size]]
+    assert at == len(stream)
+    b = max(2**i for i in range(7) if inputs % 2**i == 0)
+
+    def sign(j: int) -> int:
+        mixed = j * 2654435761 % 2**32
+        mixed = (mixed ^ mixed // 2**15) * 2246822519 % 2**32
+        return -1 if mixed >= 2**31 else 1
+
+    scale, c = np.frombuffer(scales, "<f2").astype(np.float32), np.float32(1 / math.sqrt(b))
+    return [
+        [
+            float((scale[i] * c) * np.float32(sign(j) * sum(
+                (-1) ** (j % b & n).bit_count() * values[j - j % b + n] for n in range(b)
+            )))
+            for j in range(inputs)
+        ]
+        for i, values in enumerate(q)
+    ]  # fmt: skip
+
+
 def weights_by_the_text(
-    data: bytes, table: dict[str, Any], name: str, bits: int, inputs: int, group: int
+    data: bytes, table: dict[str, Any], name: str, bits: float, inputs: int, group: int
 ) -> list[list[float]]:
     def tensor(part: str) -> tuple[bytes, list[int]]:
         start, stop = table[f"{name}.{part}"]["data_offsets"]
         return data[start:stop], table[f"{name}.{part}"]["shape"]
 
+    if f"{name}.trellis" in table:
+        assert bits < 8
+        stream, _ = tensor("trellis")
+        scales, (out,) = tensor("scale")
+        return trellis_by_the_text(stream, scales, bits, out, inputs)
+    bits = int(bits)
     if bits == 16 and f"{name}.exponent" in table:
         values = [0, 0.5, 1, 1.5, 2, 3, 4, 6]
         codes, (rows, row_bytes) = tensor("qweight")
@@ -246,14 +293,38 @@ def check_against_our_reader(root: Path) -> None:
                 assert np.frombuffer(body[data_at:][start:stop], "<f4").tolist() == biases[name].tolist()
 
 
-def test_the_golden_pack() -> None:
-    check_against_our_reader(TINY)
+@pytest.mark.parametrize("name", ["tiny.pack", "trellis.pack"])
+def test_the_golden_pack(name: str) -> None:
+    check_against_our_reader(TINY.with_name(name))
 
 
 @pytest.mark.parametrize("family", SPECS)
 def test_packs_of_all_kinds(tmp_path: Path, family: str) -> None:
     write_pack(tmp_path / "model.pack", SPECS[family])
     check_against_our_reader(tmp_path / "model.pack")
+
+
+@pytest.mark.parametrize("family", SPECS)
+def test_trellis_codes(tmp_path: Path, family: str) -> None:
+    write_pack(tmp_path / "model.pack", SPECS[family], replace(QUANTIZATION, codes="trellis"))
+    check_against_our_reader(tmp_path / "model.pack")
+
+
+@pytest.mark.parametrize("bits", CODES)
+@pytest.mark.parametrize("shape", [(1, 1), (137, 4), (9, 96)])
+def test_trellis_codes_of_more_blocks_and_inputs(bits: float, shape: tuple[int, int]) -> None:
+    matrix = random_trellis(np.random.default_rng(3), *shape, bits)
+    found = trellis_by_the_text(matrix.stream.tobytes(), matrix.scale.tobytes(), bits, *shape)
+    assert found == dequantize_trellis(matrix).tolist()
+
+
+def test_the_example_of_trellis_codes_in_the_text() -> None:
+    [example] = re.findall(r"^`((?:[0-9A-F]{2} )+[0-9A-F]{2})`. The first code", SPEC, re.MULTILINE)
+    scales = np.array([0.5, 2], "<f2").tobytes()
+    found = trellis_by_the_text(bytes.fromhex(example), scales, 2, 2, 2)
+    said = re.findall(r"weights are about\s+([\d., −]+) and ([\d., −]+)\.", SPEC)
+    numbers = [[float(each) for each in row.replace("−", "-").split(", ")] for row in said[0]]
+    assert np.round(found, 2).tolist() == numbers
 
 
 def test_four_bits_of_the_source(tmp_path: Path) -> None:
@@ -332,7 +403,8 @@ def test_every_field_of_the_manifest_is_in_the_text() -> None:
         for inner in value.values() if isinstance(value, dict) else value if isinstance(value, list) else ():
             collect(inner)
 
-    collect([asdict(Dense("", 0, dict.fromkeys(ROLES, 8), matrices={})), *map(plain, SPECS.values())])
+    dense = Dense("", 0, dict.fromkeys(ROLES, 8), matrices={})
+    collect([asdict(dense), plain(replace(QUANTIZATION, codes="trellis")), *map(plain, SPECS.values())])
     for root in (TINY, TINY.with_name("neurons.pack"), TINY.with_name("together.pack")):
         collect({**manifest_of(root), "files": {"": manifest_of(root)["files"]["config.json"]}})
     assert sorted(name for name in names - {""} if not re.search(rf'[`"]{name}[`"]|\b{name}, |, {name}\b', SPEC)) == []

@@ -28,7 +28,7 @@ from moert.machine import held_bytes
 from moert.pack.documents import parsed
 from moert.pack.errors import HeaderInvalid, ManifestInvalid, PackError, SizeOverflow
 from moert.pack.files import OpenedFile
-from moert.pack.layout import expert_layout
+from moert.pack.layout import Coding, expert_layout
 from moert.pack.manifest import parse_manifest
 from moert.pack.model_spec import ExpertKey
 from moert.pack.paths import MOST_ENTRIES, TRACE, Trace
@@ -166,7 +166,7 @@ def test_experts_of_many_widths_in_large_pages_take_little(tmp_path: Path) -> No
     try:
         for index, widths in enumerate(product((2, 3, 4, 8, 16), repeat=3)):
             bits = dict(zip(("gate", "up", "down"), widths, strict=True))
-            layout = expert_layout(DECODER, ExpertKey("decoder", 0, index), bits, 4, "F16", 1 << 20)
+            layout = expert_layout(DECODER, ExpertKey("decoder", 0, index), bits, Coding(4, "F16"), 1 << 20)
             assert layout.data_offset == 1 << 20
         assert tracemalloc.get_traced_memory()[0] < 4 << 20
     finally:

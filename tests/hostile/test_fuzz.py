@@ -47,11 +47,13 @@ class Sound:
         return True
 
 
-@pytest.fixture(scope="module", params=["decoder", "rich", "firing"])
+@pytest.fixture(scope="module", params=["decoder", "rich", "firing", "trellis"])
 def sound(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Sound]:
     root = tmp_path_factory.mktemp("fuzz") / "model.pack"
     if request.param in SPECS:
         yield Sound(root, SPECS[request.param], QUANTIZATION)
+    elif request.param == "trellis":
+        yield Sound(root, SPECS["decoder"], replace(QUANTIZATION, codes="trellis"))
     else:  # a pack with experts in blocks of neurons
         yield Sound(
             root, NEURON_SPECS[request.param], replace(QUANTIZATION, neurons=Neurons(512, bundled=False, together=True))

@@ -6,7 +6,7 @@
 
 #include "driver.h"
 
-static const int kinds[] = {2, 3, 4, MOERT_MXFP4, 8, MOERT_F16, MOERT_BF16, MOERT_F32};
+static const int kinds[] = {2, 3, 4, MOERT_MXFP4, 8, MOERT_F16, MOERT_BF16, MOERT_F32, -2, -3, -4, -5, -6, -8};
 static const int groups[] = {0, 16, 32, 64, 128, 10, 48};
 static const int widths[] = {1, 2, 7, 15, 16, 31, 32, 33, 48, 63, 64, 65, 96, 100, 128, 129, 160, 257, 300};
 #define COUNT(list) ((int)(sizeof(list) / sizeof *(list)))
@@ -106,7 +106,7 @@ void linear_cases(void) {
     int number = 0;
     for (int w = 0; w < COUNT(widths); w++)
         for (int k = 0; k < COUNT(kinds); k++)
-            for (int g = 0; g < (kinds[k] <= 8 ? COUNT(groups) : 1); g++, number++) {
+            for (int g = 0; g < (kinds[k] <= 8 && kinds[k] > 0 ? COUNT(groups) : 1); g++, number++) {
                 seed((uint64_t)number);
                 int rows = number % 5 ? 1 + draw(67) : 1 + draw(3), tokens = token_counts[draw(4)];
                 linear(kinds[k], rows, widths[w], groups[g], number % 4 == 3 ? EXTREME : PLAIN,
@@ -119,6 +119,7 @@ void linear_cases(void) {
         linear(kinds[k], 9, 33, 0, EXTREME, 200, 2);
         linear(kinds[k], 66, 2048, 128, PLAIN, 1, 1);
         linear(kinds[k], 3, 2048, 0, PLAIN, 17, 1);
+        linear(kinds[k], 300, 128, 0, PLAIN, 1 + 16 * (k % 2), 1);
         for (int g = 0; g < COUNT(groups); g++) {
             int rows = 1 + draw(70), tokens = 1 + draw(40);
             linear(kinds[k], rows, 576 + 64 * draw(3), groups[g], PLAIN, tokens, 2);
@@ -155,7 +156,7 @@ void rows_cases(void) {
     for (int number = 0; number < 100; number++) {
         seed(3000 + (uint64_t)number);
         int cols = widths[draw(COUNT(widths))];
-        one_rows(kinds[number % COUNT(kinds)], cols, groups[draw(COUNT(groups))], number % 4 == 3 ? EXTREME : PLAIN);
+        one_rows(kinds[number % 8], cols, groups[draw(COUNT(groups))], number % 4 == 3 ? EXTREME : PLAIN);
     }
     seed(3900);
     one_rows(4, 20000, 64, PLAIN);

@@ -117,6 +117,48 @@ static void fill_mxfp4(problem_matrix *made, int style) {
     m->data = data, m->scale = (const uint16_t *)scale, m->minimum = NULL;
 }
 
+/* What a trellis code's pair is, in plain arithmetic (SPEC.md, section 3). */
+static void trellis_pair(const uint8_t *stream, int step, int64_t number, double *pair) {
+    static const int upper[2][32] = {{2, 6, 10, 15, 20, 24, 29, 34, 40, 44, 52, 60, 68, 78, 95, 127},
+        {1, 3, 4, 7, 8, 10, 13, 14, 17, 19, 21, 23, 25, 27, 29, 32, 34, 36, 39, 41, 44, 48, 52, 54, 59, 62, 67, 72, 79, 88, 102, 127}};
+    int window = 0, fine = step == 8, half = fine ? 32 : 16, bits = fine ? 6 : 5;
+    for (int i = 0; i < 12; i++) window |= (stream[(number * step + i) / 8] >> (number * step + i) % 8 & 1) << i;
+    int mixed = window * (fine ? 20591 : 19503) & 0xFFFF;
+    for (int i = 0; i < 2; i++) {
+        int place = mixed >> (16 - (i + 1) * bits) & (2 * half - 1);
+        pair[i] = place < half ? -upper[fine][half - 1 - place] : upper[fine][place - half];
+    }
+}
+
+static void fill_trellis(problem_matrix *made, int style) {
+    moert_matrix *m = &made->matrix;
+    int step = -m->kind, pairs = (m->cols + 1) / 2;
+    int64_t bytes = 0;
+    for (int row = 0; row < m->rows; row += 128) {
+        int rows = m->rows - row < 128 ? (m->rows - row + 7) / 8 * 8 : 128;
+        bytes += (int64_t)pairs * rows * step / 8 + 2;
+    }
+    uint8_t *data = claim((size_t)bytes);
+    uint16_t *scale = claim((size_t)m->rows * 2);
+    for (int64_t i = 0; i < bytes; i++) data[i] = (uint8_t)draw(256);
+    for (int r = 0; r < m->rows; r++) scale[r] = draw_half(style);
+    int64_t start = 0;
+    for (int row = 0; row < m->rows; row += 128) {
+        int rows = m->rows - row < 128 ? (m->rows - row + 7) / 8 * 8 : 128;
+        for (int p = 0; p < pairs; p++)
+            for (int r = 0; r < rows && row + r < m->rows; r++) {
+                double pair[2], s = half_value(scale[row + r]);
+                trellis_pair(data + start, step, (int64_t)p * rows + r, pair);
+                for (int i = 0; i < 2 && 2 * p + i < m->cols; i++) {
+                    made->weight[(row + r) * m->cols + 2 * p + i] = s * pair[i];
+                    made->magnitude[(row + r) * m->cols + 2 * p + i] = fabs(s) * (128 + 128 + pair[i]);
+                }
+            }
+        start += (int64_t)pairs * rows * step / 8 + 2;
+    }
+    m->data = data, m->scale = scale, m->minimum = NULL;
+}
+
 static void fill_floats(problem_matrix *made, int style) {
     moert_matrix *m = &made->matrix;
     int count = m->rows * m->cols;
@@ -145,6 +187,7 @@ problem_matrix matrix_make(int kind, int rows, int cols, int group, int style) {
     made.matrix.kind = kind, made.matrix.rows = rows, made.matrix.cols = cols;
     made.matrix.group = group && group < cols ? group : cols;
     if (kind == MOERT_MXFP4) fill_mxfp4(&made, style);
+    else if (kind < 0) made.matrix.group = cols, fill_trellis(&made, style);
     else if (kind <= 8) fill_codes(&made, style);
     else fill_floats(&made, style);
     if (style < UNIT && draw(3) == 0) made.matrix.bias = draw_floats(rows);

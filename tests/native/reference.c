@@ -67,9 +67,31 @@ static estimate rounded(const estimate *x, int length, int block) {
     return made;
 }
 
+/* What trellis codes are multiplied with (SPEC.md, section 3). */
+static estimate turned(const estimate *x, int length) {
+    estimate made = estimate_make(length);
+    int size = 64;
+    while (length % size) size /= 2;
+    for (int at = 0; at < length; at += size) {
+        double doubt = 0;
+        for (int i = at; i < at + size; i++) doubt += 1e-6 * fabs(x->value[i]) + (x->error ? x->error[i] : 0);
+        for (int i = 0; i < size; i++) {
+            double sum = 0;
+            for (int k = 0; k < size; k++) {
+                uint32_t mixed = (uint32_t)(at + k) * 2654435761u;
+                mixed = (mixed ^ mixed >> 15) * 2246822519u;
+                sum += (mixed >> 31) ^ (__builtin_popcount((unsigned)(i & k)) & 1) ? -x->value[at + k] : x->value[at + k];
+            }
+            made.value[at + i] = sum / sqrt(size), made.error[at + i] = doubt / sqrt(size);
+        }
+    }
+    return made;
+}
+
 void plain_multiply(const problem_matrix *matrix, const estimate *x, double share, estimate *y) {
     int rows = matrix->matrix.rows, cols = matrix->matrix.cols, codes = matrix->matrix.kind <= 8;
-    estimate input = codes ? rounded(x, cols, moert_block(cols, matrix->matrix.group)) : *x;
+    estimate turn = matrix->matrix.kind < 0 ? turned(x, cols) : (estimate){NULL, NULL};
+    estimate input = codes ? rounded(turn.value ? &turn : x, cols, moert_block(cols, matrix->matrix.group)) : *x;
     for (int r = 0; r < rows; r++) {
         const double *weight = matrix->weight + (size_t)r * cols, *magnitude = matrix->magnitude + (size_t)r * cols;
         double sum = 0, terms = 0, error = 0;
@@ -83,6 +105,7 @@ void plain_multiply(const problem_matrix *matrix, const estimate *x, double shar
         y->error[r] = error + share * (terms + fabs(bias));
     }
     if (codes) estimate_free(&input);
+    if (turn.value) estimate_free(&turn);
 }
 
 /* y = x less its mean */

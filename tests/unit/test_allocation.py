@@ -33,7 +33,7 @@ from moeconv.plan.problem import (
     rising,
 )
 from moeconv.plan.search import Found, MeasuredPlan, curve, search
-from moert.pack.layout import expert_layout
+from moert.pack.layout import Coding, expert_layout
 from moert.pack.model_spec import ExpertKey, ModelSpec
 from tests.pairs import thinned
 from tests.refusing import one_line
@@ -131,7 +131,7 @@ def test_bytes_of_projections_add_up_to_the_layout(gated: bool, group_size: int)
     model = spec(gated)
     nbytes = layout_bytes(model, Storage(group_size))
     bits = dict(zip(model.moe.ffn.projections, (2, 16, 3), strict=False))
-    whole = expert_layout(model, KEYS[0], bits, group_size, "F16", 4096).tensor_bytes
+    whole = expert_layout(model, KEYS[0], bits, Coding(group_size, "F16"), 4096).tensor_bytes
     assert sum(nbytes(name, width) for name, width in bits.items()) == whole
 
 

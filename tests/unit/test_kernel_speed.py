@@ -19,6 +19,13 @@ def test_a_matrix_counts_with_its_scales(bits: int, nbytes: int) -> None:
     assert len(weights.matrices) == len(data) // nbytes
 
 
+@pytest.mark.parametrize(("bits", "nbytes"), [(1.5, 2048 * 384), (4, 2048 * 1024)])
+def test_trellis_codes_count_with_what_ends_their_blocks(bits: float, nbytes: int) -> None:
+    weights = Weights.laid_out(np.zeros(20 << 20, np.uint8), bits, trellis=True)
+    assert weights.nbytes == nbytes + 2 * 2048 // 128 + 2 * 2048
+    assert len(weights.matrices) == (20 << 20) // weights.nbytes
+
+
 def test_the_best_pass_counts() -> None:
     loaded = library.load()
     if loaded is None:

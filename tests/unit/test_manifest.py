@@ -240,7 +240,7 @@ def test_the_reference_models_can_be_in_a_manifest(config: Path) -> None:
 
 def entry_of(spec: ModelSpec, key: ExpertKey) -> ExpertEntry:
     bits = dict.fromkeys(spec.moe.ffn.projections, 4)
-    layout = expert_layout(spec, key, bits, BASE.quantization.group_size, BASE.quantization.dtype16, 4096)
+    layout = expert_layout(spec, key, bits, BASE.quantization.coding, 4096)
     sizes = (layout.file_bytes, layout.tensor_bytes)
     return ExpertEntry(key, expert_path(key), *sizes, bits, sha256="3" * 64, crc32=0, importance=None)
 

@@ -17,7 +17,7 @@ from moert.engine.budget import Budget
 from moert.errors import NotFinite
 from moert.experts.streaming import by_expert
 from moert.kernels import open_backend
-from moert.pack.layout import NeuronLayout, Neurons, neuron_layout
+from moert.pack.layout import Coding, NeuronLayout, Neurons, neuron_layout
 from moert.pack.learnt import Kept, NeuronPredictor
 from moert.pack.model_spec import LayerKey
 
@@ -25,7 +25,7 @@ AT = LayerKey("decoder", 0)
 
 
 def layout_of(piece_bytes: int) -> NeuronLayout:
-    return neuron_layout(SWITCH, {"up": 4, "down": 4}, 0, "BF16", 4096, Neurons(piece_bytes, True))
+    return neuron_layout(SWITCH, {"up": 4, "down": 4}, Coding(0, "BF16"), 4096, Neurons(piece_bytes, True))
 
 
 @given(st.data(), st.integers(1, 9), st.sampled_from([1, 5, 8, 64]))

@@ -34,6 +34,7 @@ from moert.pack.codec import QuantizedMatrix, dequantize, n_groups, row_bytes
 from moert.pack.errors import FormatTooNew, HashMismatch, HeaderInvalid
 from moert.pack.layout import NEURONS as NEURONS_FILE
 from moert.pack.layout import (
+    Coding,
     MatrixPlace,
     NeuronLayout,
     Neurons,
@@ -104,9 +105,11 @@ def test_where_each_byte_lies(case: dict) -> None:
     spec = sized(case["d_model"], case["d_ff"], case["gated"], case["bias"])
     bits = dict(zip(spec.moe.ffn.projections, case["bits"], strict=False))
     neurons, key = case["neurons"], spec.expert_keys()[-1]
-    layout = expert_layout(spec, key, bits, case["group"], case["dtype16"], 4096, neurons)
+    layout = expert_layout(spec, key, bits, Coding(case["group"], case["dtype16"]), 4096, neurons)
     placed = layout.neurons
-    assert placed == neuron_layout(spec, bits, case["group"], case["dtype16"], 4096, neurons).moved(layout.data_offset)
+    assert placed == neuron_layout(spec, bits, Coding(case["group"], case["dtype16"]), 4096, neurons).moved(
+        layout.data_offset
+    )
     # A block has all neurons that fit, and at least one.
     assert (placed.n_blocks - 1) * placed.per_block < case["d_ff"] <= placed.n_blocks * placed.per_block
     assert [i for k in range(placed.n_blocks) for i in placed.block(k)] == list(range(case["d_ff"]))
@@ -150,7 +153,7 @@ def test_matrices_come_back_from_blocks(case: dict, seed: int) -> None:
     spec = sized(case["d_model"], case["d_ff"], case["gated"], case["bias"])
     bits = dict(zip(spec.moe.ffn.projections, case["bits"], strict=False))
     rng, key = np.random.default_rng(seed), spec.expert_keys()[0]
-    layout = expert_layout(spec, key, bits, case["group"], case["dtype16"], 4096, case["neurons"])
+    layout = expert_layout(spec, key, bits, Coding(case["group"], case["dtype16"]), 4096, case["neurons"])
     shape = (case["d_ff"], case["d_model"])
     matrices = {name: random_matrix(rng, *shape, width, case["group"]) for name, width in bits.items()}
     biases = random_biases(spec, key, seed)

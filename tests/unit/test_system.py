@@ -120,7 +120,8 @@ def test_how_fast_the_kernels_are_is_measured() -> None:
         assert speeds is None
         return
     assert set(speeds) == {"2", "3", "4", "8", "16"}
-    assert all(speed > 0 for speed in speeds.values())
+    assert set(facts["trellis_bytes_per_s"]) == {"1", "1.5", "2", "2.5", "3", "4"}
+    assert all(speed > 0 for speed in (*speeds.values(), *facts["trellis_bytes_per_s"].values()))
     assert " GB/s at 4 bits" in "\n".join(system_lines(facts))
 
 

@@ -242,7 +242,7 @@ def products_s(projections: Mapping[str, ProjectionView], costs: DeviceCosts | H
 
 def bits_of(projection: ProjectionView) -> int:
     """Returns the bits of a projection as costs count them: 4 for MXFP4."""
-    return 4 if projection.form == "MXFP4" else projection.bits
+    return 4 if projection.form == "MXFP4" else int(projection.bits)
 
 
 def _inside(held: Held) -> _Held:

@@ -664,22 +664,28 @@ def held_on_device(
             note(f"{said('device', AUTO_DEVICE)} found no GPU that torch can use: the processor runs all")
         return None
     try:
-        if not pack.has_neurons:
+        if (lies := _unfit(pack)) is None:
             asked = Asked(wishes.device_keep or DEFAULT_KEEP, wishes.device_experts or CHEAPEST)
             tier = DeviceTier(pack, device, whole, backend, asked)
             if not auto or tier.pays():
                 return tier
         if not auto:
-            problem = "runs whole experts, and this pack's lie in blocks of neurons: leave it out"
-            raise SettingInvalid("device", f"{wishes.device!r} {problem}")
+            raise SettingInvalid("device", f"{wishes.device!r} {lies}: leave it out")
     except BaseException:
         device.close()
         raise
     device.close()
-    why = "runs whole experts, and this pack's lie in blocks of neurons"
-    if not pack.has_neurons:
-        why = f"found {device.title}, where a token of this pack would take longer"
+    why = lies or f"found {device.title}, where a token of this pack would take longer"
     note(f"{said('device', AUTO_DEVICE)} {why}: the processor runs all")
+    return None
+
+
+def _unfit(pack: Pack) -> str | None:
+    """Returns the reason why devices can't run the experts of a pack; None where they can."""
+    if pack.has_neurons:
+        return "runs whole experts, and this pack's lie in blocks of neurons"
+    if pack.manifest.quantization.codes == "trellis":
+        return "runs plain codes, and this pack's experts have trellis codes"
     return None
 
 

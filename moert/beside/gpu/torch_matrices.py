@@ -239,10 +239,11 @@ def lying(buffer: Tensor, part: ProjectionView) -> TorchMatrix:
     rows, cols = part.shape
     bias = None if part.bias_place is None else _piece(buffer, part.bias_place, torch.float32, rows)
     if part.form is None:
-        groups, size = n_groups(cols, part.group_size), row_bytes(cols, part.bits)
+        bits = int(part.bits)
+        groups, size = n_groups(cols, part.group_size), row_bytes(cols, bits)
         codes = _piece(buffer, part.places[0], torch.uint8, rows, size)
         scale, minimum = (_piece(buffer, at, torch.float16, rows, groups) for at in part.places[1:])
-        return TorchMatrix(_kind(part.bits), cols, part.group_size, codes, scale, minimum, bias, part.power)
+        return TorchMatrix(_kind(bits), cols, part.group_size, codes, scale, minimum, bias, part.power)
     if part.form == "MXFP4":
         codes = _piece(buffer, part.places[0], torch.uint8, rows, row_bytes(cols, 4))
         exponents = _piece(buffer, part.places[1], torch.uint8, rows, n_groups(cols, MX_GROUP))

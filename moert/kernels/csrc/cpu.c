@@ -1,13 +1,14 @@
 /* The instruction sets of this library, best first. */
 #include "internal.h"
 
-extern const operations moert_amx, moert_avx512, moert_avx2vnni, moert_avx2, moert_neondot, moert_neon, moert_scalar;
+extern const operations moert_amx, moert_avx512vbmi, moert_avx512, moert_avx2vnni, moert_avx2, moert_neondot, moert_neon, moert_scalar;
 
 const operations *const moert_isas[] = {
 #ifdef __x86_64__
 #if defined(__linux__) && (defined(__clang__) ? __clang_major__ >= 12 : __GNUC__ >= 11)
     &moert_amx,
 #endif
+    &moert_avx512vbmi,
     &moert_avx512,
 #if defined(__clang__) ? __clang_major__ >= 12 : __GNUC__ >= 11
     &moert_avx2vnni,

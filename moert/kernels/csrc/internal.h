@@ -12,7 +12,7 @@
 
 /* Codes of a row lie in planes: byte k of a plane of width b holds the inputs k * 8/b and following. Vectors of codes
  * taken out of such bytes are not in the order of the inputs, so activations are kept in the same order instead. */
-enum { WHOLE, HALVES, QUARTERS, ORDERS }; /* one, two or four inputs a byte: 8 bits; 4 bits; 2 and 3 bits */
+enum { WHOLE, HALVES, QUARTERS, ORDERS, TURNED = ORDERS }; /* one, two or four inputs a byte: 8 bits; 4 bits; 2 and 3 bits */
 
 /* Activations [tokens, cols] rounded to 8 bits, for matrices whose scales cover `group` inputs. */
 typedef struct {
@@ -25,7 +25,20 @@ typedef struct {
     float *sums;           /* [tokens, groups_padded]: sum of the rounded activations of each group */
     int ratio;             /* vectors of blocks for each vector of group scales; 0: groups cut through blocks */
     int32_t *index;        /* [ratio, lanes]: which of a vector of group scales each block takes */
+    int turned;            /* for trellis codes: turned before they were rounded */
 } operand;
+
+/* Trellis codes: where the windows of a vector lie in its bytes, see load_windows. */
+typedef struct {
+    _Alignas(ALIGN) uint8_t even[64], odd[64];
+    int32_t down[16], up[16];
+    uint16_t words[32];
+    uint8_t from[64], shifts[64];
+} window_places;
+
+#define TRELLIS_ROWS 128 /* whose codes lie side by side */
+#define TRELLIS_PART 64  /* of them, that are computed together */
+#define TRELLIS_TAIL 2   /* bytes behind those of a block: where its last windows end */
 
 #define PANEL 16 /* tokens that lie side by side */
 #define STRIP 32 /* rows that are unpacked together */
@@ -209,8 +222,26 @@ static inline void scale_by(int power, float *x, int n) {
     const union { int32_t i; float f; } two = {.i = (power + 127) << 23};
     for (int i = 0; power && i < n; i++) x[i] *= two.f;
 }
+/* The bits of two inputs in trellis codes; 0: the matrix has none. */
+static inline int step_of(const moert_matrix *w) { return w->kind < 0 ? -w->kind : 0; }
+/* Rows of the block that begins at row `first`, up to whole bytes for each input. */
+static inline int trellis_rows(const moert_matrix *w, int first) {
+    const int left = (w->rows - first + 7) / 8 * 8;
+    return left < TRELLIS_ROWS ? left : TRELLIS_ROWS;
+}
+static inline int64_t trellis_block_bytes(const moert_matrix *w, int rows) {
+    return (int64_t)((w->cols + 1) / 2) * rows * step_of(w) / 8 + TRELLIS_TAIL;
+}
+/* Where the codes of the block that begins at row `first` begin, or behind all rows where they end. */
+static inline int64_t trellis_start(const moert_matrix *w, int first) {
+    const int last = first / TRELLIS_ROWS * TRELLIS_ROWS;
+    const int64_t whole = first / TRELLIS_ROWS * trellis_block_bytes(w, TRELLIS_ROWS);
+    return last < first ? whole + trellis_block_bytes(w, trellis_rows(w, last)) : whole;
+}
+/* Inputs that are turned together: the largest power of two that divides their number, at most WIDE. */
+static inline int turned_together(int cols) { return cols & -cols & (2 * 64 - 1) ? cols & -cols : 64; }
 static inline int order_of(int bits) {
-    return bits == 8 ? WHOLE : bits == 4 || bits == MOERT_MXFP4 ? HALVES : QUARTERS;
+    return bits == 8 || bits < 0 ? WHOLE : bits == 4 || bits == MOERT_MXFP4 ? HALVES : QUARTERS;
 }
 /* The row becomes one of its block; gives the bytes that the block lies further on. */
 static inline int64_t find_block(const moert_matrix *w, int64_t *row) {
@@ -218,6 +249,12 @@ static inline int64_t find_block(const moert_matrix *w, int64_t *row) {
     const int64_t block = (uint32_t)*row / (uint32_t)w->block_rows;
     *row -= block * w->block_rows;
     return w->blocks[block];
+}
+/* Whether an input changes its sign before it is turned. */
+static inline int turn_sign(int input) {
+    uint32_t mixed = (uint32_t)input * 2654435761u;
+    mixed = (mixed ^ mixed >> 15) * 2246822519u;
+    return (int)(mixed >> 31);
 }
 static inline int inputs_a_byte(int order) { return 1 << order; }
 static inline int groups_of(int cols, int group) { return (cols + group - 1) / group; }

@@ -12,11 +12,12 @@
 
 /* Linux lets a process use tiles after it has asked for them. */
 static int runs(void) {
-    if (!x86_avx512(X86_TILED) || (x86_ask(7, 0).d & X86_TILES) != X86_TILES) return 0;
+    if (!x86_avx512(X86_TILED) || !(x86_ask(7, 0).c & X86_VBMI) || (x86_ask(7, 0).d & X86_TILES) != X86_TILES) return 0;
     return !syscall(SYS_arch_prctl, REQUEST_PERMISSION, TILE_DATA);
 }
 
-TARGET("avx2,fma,f16c,avx512f,avx512bw,avx512dq,avx512vl,avx512vnni,amx-tile,amx-int8")
+TARGET("avx2,fma,f16c,avx512f,avx512bw,avx512dq,avx512vl,avx512vnni,avx512vbmi,amx-tile,amx-int8")
+#define VBMI
 #include "simd_avx512.h"
 #include "simd_amx.h"
 

@@ -1,4 +1,4 @@
-/* The kernels for AVX-512 with VNNI (Ice Lake, Zen 4 and later). */
+/* The kernels for AVX-512 with VNNI (Cascade Lake and later). */
 #ifdef __x86_64__
 #include "target.h"
 #include "x86.h"

@@ -12,11 +12,12 @@
 
 #include <stdint.h>
 
-#define MOERT_ABI 19
+#define MOERT_ABI 20
 #define MOERT_KEYS 64 /* keys that lie together */
 
 /* Kinds of matrix beside the widths 2, 3, 4 and 8. Of MXFP4, scale is 8-bit powers of two, minimum is not there, and group is
- * 32 (or cols). */
+ * 32 (or cols). Below 0 are trellis codes: minus the bits of two inputs, 2, 3, 4, 5, 6 or 8; data is the blocks of all rows, one
+ * behind the other, minimum is not there, and group is cols. */
 enum { MOERT_MXFP4 = 5, MOERT_F16 = 16, MOERT_BF16 = 17, MOERT_F32 = 32 };
 
 enum { MOERT_RELU, MOERT_SILU, MOERT_GELU, MOERT_GELU_TANH, MOERT_RELU_SQUARED };

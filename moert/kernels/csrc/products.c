@@ -19,7 +19,8 @@ void columns_begin(columns *x, const input *in, const int32_t *tokens, int n) {
 
 static int grouping(const input *in, const moert_matrix *w) {
     int i = 0;
-    while (i < in->count && in->rounded[i].group != w->group) i++;
+    const int turned = step_of(w) > 0;
+    while (i < in->count && (in->rounded[i].group != w->group || (in->orders[i] >> TURNED & 1) != turned)) i++;
     return i;
 }
 
@@ -32,7 +33,10 @@ int input_wants(input *in, columns *x, const moert_matrix *w) {
     if (!is_codes(w)) return 0;
     int i = grouping(in, w);
     if (i == MOST_GROUPINGS) return -1;
-    if (i == in->count) in->rounded[in->count++].group = w->group;
+    if (i == in->count) {
+        in->rounded[in->count++].group = w->group;
+        if (step_of(w)) in->orders[i] |= 1 << TURNED;
+    }
     if (many(x, w)) x->of[i].n = x->n;
     else in->orders[i] |= 1 << order_of(w->kind);
     return 0;
@@ -123,7 +127,7 @@ size_t multiply_bytes(const columns *x, const moert_matrix *w) {
 
 static void multiply_strips(const panels *p, const moert_matrix *w, const operations *isa, int first, int stop, float *y,
                             int64_t stride, void *own) {
-    strip s = {.bits = w->kind, .cols = w->cols, .block = p->x->block, .codes = own, .stride = strip_stride(w->cols, w->group)};
+    strip s = {.bits = step_of(w) ? 8 : w->kind, .cols = w->cols, .block = p->x->block, .codes = own, .stride = strip_stride(w->cols, w->group)};
     s.scale = (float *)(s.codes + codes_bytes(w->cols, s.block));
     s.minimum = s.scale + STRIP * s.stride;
     for (int row = first; row < stop; row += STRIP) {
@@ -140,6 +144,7 @@ static float bias_of(const moert_matrix *w, int64_t row) {
 
 static int64_t bytes_of_row(const moert_matrix *w) {
     if (!is_codes(w)) return (int64_t)w->cols * (w->kind == MOERT_F32 ? 4 : 2);
+    if (step_of(w)) return ((int64_t)w->cols * step_of(w) + 15) / 16 + 2;
     return row_bytes(w->cols, w->kind) + (w->kind == MOERT_MXFP4 ? 1 : 4) * (int64_t)groups_of(w->cols, w->group);
 }
 
@@ -185,10 +190,11 @@ int64_t matrix_bytes(const moert_matrix *w) { return bytes_of_row(w) * w->rows; 
 int item_rows(const moert_pool *pool, const moert_matrix *w, int n, int64_t bytes) {
     const int64_t share = bytes / (ITEMS_A_THREAD * pool_threads(pool));
     int64_t rows = (share < MOST_ITEM_BYTES ? share : MOST_ITEM_BYTES) / (bytes_of_row(w) + 1) / 4 * 4;
+    const int tile = step_of(w) ? TRELLIS_PART : 4;
     if (n > 1) rows = MANY_ROWS_AN_ITEM;
-    if (rows < 4) rows = 4;
+    if (rows < tile) rows = tile;
     const int64_t items = (w->rows + rows - 1) / rows;
-    return (int)((w->rows + items - 1) / items + 3) / 4 * 4; /* of one size, whole tiles */
+    return (int)((w->rows + items - 1) / items + tile - 1) / tile * tile; /* of one size, whole tiles */
 }
 
 static void product_item(const void *job, int item, void *own) {

@@ -2,6 +2,8 @@
 #include <immintrin.h>
 #include <string.h>
 
+#include "internal.h"
+
 #define VECTOR 32
 #define LANES 8
 #define ONE_ROWS 4
@@ -119,7 +121,35 @@ INLINE ints dot_bytes(const int n, const bytes *codes, const int8_t *x) {
 }
 #endif
 
+/* Trellis codes (trellis.inc): windows of 12 bits, 16 bits apart in the vector and `step` apart in memory. */
+INLINE bytes load_windows(const int step, const window_places *at, const uint8_t *p) {
+    const bytes v = _mm256_inserti128_si256(_mm256_castsi128_si256(_mm_loadu_si128((const void *)p)), _mm_loadu_si128((const void *)(p + step)), 1);
+    const bytes even = _mm256_srlv_epi32(_mm256_shuffle_epi8(v, load_bytes(at->even)), load_bytes(at->down));
+    const bytes odd = _mm256_sllv_epi32(_mm256_shuffle_epi8(v, load_bytes(at->odd)), load_bytes(at->up));
+    return _mm256_and_si256(_mm256_blend_epi16(even, odd, 0xAA), _mm256_set1_epi16(0xFFF));
+}
+/* Of each 16 bits: the highest `bits` in the low byte, the next ones in the high one. */
+INLINE bytes two_places(const int bits, bytes v) {
+    const bytes high = _mm256_and_si256(_mm256_slli_epi16(v, 2 * bits - 8), _mm256_set1_epi16((short)(((1 << bits) - 1) << 8)));
+    return _mm256_or_si256(_mm256_srli_epi16(v, 16 - bits), high);
+}
+INLINE bytes times_16(bytes v, int factor) { return _mm256_mullo_epi16(v, _mm256_set1_epi16((short)factor)); }
+INLINE bytes look_up_32(const uint8_t *table, bytes v) {
+    const bytes second = _mm256_slli_epi16(v, 3); /* bit 4 at the top of each byte */
+    return _mm256_blendv_epi8(look_up(table, v), look_up(table + 16, v), second);
+}
+INLINE bytes look_up_64(const uint8_t *table, bytes v) {
+    const bytes second = _mm256_slli_epi16(v, 3), upper = _mm256_slli_epi16(v, 2); /* bit 4, bit 5 at the top of each byte */
+    const bytes low = _mm256_blendv_epi8(look_up(table, v), look_up(table + 16, v), second);
+    const bytes high = _mm256_blendv_epi8(look_up(table + 32, v), look_up(table + 48, v), second);
+    return _mm256_blendv_epi8(low, high, upper);
+}
+INLINE bytes zip_low(bytes a, bytes b) { return _mm256_unpacklo_epi16(a, b); }
+INLINE bytes zip_high(bytes a, bytes b) { return _mm256_unpackhi_epi16(a, b); }
+INLINE bytes four_inputs(const int8_t *x) { return _mm256_set1_epi32(*(const int32_t *)(const void *)x); }
+INLINE bytes signed_codes(bytes v) { return v; }
 INLINE ints plus_ints(ints a, ints b) { return _mm256_add_epi32(a, b); }
+
 INLINE reals zero(void) { return _mm256_setzero_ps(); }
 INLINE reals load_reals(const float *p) { return _mm256_loadu_ps(p); }
 INLINE void store_reals(float *p, reals v) { _mm256_storeu_ps(p, v); }

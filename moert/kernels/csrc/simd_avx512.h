@@ -2,6 +2,8 @@
 #include <immintrin.h>
 #include <string.h>
 
+#include "internal.h"
+
 #define VECTOR 64
 #define LANES 16
 #define ONE_ROWS 4
@@ -90,7 +92,54 @@ INLINE ints all_dots(const int bits, dots sum, dots inputs) {
     return sum;
 }
 
+/* Trellis codes (trellis.inc): windows of 12 bits, 16 bits apart in the vector and `step` apart in memory. */
+#ifdef VBMI
+INLINE bytes load_windows(const int step, const window_places *at, const uint8_t *p) {
+    (void)step;
+    const bytes words = _mm512_permutexvar_epi8(load_bytes(at->from), load_bytes(p));
+    return _mm512_and_si512(_mm512_multishift_epi64_epi8(load_bytes(at->shifts), words), _mm512_set1_epi16(0xFFF));
+}
+#else
+INLINE bytes load_windows(const int step, const window_places *at, const uint8_t *p) {
+    (void)step;
+    const bytes v = _mm512_permutexvar_epi16(load_bytes(at->words), load_bytes(p));
+    const bytes even = _mm512_srlv_epi32(_mm512_shuffle_epi8(v, load_bytes(at->even)), load_bytes(at->down));
+    const bytes odd = _mm512_sllv_epi32(_mm512_shuffle_epi8(v, load_bytes(at->odd)), load_bytes(at->up));
+    return _mm512_and_si512(_mm512_mask_blend_epi16(0xAAAAAAAA, even, odd), _mm512_set1_epi16(0xFFF));
+}
+#endif
+/* Of each 16 bits: the highest `bits` in the low byte, the next ones in the high one. */
+#ifdef VBMI
+INLINE bytes two_places(const int bits, bytes v) { /* higher bits of a place count for nothing */
+    return _mm512_mask_blend_epi8(0xAAAAAAAAAAAAAAAA, _mm512_srli_epi16(v, 16 - bits), _mm512_slli_epi16(v, 2 * bits - 8));
+}
+INLINE bytes look_up_32(const uint8_t *table, bytes v) {
+    return _mm512_permutexvar_epi8(v, _mm512_broadcast_i64x4(_mm256_loadu_si256((const void *)table)));
+}
+INLINE bytes look_up_64(const uint8_t *table, bytes v) { return _mm512_permutexvar_epi8(v, load_bytes(table)); }
+#else
+INLINE bytes two_places(const int bits, bytes v) {
+    const bytes high = _mm512_and_si512(_mm512_slli_epi16(v, 2 * bits - 8), _mm512_set1_epi16((short)(((1 << bits) - 1) << 8)));
+    return _mm512_or_si512(_mm512_srli_epi16(v, 16 - bits), high);
+}
+INLINE bytes look_up_32(const uint8_t *table, bytes v) {
+    const __mmask64 second = _mm512_test_epi8_mask(v, _mm512_set1_epi8(16));
+    return _mm512_mask_blend_epi8(second, look_up(table, v), look_up(table + 16, v));
+}
+INLINE bytes look_up_64(const uint8_t *table, bytes v) {
+    const __mmask64 second = _mm512_test_epi8_mask(v, _mm512_set1_epi8(16)), upper = _mm512_test_epi8_mask(v, _mm512_set1_epi8(32));
+    const bytes low = _mm512_mask_blend_epi8(second, look_up(table, v), look_up(table + 16, v));
+    const bytes high = _mm512_mask_blend_epi8(second, look_up(table + 32, v), look_up(table + 48, v));
+    return _mm512_mask_blend_epi8(upper, low, high);
+}
+#endif
+INLINE bytes times_16(bytes v, int factor) { return _mm512_mullo_epi16(v, _mm512_set1_epi16((short)factor)); }
+INLINE bytes zip_low(bytes a, bytes b) { return _mm512_unpacklo_epi16(a, b); }
+INLINE bytes zip_high(bytes a, bytes b) { return _mm512_unpackhi_epi16(a, b); }
+INLINE bytes four_inputs(const int8_t *x) { return _mm512_set1_epi32(*(const int32_t *)(const void *)x); }
+INLINE bytes signed_codes(bytes v) { return v; }
 INLINE ints plus_ints(ints a, ints b) { return _mm512_add_epi32(a, b); }
+
 INLINE reals zero(void) { return _mm512_setzero_ps(); }
 INLINE reals load_reals(const float *p) { return _mm512_loadu_ps(p); }
 INLINE void store_reals(float *p, reals v) { _mm512_storeu_ps(p, v); }

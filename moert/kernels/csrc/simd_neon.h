@@ -2,6 +2,8 @@
 #include <arm_neon.h>
 #include <string.h>
 
+#include "internal.h"
+
 #define VECTOR 16
 #define LANES 4
 #define ONE_ROWS 4
@@ -130,7 +132,40 @@ INLINE ints dot_bytes(const int n, const bytes *codes, const int8_t *x) {
 }
 #endif
 
+/* Trellis codes (trellis.inc): windows of 12 bits, 16 bits apart in the vector and `step` apart in memory. */
+INLINE bytes load_windows(const int step, const window_places *at, const uint8_t *p) {
+    (void)step;
+    const bytes v = vld1q_u8(p);
+    const uint32x4_t even = vshlq_u32(vreinterpretq_u32_u8(vqtbl1q_u8(v, vld1q_u8(at->even))), vnegq_s32(vld1q_s32(at->down)));
+    const uint32x4_t odd = vshlq_u32(vreinterpretq_u32_u8(vqtbl1q_u8(v, vld1q_u8(at->odd))), vld1q_s32(at->up));
+    const uint32x4_t all = vorrq_u32(vandq_u32(even, vdupq_n_u32(0xFFF)), vandq_u32(odd, vdupq_n_u32(0xFFF0000)));
+    return vreinterpretq_u8_u32(all);
+}
+/* Of each 16 bits: the highest `bits` in the low byte, the next ones in the high one. */
+INLINE bytes two_places(const int bits, bytes h) {
+    const uint16x8_t v = vreinterpretq_u16_u8(h), mask = vdupq_n_u16((uint16_t)(((1 << bits) - 1) << 8));
+    const uint16x8_t high = vandq_u16(vshlq_u16(v, vdupq_n_s16((int16_t)(2 * bits - 8))), mask);
+    return vreinterpretq_u8_u16(vorrq_u16(vshlq_u16(v, vdupq_n_s16((int16_t)(bits - 16))), high));
+}
+INLINE bytes times_16(bytes v, int factor) {
+    return vreinterpretq_u8_u16(vmulq_n_u16(vreinterpretq_u16_u8(v), (uint16_t)factor));
+}
+INLINE bytes look_up_32(const uint8_t *table, bytes v) { return vqtbl2q_u8(vld1q_u8_x2(table), v); }
+INLINE bytes look_up_64(const uint8_t *table, bytes v) { return vqtbl4q_u8(vld1q_u8_x4(table), v); }
+INLINE bytes zip_low(bytes a, bytes b) {
+    return vreinterpretq_u8_u16(vzip1q_u16(vreinterpretq_u16_u8(a), vreinterpretq_u16_u8(b)));
+}
+INLINE bytes zip_high(bytes a, bytes b) {
+    return vreinterpretq_u8_u16(vzip2q_u16(vreinterpretq_u16_u8(a), vreinterpretq_u16_u8(b)));
+}
+INLINE bytes four_inputs(const int8_t *x) {
+    uint32_t four;
+    memcpy(&four, x, sizeof four);
+    return vreinterpretq_u8_u32(vdupq_n_u32(four));
+}
+INLINE bytes signed_codes(bytes v) { return veorq_u8(v, vdupq_n_u8(128)); }
 INLINE ints plus_ints(ints a, ints b) { return vaddq_s32(a, b); }
+
 INLINE reals zero(void) { return vdupq_n_f32(0); }
 INLINE reals load_reals(const float *p) { return vld1q_f32(p); }
 INLINE void store_reals(float *p, reals v) { vst1q_f32(p, v); }

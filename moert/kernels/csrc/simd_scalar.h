@@ -2,6 +2,8 @@
 #include <math.h>
 #include <string.h>
 
+#include "internal.h"
+
 #define VECTOR 16
 #define LANES 4
 #define ONE_ROWS 2
@@ -84,6 +86,30 @@ INLINE ints all_dots(const int bits, dots sum, dots inputs) {
     (void)bits, (void)inputs;
     return sum;
 }
+
+/* Trellis codes (trellis.inc): windows of 12 bits, 16 bits apart in the vector and `step` apart in memory. */
+INLINE bytes load_windows(const int step, const window_places *at, const uint8_t *p) {
+    bytes v;
+    (void)at;
+    for (int i = 0; i < VECTOR / 2; i++) {
+        const int bit = i * step;
+        const uint32_t window = (p[bit / 8] | (uint32_t)p[bit / 8 + 1] << 8 | (uint32_t)p[bit / 8 + 2] << 16) >> bit % 8 & 0xFFF;
+        v.at[2 * i] = (uint8_t)window, v.at[2 * i + 1] = (uint8_t)(window >> 8);
+    }
+    return v;
+}
+INLINE int word_at(bytes v, int i) { return v.at[2 * i] | v.at[2 * i + 1] << 8; }
+/* Of each 16 bits: the highest `bits` in the low byte, the next ones in the high one. */
+INLINE bytes two_places(const int bits, bytes v) {
+    EACH(bytes, VECTOR, word_at(v, i / 2) >> (16 - (i % 2 + 1) * bits) & ((1 << bits) - 1));
+}
+INLINE bytes times_16(bytes v, int factor) { EACH(bytes, VECTOR, (uint8_t)((uint32_t)(word_at(v, i / 2) * factor) >> i % 2 * 8)); }
+INLINE bytes look_up_32(const uint8_t *table, bytes v) { EACH(bytes, VECTOR, table[v.at[i]]); }
+INLINE bytes look_up_64(const uint8_t *table, bytes v) { EACH(bytes, VECTOR, table[v.at[i]]); }
+INLINE bytes zip_low(bytes a, bytes b) { EACH(bytes, VECTOR, (i % 4 < 2 ? a : b).at[i / 4 * 2 + i % 2]); }
+INLINE bytes zip_high(bytes a, bytes b) { EACH(bytes, VECTOR, (i % 4 < 2 ? a : b).at[VECTOR / 2 + i / 4 * 2 + i % 2]); }
+INLINE bytes four_inputs(const int8_t *x) { return four_codes(2, (const uint8_t *)x); }
+INLINE bytes signed_codes(bytes v) { return v; }
 
 /* IEEE half precision, by hand: the exponent is moved, numbers below the smallest normal one are counted in 2^-24. */
 INLINE float half(uint16_t pattern) {

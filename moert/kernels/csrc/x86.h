@@ -8,6 +8,7 @@
 #define X86_AVX2 BIT(5)                                              /* leaf 7, ebx */
 #define X86_AVX512 (BIT(5) | BIT(16) | BIT(17) | BIT(30) | BIT(31))  /* avx2, avx512f, dq, bw, vl */
 #define X86_VNNI BIT(11)                                             /* leaf 7, ecx */
+#define X86_VBMI BIT(1)
 #define X86_VPCLMUL BIT(10)
 #define X86_TILES (BIT(24) | BIT(25))                                /* leaf 7, edx: amx-tile, amx-int8 */
 #define X86_AVXVNNI BIT(4)                                           /* leaf 7.1, eax */

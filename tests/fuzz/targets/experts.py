@@ -1,4 +1,4 @@
-"""Files of experts: whole, and in blocks of neurons. Their fast checksum is taken to be right."""
+"""Files of experts: whole, in blocks of neurons, and with trellis codes. Their fast checksum is taken to be right."""
 
 from __future__ import annotations
 
@@ -8,14 +8,14 @@ from moert.pack.errors import PackError
 from moert.pack.model_spec import ExpertKey
 from moert.pack.reader import Pack, projection_weights
 from tests.fuzz.target import Target
-from tests.fuzz.targets.packs import IN_BLOCKS, WHOLE, pack_of
+from tests.fuzz.targets.packs import IN_BLOCKS, IN_TRELLIS, WHOLE, pack_of
 
 _EXPERTS = 3  # of each pack
 _KEEPS_HEADER = 128  # in the first byte, beside the number of the expert
 
 
 def _place(number: int) -> tuple[Pack, ExpertKey]:
-    pack = pack_of((WHOLE, IN_BLOCKS)[number // _EXPERTS % 2])
+    pack = pack_of((WHOLE, IN_BLOCKS, IN_TRELLIS)[number // _EXPERTS % 3])
     return pack, pack.manifest.experts[number % _EXPERTS].key
 
 
@@ -35,12 +35,13 @@ def read(body: bytes) -> None:
 
 
 def seeds() -> list[bytes]:
-    """Without the zeros at their ends."""
+    """Without the zeros at their ends; those with trellis codes without their headers."""
     found = []
-    for number in range(2 * _EXPERTS):
+    for number in range(3 * _EXPERTS):
         pack, key = _place(number)
         body, start = pack.read_expert(key).tobytes().rstrip(b"\0"), pack.layout(key).data_offset
-        found += [bytes([number]) + body, bytes([number | _KEEPS_HEADER]) + body[start:]]
+        found += [bytes([number]) + body] if number < 2 * _EXPERTS else []
+        found.append(bytes([number | _KEEPS_HEADER]) + body[start:])
     return found
 
 

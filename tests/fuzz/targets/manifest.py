@@ -8,7 +8,7 @@ from moert.engine.budget import Budget
 from moert.pack.errors import PackError
 from moert.pack.manifest import parse_manifest, seal
 from tests.fuzz.target import Target
-from tests.fuzz.targets.packs import IN_BLOCKS, manifest_text
+from tests.fuzz.targets.packs import IN_BLOCKS, IN_TRELLIS, manifest_text
 from tests.random_packs import SPECS
 
 
@@ -29,7 +29,8 @@ def read(body: bytes) -> None:
 
 
 def seeds() -> list[bytes]:
-    texts = [manifest_text(name) for name in (*SPECS, IN_BLOCKS)]
+    names = (IN_TRELLIS, *SPECS.keys() - {"decoder"}, IN_BLOCKS)  # the first is the decoder with other codes
+    texts = [manifest_text(name) for name in sorted(names)]
     return [json.dumps(json.loads(text), separators=(",", ":")).encode() for text in texts]
 
 

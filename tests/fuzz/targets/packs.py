@@ -12,7 +12,7 @@ from moert.pack.manifest import SEAL
 from moert.pack.reader import Pack
 from tests.random_packs import NEURON_SPECS, QUANTIZATION, SPECS, write_pack
 
-WHOLE, IN_BLOCKS = "rich", "firing"
+WHOLE, IN_BLOCKS, IN_TRELLIS = "rich", "firing", "trellis"
 
 
 @cache
@@ -27,10 +27,12 @@ def folder() -> Path:
 
 @cache
 def pack_of(name: str) -> Pack:
-    """One of SPECS, or of NEURON_SPECS in blocks of neurons."""
+    """One of SPECS, or of NEURON_SPECS in blocks of neurons; IN_TRELLIS: with trellis codes."""
     root = folder() / f"{name}.pack"
     if name in SPECS:
         write_pack(root, SPECS[name], QUANTIZATION)
+    elif name == IN_TRELLIS:
+        write_pack(root, quantization=replace(QUANTIZATION, codes="trellis"))
     else:
         how = replace(QUANTIZATION, neurons=Neurons(512, bundled=False, together=True))
         write_pack(root, NEURON_SPECS[name], how)
