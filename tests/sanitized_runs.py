@@ -16,6 +16,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from hashlib import sha256
+from itertools import product
 from pathlib import Path
 from random import Random
 from typing import Any
@@ -27,7 +28,7 @@ from moert.engine.generation import GenerationSettings
 from moert.errors import BudgetTooSmall, RunError
 from moert.kernels import library, open_backend
 from moert.kernels.backend import Floats
-from moert.kernels.coding import Grid, code_inputs
+from moert.kernels.coding import Grid, PairCode, Pairs, code_inputs, code_pairs
 from moert.pack.errors import PackError
 from moert.pack.manifest import BACKBONE
 from moert.pack.reader import Pack
@@ -102,6 +103,20 @@ def code() -> None:
             factor, group = rng.random((inputs, inputs), np.float32) + 0.5, np.arange(inputs, dtype=np.int32) % 2
             for improves in (False, True):
                 coded(values, factor, Grid(scale, minimum, group, 7), codes, moved, improves)
+    by_pairs = code_pairs()
+    assert by_pairs is not None
+    for step, (inputs, behind), columns, improves in product(
+        (2, 3, 4, 5, 6, 8), ((2, 0), (4, 2)), (8, 24, 128), (False, True)
+    ):
+        size, first, second = inputs + behind, *rng.standard_normal((2, 4096)).astype(np.float32)
+        values, made = rng.standard_normal((2, size, columns)).astype(np.float32)
+        factor, scales = (
+            rng.random((size, size), np.float32) + 2 * np.eye(size, dtype=np.float32),
+            np.ones((2, columns)),
+        )
+        moved, states = np.empty((inputs, columns), np.float32), np.empty((inputs // 2, columns), np.uint16)
+        pairs = Pairs(values, factor, *scales, made, moved, states, 16, improves)
+        by_pairs(PairCode(step, first, second), pairs, by_pairs(PairCode(step, first, second), pairs, -1))
 
 
 def interrupt(kernels: str) -> None:

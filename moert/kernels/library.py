@@ -218,6 +218,17 @@ class Feedback(Structure):
     ]  # fmt: skip
 
 
+class Trellis(Structure):
+    """The struct moert_trellis."""
+
+    _fields_ = [
+        ("values", c_void_p), ("factor", c_void_p), ("scale", c_void_p), ("weight", c_void_p), ("first", c_void_p),
+        ("second", c_void_p), ("coded", c_void_p), ("moved", c_void_p), ("states", c_void_p), ("room", c_void_p),
+        ("stride", c_int64), ("across", c_int64), ("inputs", c_int32), ("ahead", c_int32), ("columns", c_int32),
+        ("look", c_int32), ("step", c_int32), ("state", c_int32), ("improves", c_int32),
+    ]  # fmt: skip
+
+
 class Read(Structure):
     """The struct moert_read."""
 
@@ -297,6 +308,7 @@ _FUNCTIONS = {
     "moert_fences_broken": (c_int64, []),
     "moert_assign": (c_double, [_DATA, c_int, _Array, _Array, _Array]),
     "moert_code_inputs": (None, [c_int, _DATA]),
+    "moert_code_pairs": (c_int, [c_int, _DATA]),
     "moert_reader_open": (_READER, [c_int, c_int]),
     "moert_reader_close": (None, [_READER]),
     "moert_reader_has_ring": (c_int, [_READER]),

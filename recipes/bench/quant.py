@@ -23,7 +23,9 @@ import numpy.typing as npt
 import torch
 
 from moeconv.quantizers import QUANTIZERS, Inputs
+from moeconv.quantizers.trellis import TrellisQuantizer
 from moert.pack.codec import F32, dequantize
+from moert.pack.trellis import CODES, dequantize_trellis
 from recipes.bench.program import as_program
 from recipes.bench.quantizers import (
     DOCUMENTS,
@@ -102,6 +104,7 @@ GPTQ = (("gptq", 0), ("gptq", 64), ("gptq", 128))[: sized(3, 1)]
 OTHERS = (("channel", 0), ("group", 32), ("group", 64))[: sized(3, 2)]
 LIMITS = sized({2: 2.625, 3: 3.4375, 4: 4.5}, {4: 4.5})  # width → the effective bits of the K-quant of that width
 WIDTHS = sized((2, 3, 4, 8), (4, 8))
+TRELLIS_WIDTHS = sized(tuple(CODES), (4,))
 RESAMPLES = 1000
 NOTES = {
     "what peers know": "hqq and 'no data': the weights alone; 'imatrix': the mean square of each input on the text "
@@ -121,6 +124,13 @@ def ours(quantizer: str, group_size: int, bits: int, weights: F32, inputs: Input
     matrices = made.quantize(weights, bits, None if made.wants == "nothing" else inputs)
     nbytes = [m.qweight.nbytes + m.scale.nbytes + m.minimum.nbytes for m in matrices]
     return Coded(np.stack([dequantize(matrix) for matrix in matrices]), sum(nbytes) / len(nbytes))
+
+
+def trellis(bits: float, weights: F32, inputs: Inputs) -> Coded:
+    """The trellis codes of the matrices of all experts of a layer."""
+    matrices = TrellisQuantizer().quantize(weights, bits, inputs)
+    nbytes = [m.stream.nbytes + m.scale.nbytes for m in matrices]
+    return Coded(np.stack([dequantize_trellis(matrix) for matrix in matrices]), sum(nbytes) / len(nbytes))
 
 
 def squares(inputs: Inputs) -> F32:
@@ -147,29 +157,32 @@ def peers(subject: Subject, apart: Apart) -> dict[str, Callable[[], Quantized]]:
 
 
 def candidates(subject: Subject, limit: float) -> Iterator[Callable[[], Quantized]]:
-    """Each of our quantizers with as many effective bits as `limit` allows: a width for all experts, and with gptq,
-    where room is left, the next width for some. Where even 2 bits are too many, these."""
+    """Each of our quantizers with as many effective bits as `limit` allows: a width for all experts, and with gptq and
+    trellis, where room is left, the next width for some. Where even the least are too many, these."""
     others = OTHERS if limit in LIMITS.values() else ()
-    for quantizer, group_size in (*GPTQ, *others):
+    for quantizer, group_size in (*GPTQ, ("trellis", 0), *others):
         at = partial(_coded, subject, quantizer, group_size)
-        fitting = [bits for bits in WIDTHS if at(bits).bits <= limit + 1e-9]
+        widths: Sequence[float] = TRELLIS_WIDTHS if quantizer == "trellis" else WIDTHS
+        fitting = [bits for bits in widths if at(bits).bits <= limit + 1e-9]
         if not fitting:
             if group_size == 0:
-                yield partial(at, WIDTHS[0])
+                yield partial(at, widths[0])
             continue
         low = at(fitting[-1])
         yield partial(at, fitting[-1])
-        if quantizer == "gptq" and limit - low.bits > 0.02:
-            high = at(WIDTHS[len(fitting)])
+        if quantizer in ("gptq", "trellis") and len(fitting) < len(widths) and limit - low.bits > 0.02:
+            high = at(widths[len(fitting)])
             share = (limit - low.bits) / (high.bits - low.bits)
-            name = f"{low.name}, {share:.1%} of experts at {WIDTHS[len(fitting)]}"
+            name = f"{low.name}, {share:.1%} of experts at {widths[len(fitting)]}"
             yield partial(subject.mix, name, low, high, limit)
 
 
-def _coded(subject: Subject, quantizer: str, group_size: int, bits: int) -> Quantized:
+def _coded(subject: Subject, quantizer: str, group_size: int, bits: float) -> Quantized:
+    if quantizer == "trellis":
+        return subject.quantize("ours", f"trellis {bits} bits", partial(trellis, bits))
     groups = f"groups of {group_size}" if group_size else "channels"
     name = f"{quantizer} {bits} bits, {groups}"
-    return subject.quantize("ours", name, partial(ours, quantizer, group_size, bits))
+    return subject.quantize("ours", name, partial(ours, quantizer, group_size, int(bits)))
 
 
 class Comparison:

@@ -79,7 +79,9 @@ def _one_thread() -> None:
 
 FOLDER = Path("build/peers")
 K_QUANTS = {"Q2_K": 10, "Q3_K": 11, "Q4_K": 12}  # ggml's numbers
-I_QUANTS = {"IQ2_XXS": 16, "IQ2_XS": 17, "IQ2_S": 22, "IQ3_XXS": 18, "IQ3_S": 21, "IQ4_XS": 23}
+I_QUANTS = {
+    "IQ1_S": 19, "IQ1_M": 29, "IQ2_XXS": 16, "IQ2_XS": 17, "IQ2_S": 22, "IQ3_XXS": 18, "IQ3_S": 21, "IQ4_XS": 23,
+}  # fmt: skip
 BLOCK = 256  # weights
 
 

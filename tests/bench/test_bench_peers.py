@@ -474,9 +474,9 @@ def test_what_a_format_can_hold_comes_back(name):
     ggml, even = Ggml(name), np.ones((1, 128), np.float32)
     once = ggml.decode(ggml.encode(weights, even)).reshape(weights.shape)
     twice = ggml.decode(ggml.encode(once, even)).reshape(weights.shape)
-    norm = np.square(weights).sum()
-    assert np.square(once - weights).sum() / norm < 0.15
-    assert np.square(twice - once).sum() / norm < 0.01
+    norm, (first, second) = np.square(weights).sum(), (0.25, 0.02) if name.startswith("IQ1") else (0.15, 0.01)
+    assert np.square(once - weights).sum() / norm < first
+    assert np.square(twice - once).sum() / norm < second
 
 
 @needs_ggml

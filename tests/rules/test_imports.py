@@ -53,6 +53,8 @@ MOECONV = [
 # how described settings become options.
 ASKS = {
     "moeconv.quantizers.gptq": {"moert.kernels.coding"},
+    "moeconv.quantizers.trellis": {"moert.kernels.coding"},
+    "moeconv.quantizers.viterbi": {"moert.kernels.coding"},
     "moeconv.conversion.room": {"moert.machine"},
     "moeconv.conversion.additions": {"moert.experts.replay"},
     "moeconv.measure.passes": {"moert.kernels.library"},
@@ -68,7 +70,7 @@ STAGES = ("moeconv.sweep", "moeconv.plan", "moeconv.promise", "moeconv.packing",
 INSIDE = {
     "moeconv.source": [("outline",), ("tensors",), ("checkpoint", "experts", "skeleton")],
     "moeconv.calibration": [("samples",), ("apart",), ("rendering",), ("load",)],
-    "moeconv.quantizers": [("quantizer",), ("group", "moments"), ("gptq", "coder")],
+    "moeconv.quantizers": [("quantizer",), ("group", "moments"), ("gptq", "coder"), ("trellis",)],
     "moeconv.measure": [
         ("metrics", "workdir"), ("scorers",), ("scoring",), ("firing",), ("passes",), ("trial", "codes"),
     ],

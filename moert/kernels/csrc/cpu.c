@@ -28,4 +28,5 @@ int moert_block(int cols, int group) { return block_of(cols, group); }
 int moert_isa_count(void) { return moert_isas_count; }
 const char *moert_isa_name(int isa) { return isa < 0 || isa >= moert_isas_count ? "" : moert_isas[isa]->name; }
 void moert_code_inputs(int isa, const moert_feedback *block) { moert_isas[isa]->feedback(block); }
+int moert_code_pairs(int isa, const moert_trellis *block) { return moert_isas[isa]->viterbi(block); }
 int moert_isa_runs(int isa) { return isa >= 0 && isa < moert_isas_count && moert_isas[isa]->runs(); }

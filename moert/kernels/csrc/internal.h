@@ -190,6 +190,8 @@ typedef struct {
     int (*sum_some)(const column_set *set, const fired *list, int n, float *y);
     /* moert_code_inputs */
     void (*feedback)(const moert_feedback *block);
+    /* moert_code_pairs */
+    int (*viterbi)(const moert_trellis *block);
 } operations;
 
 extern const operations *const moert_isas[];

@@ -384,6 +384,23 @@ typedef struct {
 } moert_feedback;
 void moert_code_inputs(int isa, const moert_feedback *block);
 
+/* Trellis codes for pairs of inputs of a matrix that lies turned, [inputs, columns], as moert_code_inputs makes codes: a pair
+ * of inputs after the other, all columns by one path of states, each of which follows on `step` bits from the one before. The
+ * path begins after `state`, or anywhere if that is negative; the state that it ends in is returned. Of a pair's end, `look`
+ * columns of the next pair are taken into account; the inputs and `ahead` more (0 or 2) have values and factors.
+ * `coded`, states' values, are made, or improved. What a column costs counts `weight` times. */
+typedef struct {
+    const float *values, *factor;  /* [inputs + ahead, columns], rows `stride` apart; [both, both], rows `across` apart */
+    const float *scale, *weight;   /* [columns] */
+    const float *first, *second;   /* [4096]: the values that a state stands for */
+    float *coded, *moved;          /* as values; [inputs + ahead, columns] if they are improved */
+    uint16_t *states;              /* [inputs / 2, columns], rows `stride` apart */
+    void *room;                    /* bytes: 4 (5120 + 3 (columns + look)) + (columns + look) 4096 >> step */
+    int64_t stride, across;
+    int32_t inputs, ahead, columns, look, step, state, improves;
+} moert_trellis;
+int moert_code_pairs(int isa, const moert_trellis *block);
+
 /* A read of consecutive bytes of a file, and what came of it. */
 typedef struct {
     int64_t offset, nbytes;   /* in the file */
