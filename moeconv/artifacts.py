@@ -9,28 +9,29 @@ from dataclasses import asdict, dataclass
 from typing import Annotated, Any, NamedTuple
 
 from moeconv.strict_json import among, amount, listed, maybe, named, number, positive, share, text
-from moert.pack.codec import WIDTHS
+from moert.pack.codec import Width
 from moert.pack.documents import Read, brief, mapping
 from moert.pack.errors import ManifestInvalid
-from moert.pack.manifest import LossEstimate
+from moert.pack.layout import PROJECTIONS
+from moert.pack.manifest import WIDTHS_BY_TEXT, LossEstimate
 from moert.pack.model_spec import ExpertKey, ModelSpec
 
 SCHEMA = 2
 REPORT = "report.json"  # of a pack: its ConversionReport
 _EXPERT = re.compile(r"([ED])([0-9]{2,6})/E([0-9]{3,6})")
-_PROBE = re.compile(r"(\S{1,20}) at ([0-9]{1,2}(?:/[0-9]{1,2}){0,2})")
+_PROBE = re.compile(r"(\S{1,20}) at ([0-9./]{1,20})")
 Count = Annotated[int, Read(amount)]
 Number = Annotated[float, Read(number)]
 NoOrNumber = Annotated[float | None, Read(maybe(number))]
 
-Bits = tuple[int, ...]
+Bits = tuple[Width, ...]
 """The widths of one expert: one for each projection, in the order of `spec.moe.ffn.projections`."""
 
 Assignment = Mapping[ExpertKey, Bits]
 """The widths of experts: of all experts, unless a docstring says otherwise."""
 
 
-def uniform(spec: ModelSpec, bits: int) -> dict[ExpertKey, Bits]:
+def uniform(spec: ModelSpec, bits: Width) -> dict[ExpertKey, Bits]:
     """Returns the assignment with every projection of every expert at the same width."""
     return dict.fromkeys(spec.expert_keys(), (bits,) * len(spec.moe.ffn.projections))
 
@@ -76,7 +77,7 @@ class SensitivityTable:
     `coverage` counts the tokens of the sweep's text that each expert saw.
     """
 
-    base_bits: int
+    base_bits: Width
     base: Summary
     costs: Mapping[Probe, tuple[float, float, float]]
     coverage: Mapping[ExpertKey, int]
@@ -92,7 +93,7 @@ class SensitivityTable:
         """Returns the experts that fewer than LEAST_SEEN tokens reached."""
         return sorted(key for key, tokens in self.coverage.items() if tokens < LEAST_SEEN)
 
-    def importance(self, bits: int) -> dict[ExpertKey, float]:
+    def importance(self, bits: Width) -> dict[ExpertKey, float]:
         """Returns expert → the loss of the metric with all of its projections at `bits`."""
         return {probe.key: cost[0] for probe, cost in self.costs.items() if set(probe.bits) == {bits}}
 
@@ -242,11 +243,12 @@ class Residence:
     together: tuple[ReadPoint, ...]
 
 
-def _histogram(value: Any, where: str) -> dict[int, int]:
+def _histogram(value: Any, where: str) -> dict[Width, int]:
     table = mapping(value, where)
-    if not {str(width) for width in WIDTHS}.issuperset(table):
-        raise ManifestInvalid(f"{where} should count matrices of widths among {WIDTHS}, found {brief(list(table))}")
-    return {int(width): amount(count, where) for width, count in table.items()}
+    if not WIDTHS_BY_TEXT.keys() >= table.keys():
+        known = ", ".join(WIDTHS_BY_TEXT)
+        raise ManifestInvalid(f"{where} should count matrices of widths among {known}, found {brief(list(table))}")
+    return {WIDTHS_BY_TEXT[width]: amount(count, where) for width, count in table.items()}
 
 
 def _expert_bytes(value: Any, where: str) -> Mapping[str, int]:
@@ -283,10 +285,11 @@ def _costs(value: Any, where: str) -> tuple[float, float, float]:
 
 def _probe(name: str, where: str) -> Probe:
     match = _PROBE.fullmatch(name)
-    widths = () if match is None else tuple(map(int, match[2].split("/")))
-    if match is None or not set(WIDTHS).issuperset(widths):
+    widths = [] if match is None else [WIDTHS_BY_TEXT.get(width) for width in match[2].split("/")]
+    known = tuple(width for width in widths if width is not None)
+    if match is None or len(known) < len(widths) or len(known) > len(PROJECTIONS):
         raise ManifestInvalid(f"{where}: {name[:60]!r} names no expert and widths")
-    return Probe(_expert(match[1], where), widths)
+    return Probe(_expert(match[1], where), known)
 
 
 def _expert(name: str, where: str) -> ExpertKey:
@@ -324,7 +327,7 @@ class ConversionReport:
     calibration: LossEstimate | None
     upper_bound: NoOrNumber
     heldout: LossEstimate | None
-    bits_histogram: Annotated[Mapping[int, int], Read(_histogram)]
+    bits_histogram: Annotated[Mapping[Width, int], Read(_histogram)]
     effective_bits: float
     expert_bytes: Annotated[Mapping[str, int], Read(_expert_bytes)]
     context: int

@@ -94,12 +94,16 @@ def quantize(
         str | None, typer.Option(help="channel: even steps from the smallest to the largest weight of each output "
                                       "channel. group: scales fitted by least squares, for each group of inputs. "
                                       "gptq: codes chosen so that later weights make up for the rounding errors of "
-                                      "earlier ones. Default: gptq; without --calib, group.",
+                                      "earlier ones. trellis: the same with codes of 1 to 4 bits that name pairs of "
+                                      "weights, which lose less; a device refuses them. Default: gptq; without "
+                                      "--calib, group.",
                                       rich_help_panel=options.WIDTHS)
     ] = None,
-    bits: Annotated[str, typer.Option(help="Widths that experts may get. A single width needs no --calib; 16 alone "
-                                           "writes an unquantized pack.", rich_help_panel=options.WIDTHS)]
-    = "2,3,4,8,16",
+    bits: Annotated[
+        str | None, typer.Option(help="Widths that experts may get. A single width needs no --calib; 16 alone writes "
+                                      "an unquantized pack. Default: 2,3,4,8,16; with --quantizer trellis "
+                                      "1,1.5,2,2.5,3,4,8,16.", rich_help_panel=options.WIDTHS)
+    ] = None,
     dense_bits: Annotated[
         str | None, typer.Option(help="Width of all other matrices, such as 8, or by role: attention=4,head=8 "
                                       "(roles: attention, mixer, router, ffn, head, embed). Default: as in the "
@@ -132,6 +136,7 @@ def quantize(
 ) -> None:  # fmt: skip
     """Measure the sensitivity of each expert, choose bits that meet the target, and write the pack."""
     from moeconv.conversion.settings import (
+        EVERY_WIDTH,
         Settings,
         parse_bits,
         parse_confidence,
@@ -148,7 +153,8 @@ def quantize(
     settings = Settings(
         model, out, work or beside(out, "work"), target(loss, size, bits_per_weight),
         confidence=parse_confidence(confidence), calib=calib, heldout=heldout, fields=parse_fields(fields),
-        metric=metric, quantizer=quantizer, bits=parse_bits(bits), seed=seed, samples=samples, context=context,
+        metric=metric, quantizer=quantizer, bits=EVERY_WIDTH if bits is None else parse_bits(bits), seed=seed,
+        samples=samples, context=context,
         memory_bytes=options.bytes_of(memory), dense_bits=None if dense_bits is None else parse_dense_bits(dense_bits),
         resident=parse_resident(resident), layout=layout, overwrite=overwrite, **own,
     )  # fmt: skip

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -246,7 +246,7 @@ class Bonuses:
             count * self._nbytes(plan.assignment, at.expert(number)) for number, count in enumerate(found.missed[at])
         )
 
-    def _nbytes(self, assignment: Mapping[ExpertKey, Sequence[int]], key: ExpertKey) -> int:
+    def _nbytes(self, assignment: Assignment, key: ExpertKey) -> int:
         names = self.spec.moe.ffn.projections
         return sum(self._bytes_of(name, bits) for name, bits in zip(names, assignment[key], strict=True))
 

@@ -38,6 +38,7 @@ from moeconv.plan.search import uniform_bytes, weights_of
 from moeconv.quantizers.coder import DenseCoder, ExpertCoder
 from moeconv.report.writer import read_report
 from moeconv.source.outline import CONFIG
+from moert.pack.codec import Width
 from moert.pack.errors import PackError
 from moert.pack.files import placed
 from moert.pack.layout import choose_page_bytes
@@ -189,7 +190,7 @@ def _needed_bytes(coder: ExpertCoder, widths: Assignment, dense: DenseCoder, lay
 
 
 def _storage(coder: ExpertCoder) -> Storage:
-    return Storage(coder.quantizer.group_size, coder.mxfp4, coder.neurons)
+    return Storage(coder.quantizer.group_size, coder.mxfp4, coder.neurons, coder.quantizer.codes)
 
 
 def _profile_in(root: Path, names: Sequence[str]) -> Profile | None:
@@ -207,7 +208,7 @@ def _profile_in(root: Path, names: Sequence[str]) -> Profile | None:
 def _report(settings: Settings, coder: ExpertCoder, outcome: Outcome, seconds: float) -> ConversionReport:
     spec, quantizer = coder.checkpoint.spec, coder.quantizer
     sizes = _expert_bytes(spec, outcome.widths, _storage(coder))
-    counts: dict[int, int] = {}
+    counts: dict[Width, int] = {}
     for bits in outcome.widths.values():
         for width in bits:
             counts[width] = counts.get(width, 0) + 1

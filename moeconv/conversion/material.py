@@ -51,7 +51,9 @@ class Coding:
         checkpoint = Checkpoint.open(settings.model)
         chat_of(checkpoint.path)  # so that a template that can't be used is not found after hours
         quantizer = QUANTIZERS[settings.coded_by](settings.group_size)
-        neurons = neurons_of(settings.laid_out, checkpoint.spec, checkpoint.description.mxfp4, settings.piece_bytes)
+        mxfp4, piece_bytes = checkpoint.description.mxfp4, settings.piece_bytes
+        plain = quantizer.codes == "plain"  # others do not lie in blocks of neurons
+        neurons = neurons_of(settings.laid_out, checkpoint.spec, mxfp4, piece_bytes) if plain else None
         if neurons is not None and settings.predicts:
             neurons = replace(neurons, together=False)  # of rows, too, only some are read
         dense = DenseCoder(checkpoint, dense_of(checkpoint.spec, settings.dense_bits))
@@ -63,7 +65,7 @@ class Coding:
 
     @property
     def storage(self) -> Storage:
-        return Storage(self.quantizer.group_size, self.checkpoint.description.mxfp4, self.neurons)
+        return Storage(self.quantizer.group_size, self.checkpoint.description.mxfp4, self.neurons, self.quantizer.codes)
 
     @property
     def dense_widths(self) -> Dense | None:

@@ -54,6 +54,7 @@ from moeconv.sweep.fisher import (
 from moeconv.sweep.probes import blocks_for
 from moeconv.sweep.sensitivity import BASE_BITS, Sweep, SweepJob, SweepWorker, probes_for
 from moeconv.tuned import said
+from moert.pack.codec import Width
 from moert.pack.manifest import LossEstimate, in_words
 from moert.pack.model_spec import LayerKey, ModelSpec
 
@@ -114,7 +115,7 @@ class Bench:
         self.memory, self.show = memory, show
         return self
 
-    def by_gradients(self, widths: Sequence[int]) -> bool:
+    def by_gradients(self, widths: Sequence[Width]) -> bool:
         """Returns whether the sweep is by gradients: asked for, or the model is too large for an exact sweep."""
         settings, spec = self.settings, self.spec
         if self.memory.layered or settings.signal == FISHER:
@@ -320,8 +321,8 @@ class Widths:
     """Widths of experts: `probed` are those that single experts may get, `tried` the evaluations of all experts at one
     width."""
 
-    probed: Sequence[int]
-    tried: Mapping[int, Evaluation]
+    probed: Sequence[Width]
+    tried: Mapping[Width, Evaluation]
 
 
 def dense_alone(bench: Bench, judge: Judge, account: Account) -> LossEstimate | None:
@@ -349,13 +350,13 @@ def dense_alone(bench: Bench, judge: Judge, account: Account) -> LossEstimate | 
 def widths_worth_probing(bench: Bench, judge: Judge, account: Account) -> Widths:
     """Returns the widths up to the first at which all experts together meet the target, and one more. Says, before the
     long sweep, that there is too little text for the promise; raises TargetMissed for an unreachable target."""
-    widths, tried = sorted(bench.settings.bits), dict[int, Evaluation]()
+    widths, tried = sorted(bench.settings.bits), dict[Width, Evaluation]()
     if bench.settings.target.kind != "loss":
         return Widths(widths, tried)
     with account.step("uniform widths", bench.journal):
         for width in widths:
             last = tried[width] = judge.measure(uniform(bench.spec, width), f"all at {width}")
-            account.say(f"all experts at {width:2d} bits: {judge.text(last)}")
+            account.say(f"all experts at {width!s:>2} bits: {judge.text(last)}")
             if judge.holds(last):
                 break
     account.note(judge.counted_text())
@@ -400,7 +401,7 @@ class Ranked:
     measure: Measure
 
 
-def swept_by_gradients(bench: Bench, widths: Sequence[int], account: Account) -> tuple[SensitivityTable, SweepCost]:
+def swept_by_gradients(bench: Bench, widths: Sequence[Width], account: Account) -> tuple[SensitivityTable, SweepCost]:
     """Returns the sensitivities and the cost of a sweep by gradients on the ranking text. Raises ConversionError."""
     settings, spec = bench.settings, bench.spec
     probes = probes_for(spec, widths, settings.per_projection)
@@ -509,7 +510,7 @@ def job_of(coding: Coding, material: Material, moments: Path | None, memory: Mem
     )  # fmt: skip
 
 
-def swept(bench: Bench, job: SweepJob, widths: Sequence[int], samples_id: str, account: Account) -> Swept:
+def swept(bench: Bench, job: SweepJob, widths: Sequence[Width], samples_id: str, account: Account) -> Swept:
     """Returns the inputs of planning after a sweep; `samples_id` names the samples that plans are judged on. Raises
     ConversionError."""
     material, quantizer = bench.material, bench.coding.quantizer
@@ -524,7 +525,7 @@ def swept(bench: Bench, job: SweepJob, widths: Sequence[int], samples_id: str, a
 
 
 def _by_gradients(
-    bench: Bench, _: SweepJob, widths: Sequence[int], account: Account
+    bench: Bench, _: SweepJob, widths: Sequence[Width], account: Account
 ) -> tuple[SensitivityTable, SweepCost]:
     if bench.settings.signal != FISHER:
         why = "the model does not fit the memory" if bench.memory.layered else "there are many of them"
@@ -534,7 +535,7 @@ def _by_gradients(
 
 
 def _exactly(
-    bench: Bench, job: SweepJob, widths: Sequence[int], account: Account
+    bench: Bench, job: SweepJob, widths: Sequence[Width], account: Account
 ) -> tuple[SensitivityTable, SweepCost]:
     settings, material = bench.settings, bench.material
     probes = probes_for(bench.spec, widths, settings.per_projection)

@@ -19,14 +19,15 @@ from moeconv.measure.trial import known_plans, unquantized
 from moeconv.measure.workdir import INPUTS, RESIDENCES, Journal, finished_work
 from moeconv.plan.problem import Frontier, LossMap, Plan, Storage
 from moeconv.plan.search import MeasuredPlan, Question, check_budget, curve, uniform_bytes, weights_of
-from moeconv.quantizers import GROUP_SIZES
+from moeconv.quantizers import GROUP_SIZES, codes_of
 from moeconv.source.checkpoint import Checkpoint
 from moeconv.strict_json import amount, listed, named, text
 from moeconv.strict_json import number as finite
-from moert.pack.codec import WIDTHS
+from moert.pack.codec import WIDTHS, Width
 from moert.pack.documents import read
 from moert.pack.errors import PackError
 from moert.pack.layout import Neurons
+from moert.pack.manifest import WIDTHS_OF
 from moert.pack.model_spec import STACKS, ExpertKey, ModelSpec
 
 
@@ -46,7 +47,8 @@ class Inputs:
 
     def storage(self, mxfp4: bool) -> Storage:
         """Returns how the experts are stored; the size of their blocks changes no size that planning counts."""
-        return Storage(self.group_size, mxfp4, Neurons(PIECE_BYTES, bundled=False) if self.by_columns else None)
+        neurons = Neurons(PIECE_BYTES, bundled=False) if self.by_columns else None
+        return Storage(self.group_size, mxfp4, neurons, codes_of(self.quantizer))
 
     def to_json(self) -> dict[str, Any]:
         table = self.table
@@ -82,14 +84,16 @@ class Inputs:
             costs[Probe(key_of(*key), tuple(bits))] = number(metric), number(nll), number(kl)
         base_bits, group_size = values["base_bits"], values["group_size"]
         dense = dict(named(amount)(values.get("dense", {}), INPUTS))
+        texts = {name: text(values[name], INPUTS) for name in ("model", "quantizer", "metric", "samples")}
+        known = set(map(str, WIDTHS_OF[codes_of(texts["quantizer"])]))
         widths = [base_bits, *(bits for probe in costs for bits in probe.bits)]
-        if not all(type(width) is int and width in WIDTHS for width in (*widths, *dense.values())):
+        there = all(type(width) in (int, float) and str(width) in known for width in widths)
+        if not there or not set(dense.values()) <= set(WIDTHS):
             raise ValueError("a width that there is not")
         if type(group_size) is not int or group_size not in (0, *GROUP_SIZES):
             raise ValueError(f"a group size of {group_size!r}")
         coverage = {key_of(*key): amount(tokens, INPUTS) for *key, tokens in values.get("coverage", [])}
         table = SensitivityTable(base_bits, Summary(*map(number, values["base"])), costs, coverage)
-        texts = {name: text(values[name], INPUTS) for name in ("model", "quantizer", "metric", "samples")}
         by_columns = bool(values.get("by_columns", False))
         return cls(group_size=group_size, table=table, dense=dense, by_columns=by_columns, **texts)
 
@@ -115,7 +119,7 @@ class Planned:
     residences: tuple[Residence, ...] = ()
 
 
-def plan(work: Path, target: Target, allocation: str, signal: str, bits: Sequence[int] | None) -> Planned:
+def plan(work: Path, target: Target, allocation: str, signal: str, bits: Sequence[Width] | None) -> Planned:
     """Returns the curve of a work directory and the point for a target. Raises SettingsError for a directory without a
     finished sweep, CheckpointError where its model is gone, TargetMissed."""
     check_ranking(allocation, signal)

@@ -15,12 +15,12 @@ from moeconv.artifacts import FISHER, SIGNALS, Target
 from moeconv.errors import SettingsError
 from moeconv.measure.metrics import find_metric, is_module
 from moeconv.plan import ALLOCATORS
-from moeconv.quantizers import GROUP_SIZES, QUANTIZERS
+from moeconv.quantizers import GROUP_SIZES, QUANTIZERS, WHOLE_CHANNELS, codes_of
 from moeconv.quantizers.quantizer import dense_bits_text
 from moeconv.tuned import said
-from moert.pack.codec import WIDTHS
+from moert.pack.codec import WIDTHS, Width
 from moert.pack.layout import MOST_PIECE_BYTES, SECTOR, Neurons
-from moert.pack.manifest import Files
+from moert.pack.manifest import WIDTHS_BY_TEXT, WIDTHS_OF, Files
 from moert.pack.messages import NO_MEMORY, NotASize, fits, parse_size, unknown, wanted
 from moert.pack.model_spec import ModelSpec
 from moert.pack.parts import ROLES
@@ -99,6 +99,8 @@ DEFAULT_TARGET = Target("loss", 0.05)
 """The target where the user gives none: compared by identity, since a given target may be equal to it."""
 DEFAULT_QUANTIZER, TEXTLESS_QUANTIZER = "gptq", "group"
 DEFAULT_ALLOCATION = "knapsack"
+EVERY_WIDTH = tuple(WIDTHS_BY_TEXT.values())
+"""The widths where the user gives none, of which a quantizer has those of its codes: compared by identity."""
 _TARGET_OPTIONS = {"loss": "--loss", "size": "--size", "bits": "--bits-per-weight"}
 ROUTES = ("router", "hash")
 NEURONS = ("exact", "predicted")
@@ -142,7 +144,7 @@ class Settings:
     allocation: str = DEFAULT_ALLOCATION
     signal: str = "kl"
     per_projection: bool = False
-    bits: tuple[int, ...] = WIDTHS
+    bits: tuple[Width, ...] = EVERY_WIDTH
     seed: int = 0
     samples: int | None = None
     sweep_samples: int | None = None
@@ -172,21 +174,37 @@ class Settings:
         check_ranking(self.allocation, self.signal)
         if self.metric is not None and not is_module(self.metric):
             find_metric(self.metric)
-        if self.group_size is not None and self.quantizer == "channel":
+        if self.group_size is not None and self.coded_by in WHOLE_CHANNELS:
             raise SettingsError(
-                f"{said('group_size')} has no effect on the channel quantizer: leave it out, or use group"
+                f"{said('group_size')} has no effect on the {self.coded_by} quantizer: leave it out, or use group"
             )
         if self.group_size is not None and self.group_size not in GROUP_SIZES:
             raise SettingsError(
                 f"{said('group_size', self.group_size)}: expected one of {', '.join(map(str, GROUP_SIZES))}"
             )
-        if not self.bits or any(width not in WIDTHS for width in self.bits):
-            raise SettingsError(f"--bits {self.bits}: expected widths among {', '.join(map(str, WIDTHS))}")
+        self._check_widths()
         check_dense_bits(self.dense_bits)
         self._check_text()
         self._check_numbers()
         if not self.out.name or not self.work.name:
             raise SettingsError(f"--out {self.out} and --work {self.work}: expected new directories with names")
+
+    def _check_widths(self) -> None:
+        """Takes the quantizer's own widths where none are given. Raises SettingsError for others, and for a layout
+        that its codes do not have."""
+        codes = codes_of(self.coded_by)
+        if self.bits is EVERY_WIDTH:
+            object.__setattr__(self, "bits", WIDTHS_OF[codes])
+        if not self.bits or not set(self.bits) <= set(WIDTHS_OF[codes]):
+            given, known = ",".join(map(str, self.bits)), ", ".join(map(str, WIDTHS_OF[codes]))
+            trellis = "" if codes == "trellis" else f" with --quantizer {self.coded_by}"
+            raise SettingsError(f"--bits {given}: expected widths among {known}{trellis}")
+        if codes == "trellis" and self.laid_out in BY_NEURONS:
+            given = said("neurons", "predicted") if self.predicts else f"--layout {self.laid_out}"
+            raise SettingsError(
+                f"{given} is for blocks of neurons, which have plain codes: leave it out, or take --quantizer "
+                f"{DEFAULT_QUANTIZER}"
+            )
 
     def _check_taught(self) -> None:
         """Raises SettingsError for settings that a hash function or a predictor of neurons does not go with."""
@@ -398,15 +416,14 @@ def parse_bytes(text: str, option: str) -> int:
         raise SettingsError(f"{option} {error}") from None
 
 
-def parse_bits(text: str) -> tuple[int, ...]:
-    """Returns widths: '2,3,4' → (2, 3, 4), sorted, each once. Raises SettingsError."""
-    try:
-        widths = {int(part) for part in text.split(",")}
-    except ValueError:
-        raise SettingsError(f"--bits {text!r}: expected widths such as 2,4,8") from None
-    if not widths <= set(WIDTHS):
-        raise SettingsError(f"--bits {text!r}: expected widths among {', '.join(map(str, WIDTHS))}")
-    return tuple(sorted(widths))
+def parse_bits(text: str) -> tuple[Width, ...]:
+    """Returns widths: '2,1.5,4' → (1.5, 2, 4), sorted, each once. Raises SettingsError."""
+    given = set(map(str.strip, text.split(",")))
+    if not all(re.fullmatch(r"\d+|\d+\.\d*[1-9]", each) for each in given):
+        raise SettingsError(f"--bits {text!r}: expected widths such as 2,4,8")
+    if not given <= WIDTHS_BY_TEXT.keys():
+        raise SettingsError(f"--bits {text!r}: expected widths among {', '.join(WIDTHS_BY_TEXT)}")
+    return tuple(width for name, width in WIDTHS_BY_TEXT.items() if name in given)
 
 
 def parse_dense_bits(text: str, option: str = "--dense-bits") -> int | dict[str, int]:
@@ -462,7 +479,7 @@ class Options(TypedDict, total=False):
     allocation: str
     signal: str
     per_projection: bool
-    bits: str | int | Sequence[str | int]
+    bits: str | float | Sequence[str | float]
     dense_bits: str | int | Mapping[str, int] | None
     samples: str | int | None
     sweep_samples: str | int | None
@@ -492,7 +509,7 @@ def _plain_number(text: str, name: str) -> float:
         raise SettingsError(f"{name} {text!r}: expected a number") from None
 
 
-def _bits(value: Any) -> tuple[int, ...]:
+def _bits(value: Any) -> tuple[Width, ...]:
     """Returns widths from one width, several, or text. Raises SettingsError."""
     return parse_bits(",".join(map(str, value if isinstance(value, (list, tuple)) else (value,))))
 

@@ -180,7 +180,9 @@ class PredictedNeurons:
         coding = Coding(coder.quantizer.group_size, "MXFP4" if coder.mxfp4 else "F16")
 
         def size(key: ExpertKey) -> int:
-            bits = tuple(min(_WIDEST, width) for width in trial.widths(key))  # unquantized, a pack has them at 16 bits
+            bits = tuple(
+                min(_WIDEST, int(width)) for width in trial.widths(key)
+            )  # unquantized, a pack has them at 16 bits
             return per_block(trial.spec, bits, coding, self.neurons)
 
         with trial.calls.naming(NamedNeurons(self.predictor, size, self.order)):

@@ -22,6 +22,7 @@ from moeconv.quantizers.moments import LayerSample, Side, summed, told, widest
 from moeconv.quantizers.quantizer import Inputs, Wants
 from moeconv.source.checkpoint import Checkpoint
 from moeconv.source.experts import Call, Weights, expert_inner
+from moert.pack.codec import Width
 from moert.pack.layout import Neurons
 from moert.pack.model_spec import ExpertKey, LayerKey, ModelSpec
 
@@ -56,7 +57,7 @@ class Seen:
 
 @torch.inference_mode()
 def code_expert(
-    coder: ExpertCoder, kept: KeptCodes, key: ExpertKey, widths: Sequence[int], own: Weights, seen: Seen | None
+    coder: ExpertCoder, kept: KeptCodes, key: ExpertKey, widths: Sequence[Width], own: Weights, seen: Seen | None
 ) -> None:
     """Makes and keeps an expert's codes at some widths. `own`: its weights; `seen`: None if the quantizer needs no
     inputs. Raises ConversionError."""
@@ -88,7 +89,7 @@ class CodingTask:
     experts (see `keep`); None if the quantizer needs no inputs."""
 
     layer: LayerKey
-    experts: tuple[tuple[ExpertKey, tuple[int, ...]], ...]
+    experts: tuple[tuple[ExpertKey, tuple[Width, ...]], ...]
     asked: Path | None
 
     @property
@@ -162,7 +163,7 @@ def kept_call(folder: Path, width: int) -> Call:
 
 EXPERTS_A_TASK = 2
 
-Missing = Mapping[ExpertKey, Sequence[int]]
+Missing = Mapping[ExpertKey, Sequence[Width]]
 """Expert of one layer → the widths at which it has no codes yet."""
 Run = Callable[[CodingJob, Sequence[CodingTask]], Iterator[tuple[CodingTask, int]]]
 
@@ -183,13 +184,13 @@ class LayerCoding:
     process."""
 
     def __init__(
-        self, model: LayeredModel, kept: KeptCodes, texts: Texts, likely: Set[int] = frozenset(),
+        self, model: LayeredModel, kept: KeptCodes, texts: Texts, likely: Set[Width] = frozenset(),
         shared: Shared | None = None,
     ) -> None:  # fmt: skip
         self.model, self.kept, self.texts, self.likely, self.shared = model, kept, texts, likely, shared
-        self._complete: set[int] = set()
+        self._complete: set[Width] = set()
 
-    def ensure(self, widths: set[int]) -> None:
+    def ensure(self, widths: set[Width]) -> None:
         """Makes the missing codes of every expert at each of these widths. Raises ConversionError."""
         if not widths <= self._complete:
             widths = widths | self.likely if widths & self.likely else widths
@@ -198,8 +199,8 @@ class LayerCoding:
                 self._code(left)
             self._complete |= widths
 
-    def _left(self, widths: Sequence[int]) -> dict[LayerKey, dict[ExpertKey, list[int]]]:
-        left: dict[LayerKey, dict[ExpertKey, list[int]]] = {}
+    def _left(self, widths: Sequence[Width]) -> dict[LayerKey, dict[ExpertKey, list[Width]]]:
+        left: dict[LayerKey, dict[ExpertKey, list[Width]]] = {}
         for key in self.model.spec.expert_keys():
             missing = [bits for bits in widths if not self.kept.has(key, bits)]
             if missing:

@@ -29,7 +29,7 @@ from moeconv.source.archs.config import transformers_model
 from moeconv.source.experts import Biases, Call, ExpertCalls, Weights
 from moeconv.source.skeleton import Skeleton, Weight
 from moert.kernels.library import crc32
-from moert.pack.codec import F32
+from moert.pack.codec import F32, Width
 from moert.pack.model_spec import ExpertKey, LayerKey, ModelSpec
 
 # Text on its way through the layers: the input of each layer is kept on disk, so that a killed run goes on there.
@@ -403,7 +403,7 @@ class LayeredModel(Passes):
 
     def __init__(self, coder: ExpertCoder, dense: DenseCoder, room: Room, show: Progress) -> None:
         self.checkpoint, self.dense, self.coder = coder.checkpoint, dense, coder
-        self.coded: Callable[[set[int]], None] = lambda widths: None
+        self.coded: Callable[[set[Width]], None] = lambda widths: None
         self._widths: Assignment = uniform(self.checkpoint.spec, ORIGINAL)
         self._dense_is_stored = False
         checkpoint = self.checkpoint

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -19,10 +19,21 @@ from moeconv.source.checkpoint import Checkpoint
 from moeconv.source.outline import CheckpointError, json_object, line
 from moeconv.source.tensors import Part, read_ahead, write_tensors
 from moeconv.tokenizers import chat_tokenizer
-from moert.pack.codec import WIDTHS, QuantizedMatrix, times_two
+from moert.pack.codec import QuantizedMatrix, Width, times_two
 from moert.pack.errors import ChatInvalid, WriteFailed
 from moert.pack.learnt import ORDER, NeuronOrder
-from moert.pack.manifest import BACKBONE, Dense, Files, Manifest, Preference, Quality, Quantization, part_names, stem_of
+from moert.pack.manifest import (
+    BACKBONE,
+    WIDTHS_OF,
+    Dense,
+    Files,
+    Manifest,
+    Preference,
+    Quality,
+    Quantization,
+    part_names,
+    stem_of,
+)
 from moert.pack.model_spec import ExpertKey
 from moert.pack.tensors import TOKENIZER
 from moert.pack.text import CHAT, ChatFormat, dump_chat
@@ -172,10 +183,12 @@ def emit(
     """
     checkpoint = coder.checkpoint
     assert order is None or coder.neurons is not None, "there is an order of neurons only where experts lie by them"
-    _check_widths(checkpoint, widths)
+    _check_widths(checkpoint, widths, WIDTHS_OF[coder.quantizer.codes])
     dense, chat = dense or DenseCoder(checkpoint, None), chat_of(checkpoint.path)
     name, group_size = coder.quantizer.name, coder.quantizer.group_size
-    quantization = Quantization(name, group_size, coder.dtype16, seed, dense.recorded(), coder.mxfp4, coder.neurons)
+    quantization = Quantization(
+        name, group_size, coder.dtype16, seed, dense.recorded(), coder.mxfp4, coder.neurons, coder.quantizer.codes
+    )
     writer = PackWriter(out, checkpoint.spec, quantization, _fingerprint(coder, widths, quantization, order), files)
     try:
         _write_experts(coder, widths, label.importance, writer, bar, order)
@@ -228,12 +241,12 @@ def _write_experts(
             bar.update(len(batch))
 
 
-def _check_widths(checkpoint: Checkpoint, widths: Assignment) -> None:
+def _check_widths(checkpoint: Checkpoint, widths: Assignment, known: Collection[Width]) -> None:
     count = len(checkpoint.spec.moe.ffn.projections)
     for key in checkpoint.spec.expert_keys():
-        if len(widths.get(key, ())) != count or not set(widths[key]) <= set(WIDTHS):
+        if len(widths.get(key, ())) != count or not set(widths[key]) <= set(known):
             projections = checkpoint.spec.moe.ffn.projections
-            raise ValueError(f"expert {key} needs a width among {WIDTHS} for each of {projections}")
+            raise ValueError(f"expert {key} needs a width among {known} for each of {projections}")
 
 
 def _fingerprint(

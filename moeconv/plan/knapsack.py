@@ -8,6 +8,7 @@ import numpy as np
 import numpy.typing as npt
 
 from moeconv.plan.problem import Frontier, Option, Plan, Problem
+from moert.pack.codec import Width
 
 # One width after the other: all units at once, or the most important first (EdgeMoE §3.2).
 
@@ -41,7 +42,7 @@ def _levels(problem: Problem) -> list[list[int]]:
     return [[_at(options, bits) for options in problem.units.values()] for bits in widths]
 
 
-def _at(options: tuple[Option, ...], bits: int) -> int:
+def _at(options: tuple[Option, ...], bits: Width) -> int:
     enough = (place for place, option in enumerate(options) if option.bits >= bits)
     return next(enough, len(options) - 1)
 

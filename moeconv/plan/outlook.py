@@ -11,6 +11,7 @@ from itertools import pairwise
 from moeconv.plan.problem import Storage, layout_bytes
 from moert.engine.budget import FIRST_BYTES, Budget
 from moert.models.footprint import Footprint, Load
+from moert.pack.codec import Width
 from moert.pack.layout import choose_page_bytes, expert_layout
 from moert.pack.manifest import Dense, Quantization, stored_tensors
 from moert.pack.model_spec import ExpertKey, LayerKey, ModelSpec
@@ -91,7 +92,7 @@ class Fit:
 
     @classmethod
     def of(
-        cls, spec: ModelSpec, quantization: Quantization, widths: Callable[[ExpertKey], Mapping[str, int]],
+        cls, spec: ModelSpec, quantization: Quantization, widths: Callable[[ExpertKey], Mapping[str, Width]],
         computed: Collection[str], host: Host,
     ) -> Fit:  # fmt: skip
         """Returns the fit of a pack with experts at their `widths`, beside a prompt of PROMPT_TOKENS and NEW_TOKENS
@@ -128,7 +129,7 @@ class Fit:
 
 
 def room_share(
-    spec: ModelSpec, quantization: Quantization, widths: Callable[[ExpertKey], Mapping[str, int]],
+    spec: ModelSpec, quantization: Quantization, widths: Callable[[ExpertKey], Mapping[str, Width]],
     computed: Collection[str], host: Host, memory_bytes: int,
 ) -> float:  # fmt: skip
     """Returns the share of all experts, each with its `widths`, that stays in memory where moert gets `memory_bytes`:
@@ -156,7 +157,7 @@ def _outlook(
 
 def quantization_of(storage: Storage, dense: Dense | None) -> Quantization:
     """Returns the quantization that a conversion would write into the manifest, for a source in bfloat16."""
-    return Quantization("", storage.group_size, "BF16", 0, dense, storage.mxfp4, storage.neurons)
+    return Quantization("", storage.group_size, "BF16", 0, dense, storage.mxfp4, storage.neurons, storage.codes)
 
 
 def dense_bits_of(dense: Dense | None) -> int:
@@ -164,10 +165,10 @@ def dense_bits_of(dense: Dense | None) -> int:
 
 
 def expert_files(
-    spec: ModelSpec, quantization: Quantization, widths: Callable[[ExpertKey], Mapping[str, int]]
+    spec: ModelSpec, quantization: Quantization, widths: Callable[[ExpertKey], Mapping[str, Width]]
 ) -> dict[LayerKey, list[int]]:
     """Returns the bytes of each expert's file: at the same widths they differ at most by the length of its name."""
-    page, known = choose_page_bytes(spec), dict[tuple[int, ...], int]()
+    page, known = choose_page_bytes(spec), dict[tuple[Width, ...], int]()
     files: dict[LayerKey, list[int]] = {}
     for key in spec.expert_keys():
         bits = widths(key)

@@ -12,7 +12,9 @@ import numpy.typing as npt
 
 from moeconv.artifacts import Assignment, Bits, Probe, SensitivityTable
 from moeconv.errors import SettingsError, WeightsUnusable
+from moert.pack.codec import Codes, Width
 from moert.pack.layout import Coding, Neurons, expert_layout
+from moert.pack.manifest import WIDTHS_OF
 from moert.pack.model_spec import ExpertKey, ModelSpec
 
 # Isotonic regression: the monotone sequence nearest to a noisy one.
@@ -96,7 +98,7 @@ class Unit(NamedTuple):
 class Option:
     """All projections of a unit at `bits`: the bytes of its tensors, and its cost above the sweep's base."""
 
-    bits: int
+    bits: Width
     nbytes: int
     cost: float
 
@@ -118,7 +120,7 @@ class Problem:
 
     def plan(self, choices: Sequence[int]) -> Plan:
         """Returns the plan with these choices [units], places among each unit's options."""
-        widths: dict[ExpertKey, dict[int, int]] = {}
+        widths: dict[ExpertKey, dict[int, Width]] = {}
         chosen = [options[choice] for options, choice in zip(self.units.values(), choices, strict=True)]
         for unit, option in zip(self.units, chosen, strict=True):
             widths.setdefault(unit.key, {}).update(dict.fromkeys(unit.projections, option.bits))
@@ -153,8 +155,8 @@ def problem(
     spec: ModelSpec,
     table: SensitivityTable,
     signal: str,
-    widths: Iterable[int],
-    projection_bytes: Callable[[str, int], int],
+    widths: Iterable[Width],
+    projection_bytes: Callable[[str, Width], int],
 ) -> Problem:
     """Returns the problem that a sweep's `table` poses, with the noise taken out of its costs (see `shrunk`). An expert
     that hardly a token reached costs no less than the median of its layer, so that none gets few bits by luck.
@@ -189,19 +191,25 @@ class Storage(NamedTuple):
     group_size: int = 0
     mxfp4: bool = False
     neurons: Neurons | None = None
+    codes: Codes = "plain"
 
     @property
     def coding(self) -> Coding:
-        return Coding(self.group_size, "MXFP4" if self.mxfp4 else "F16")
+        return Coding(self.group_size, "MXFP4" if self.mxfp4 else "F16", self.codes == "trellis")
+
+    @property
+    def narrowest(self) -> Width:
+        """The least width that there is."""
+        return min(WIDTHS_OF[self.codes])
 
 
-def layout_bytes(spec: ModelSpec, storage: Storage) -> Callable[[str, int], int]:
+def layout_bytes(spec: ModelSpec, storage: Storage) -> Callable[[str, Width], int]:
     """Returns a function from (projection, bits) to the bytes of that projection's tensors in an expert file, scales
     and minima counted."""
     key = spec.expert_keys()[0]
-    sizes: dict[tuple[str, int], int] = {}
+    sizes: dict[tuple[str, Width], int] = {}
 
-    def nbytes(projection: str, bits: int) -> int:
+    def nbytes(projection: str, bits: Width) -> int:
         if (projection, bits) not in sizes:
             widths = dict.fromkeys(spec.moe.ffn.projections, bits)
             layout = expert_layout(spec, key, widths, storage.coding, 4096, storage.neurons)
@@ -226,7 +234,7 @@ def _as_the_layer(costs: Costs, keys: Sequence[ExpertKey], barely_seen: Set[Expe
     return found
 
 
-def _bits(n_projections: int, part: tuple[int, ...], bits: int, base: int) -> Bits:
+def _bits(n_projections: int, part: tuple[int, ...], bits: Width, base: Width) -> Bits:
     return tuple(bits if place in part else base for place in range(n_projections))
 
 

@@ -9,12 +9,12 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from moeconv.artifacts import CurvePoint, SensitivityTable, Target
+from moeconv.artifacts import Assignment, CurvePoint, SensitivityTable, Target
 from moeconv.errors import TargetMissed
 from moeconv.plan import ALLOCATORS, plan_within
 from moeconv.plan.knapsack import hulls
 from moeconv.plan.problem import Frontier, LossMap, Option, Plan, Problem, Storage, Unit, layout_bytes, options, problem
-from moert.pack.codec import WIDTHS
+from moert.pack.codec import Width
 from moert.pack.model_spec import ExpertKey, LayerKey, ModelSpec
 
 # The problem of allocation for one model, and the bytes of its target. Pure.
@@ -27,7 +27,7 @@ class Question:
     cost that ranks them."""
 
     def __init__(
-        self, spec: ModelSpec, table: SensitivityTable, storage: Storage, signal: str, widths: Sequence[int]
+        self, spec: ModelSpec, table: SensitivityTable, storage: Storage, signal: str, widths: Sequence[Width]
     ) -> None:
         self.spec = spec
         self.problem: Problem = problem(spec, table, signal, widths, layout_bytes(spec, storage))
@@ -50,14 +50,14 @@ def budget_bytes(target: Target, spec: ModelSpec) -> int | None:
     return int(target.value if target.kind == "size" else target.value * weights_of(spec) / 8)
 
 
-def check_budget(target: Target, spec: ModelSpec, narrowest: int, storage: Storage) -> None:
+def check_budget(target: Target, spec: ModelSpec, narrowest: Width, storage: Storage) -> None:
     """Raises TargetMissed for a size that even all experts at the `narrowest` width exceed."""
     budget, least = budget_bytes(target, spec), uniform_bytes(spec, narrowest, storage)
     if budget is None or least <= budget:
         return
-    if narrowest > min(WIDTHS):
-        smallest = uniform_bytes(spec, min(WIDTHS), storage)
-        advice = f"allow narrower experts with --bits (all at {min(WIDTHS)} have {smallest:,} bytes), or a larger size"
+    if narrowest > storage.narrowest:
+        width, smallest = storage.narrowest, uniform_bytes(spec, storage.narrowest, storage)
+        advice = f"allow narrower experts with --bits (all at {width} have {smallest:,} bytes), or a larger size"
     else:
         advice = (
             f"there is no narrower width; the smallest that can be asked for is --size {least}B or --bits-per-weight "
@@ -74,7 +74,7 @@ def weights_of(spec: ModelSpec) -> int:
     return len(spec.expert_keys()) * spec.weights_per_expert()
 
 
-def uniform_bytes(spec: ModelSpec, bits: int, storage: Storage = _CHANNELS) -> int:
+def uniform_bytes(spec: ModelSpec, bits: Width, storage: Storage = _CHANNELS) -> int:
     """Returns the bytes of all experts at one width, scales counted; by default with one scale for each channel."""
     layout = layout_bytes(spec, storage)
     return len(spec.expert_keys()) * sum(layout(name, bits) for name in spec.moe.ffn.projections)
@@ -295,9 +295,9 @@ def ladder(layers: Mapping[LayerKey, Sequence[Step]]) -> Frontier:
     return hulls(Problem(units))
 
 
-def steps_of(assignment: Mapping[ExpertKey, Sequence[int]]) -> dict[LayerKey, int]:
+def steps_of(assignment: Assignment) -> dict[LayerKey, int]:
     """Returns the step of each layer, from the assignment of a plan of `ladder`."""
-    return {key.at: number for key, (number,) in assignment.items()}
+    return {key.at: int(number) for key, (number,) in assignment.items()}
 
 
 def read_more(problem: Problem, missed: Mapping[ExpertKey, int]) -> Problem:

@@ -6,9 +6,10 @@ from collections import OrderedDict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol
 
 import numpy as np
+import numpy.typing as npt
 import torch
 from safetensors import SafetensorError
 from safetensors.numpy import load_file, save
@@ -18,12 +19,13 @@ from moeconv.artifacts import Bits
 from moeconv.errors import ConversionError, WeightsUnusable
 from moeconv.quantizers.group import GroupQuantizer
 from moeconv.quantizers.moments import SIDES, Moments, Side, side_of
-from moeconv.quantizers.quantizer import Inputs, Quantizer, times_powers
+from moeconv.quantizers.quantizer import Coded, Inputs, Quantizer, times_powers
 from moeconv.source.checkpoint import Checkpoint
 from moeconv.source.outline import CheckpointError
 from moert.pack.codec import (
     F32,
     QuantizedMatrix,
+    Width,
     from_bfloat16,
     power_of,
     power_of_halves,
@@ -42,7 +44,7 @@ from moert.pack.writer import power_stored
 
 # Codes of experts on disk, made once and used for every plan: for models whose experts do not fit memory.
 
-_PARTS = ("qweight", "scale", "minimum")
+_PARTS = {QuantizedMatrix: ("qweight", "scale", "minimum"), TrellisMatrix: ("stream", "scale")}
 
 
 class Seals(Protocol):
@@ -61,20 +63,20 @@ class KeptCodes:
     def __init__(self, folder: Path, about: str, seals: Seals | None = None) -> None:
         """`seals`: None for an object that only writes codes."""
         self.folder, self.about, self._seals = folder, about, seals
-        self._last: tuple[Path, dict[str, QuantizedMatrix]] | None = None
+        self._last: tuple[Path, dict[str, Coded]] | None = None
         self._finished: set[Path] = set()
 
-    def has(self, key: ExpertKey, bits: int) -> bool:
+    def has(self, key: ExpertKey, bits: Width) -> bool:
         return self._has(self._file(key, bits))
 
-    def finish(self, key: ExpertKey, widths: Sequence[int]) -> None:
+    def finish(self, key: ExpertKey, widths: Sequence[Width]) -> None:
         """Notes that the files of an expert's codes at these widths are finished."""
         files = [self._file(key, bits) for bits in widths]
         if self._seals is not None:
             self._seals.seal(*files)
         self._finished.update(files)
 
-    def get(self, key: ExpertKey, projection: str, bits: int) -> QuantizedMatrix | None:
+    def get(self, key: ExpertKey, projection: str, bits: Width) -> Coded | None:
         file = self._file(key, bits)
         if self._last is not None and self._last[0] == file:
             return self._last[1][projection]
@@ -89,13 +91,14 @@ class KeptCodes:
         self._last = file, found
         return found[projection]
 
-    def put(self, key: ExpertKey, bits: int, rows: int, matrices: dict[str, QuantizedMatrix]) -> None:
+    def put(self, key: ExpertKey, bits: Width, rows: int, matrices: Mapping[str, Coded]) -> None:
         """Writes an expert's codes at a width. `rows`: tokens that the expert saw."""
-        tensors = {f"{name}.{part}": getattr(one, part) for name, one in matrices.items() for part in _PARTS}
-        sizes = {
-            f"{name}.sizes": np.array([one.in_features, one.group_size, one.power]) for name, one in matrices.items()
-        }
-        body = save({**tensors, **sizes, "seen.rows": np.array([rows])})
+        tensors = {"seen.rows": np.array([rows])}
+        for name, one in matrices.items():
+            tensors |= {f"{name}.{part}": getattr(one, part) for part in _PARTS[type(one)]}
+            group_size = one.group_size if isinstance(one, QuantizedMatrix) else 0
+            tensors[f"{name}.sizes"] = np.array([one.in_features, group_size, one.power])
+        body = save(tensors)
         self._write(self._file(key, bits), body)
 
     def rows(self, key: ExpertKey) -> int | None:
@@ -115,14 +118,16 @@ class KeptCodes:
         except OSError as error:
             raise ConversionError(f"can't write {file}: {error.strerror}; free some space and run again") from None
 
-    def _file(self, key: ExpertKey, bits: int) -> Path:
+    def _file(self, key: ExpertKey, bits: Width) -> Path:
         return self.folder / str(key.at) / f"E{key.expert:03d}-{bits}.safetensors"
 
 
-def _matrix(tensors: dict[str, np.ndarray], name: str, bits: int) -> QuantizedMatrix:
+def _matrix(tensors: dict[str, np.ndarray], name: str, bits: Width) -> Coded:
     in_features, group_size, power = (int(size) for size in tensors[f"{name}.sizes"])
-    codes, scale, minimum = (tensors[f"{name}.{part}"] for part in _PARTS)
-    return QuantizedMatrix(bits, in_features, group_size, codes, scale, minimum, power)
+    if (stream := tensors.get(f"{name}.stream")) is not None:
+        return TrellisMatrix(bits, in_features, stream, tensors[f"{name}.scale"], power)
+    codes, scale, minimum = (tensors[f"{name}.{part}"] for part in _PARTS[QuantizedMatrix])
+    return QuantizedMatrix(int(bits), in_features, group_size, codes, scale, minimum, power)
 
 
 # Codes of experts at given widths, for measuring (`trial`) and for writing the pack (`emit`) alike.
@@ -187,7 +192,7 @@ class ExpertCoder:
         self.moments = None if quantizer.wants == "nothing" else moments
         self.kept = kept
         self.neurons = neurons
-        self._cache: OrderedDict[tuple[ExpertKey, str, int], QuantizedMatrix] = OrderedDict()
+        self._cache: OrderedDict[tuple[ExpertKey, str, Width], Coded] = OrderedDict()
         self._cached_bytes = 0
 
     @property
@@ -226,8 +231,8 @@ class ExpertCoder:
         return None if self.moments is None else self.moments.digest
 
     def code(self, key: ExpertKey, bits: Bits) -> dict[str, Projection]:
-        """Returns projection → its form in a pack at that width: a QuantizedMatrix, or weights [out, in] for 16 bits;
-        `down` as its transpose if the pack's layout has blocks of neurons.
+        """Returns projection → its form in a pack at that width: a matrix of codes, or weights [out, in] for 16
+        bits; `down` as its transpose if the pack's layout has blocks of neurons.
 
         Raises CheckpointError or WeightsUnusable, naming the expert, for values that the width can't hold.
         """
@@ -270,7 +275,7 @@ class ExpertCoder:
     def prepare(self, batch: Sequence[Wanted]) -> None:
         """Quantizes one of the `batches`, so that `code` and `weights` find its codes. Matrices of one expert alone are
         left to these methods."""
-        together: dict[tuple[str, int], list[ExpertKey]] = {}
+        together: dict[tuple[str, Width], list[ExpertKey]] = {}
         for key, bits in batch:
             for name, width in zip(self.checkpoint.spec.moe.ffn.projections, bits, strict=True):
                 if width < 16 and self._cached(key, name, width) is None:
@@ -282,7 +287,7 @@ class ExpertCoder:
         for (name, width), keys in together.items():
             self._quantize(keys, name, width, np.stack([sources[key][name] for key in keys]))
 
-    def _quantize(self, keys: list[ExpertKey], name: str, bits: int, weights: F32) -> list[QuantizedMatrix]:
+    def _quantize(self, keys: list[ExpertKey], name: str, bits: Width, weights: F32) -> list[Coded]:
         """Returns the codes of weights [n, out, in]: one projection of n experts of a layer."""
         matrices = self._checked(keys, name, bits, weights, self._inputs(keys, name))
         for key, matrix in zip(keys, matrices, strict=True):
@@ -290,30 +295,30 @@ class ExpertCoder:
         return matrices
 
     def coded(
-        self, key: ExpertKey, bits: int, weights: Mapping[str, F32], inputs: Mapping[Side, Inputs] | None
-    ) -> dict[str, QuantizedMatrix]:
+        self, key: ExpertKey, bits: Width, weights: Mapping[str, F32], inputs: Mapping[Side, Inputs] | None
+    ) -> dict[str, Coded]:
         """Returns the codes of all matrices of an expert in the form of `code`, from weights [out, in] whose inputs the
-        caller knows; they are not remembered. Matrices with the same inputs are coded as one, which is faster: each row
-        is coded by itself."""
-        found: dict[str, QuantizedMatrix] = {}
+        caller knows; they are not remembered. Matrices with the same inputs are coded as one where each row has plain
+        codes by itself, which is faster."""
+        found: dict[str, Coded] = {}
         for side in SIDES:
             names = [name for name in weights if side_of(name) == side]
+            known = None if inputs is None else inputs[side]
+            if len(names) == 1 or self.quantizer.codes == "trellis":
+                found |= {name: self._checked([key], name, bits, weights[name][None], known)[0] for name in names}
+                continue
             powers = {name: power_of(weights[name]) for name in names}
             rows = np.concatenate([np.ldexp(weights[name], -powers[name]) for name in names])
-            known = None if inputs is None else inputs[side]
             whole = self._checked([key], " and ".join(names), bits, rows[None], known)[0]
-            if len(names) == 1:
-                found[names[0]] = replace(whole, power=powers[names[0]])
-                continue
             ends = np.cumsum([len(weights[name]) for name in names]).tolist()
             for name, start, end in zip(names, [0, *ends], ends, strict=False):
-                parts = {part: getattr(whole, part)[start:end] for part in ("qweight", "scale", "minimum")}
+                parts = {part: getattr(whole, part)[start:end] for part in _PARTS[QuantizedMatrix]}
                 found[name] = replace(whole, **parts, power=powers[name])
         return found
 
     def _checked(
-        self, keys: list[ExpertKey], name: str, bits: int, weights: F32, inputs: Inputs | None
-    ) -> list[QuantizedMatrix]:
+        self, keys: list[ExpertKey], name: str, bits: Width, weights: F32, inputs: Inputs | None
+    ) -> list[Coded]:
         make = self.quantizer.columns if self._is_turned(name) else self.quantizer.quantize
         try:
             matrices = times_powers(make, weights, bits, inputs)
@@ -321,14 +326,14 @@ class ExpertCoder:
             which = f"expert {keys[0]}" if len(keys) == 1 else f"experts {keys[0]} to {keys[-1]}"
             raise WeightsUnusable(f"{which}, {name}, at {bits} bits: {error}") from None
         for key, matrix in zip(keys, matrices, strict=True):
-            if not (np.isfinite(matrix.scale).all() and np.isfinite(matrix.minimum).all()):
+            if not _is_finite(matrix):
                 raise WeightsUnusable(f"expert {key}, {name}: its scales at {bits} bits are not finite in float16")
         return matrices
 
     def _inputs(self, keys: list[ExpertKey], name: str) -> Inputs | None:
         return None if self.moments is None else self.moments.inputs(keys, name)
 
-    def _cached(self, key: ExpertKey, name: str, bits: int) -> QuantizedMatrix | None:
+    def _cached(self, key: ExpertKey, name: str, bits: Width) -> Coded | None:
         if self.kept is not None and bits < 16 and (before := self.kept.get(key, name, bits)) is not None:
             return before
         found = self._cache.get((key, name, bits))
@@ -336,7 +341,7 @@ class ExpertCoder:
             self._cache.move_to_end((key, name, bits))
         return found
 
-    def _remember(self, at: tuple[ExpertKey, str, int], matrix: QuantizedMatrix) -> None:
+    def _remember(self, at: tuple[ExpertKey, str, Width], matrix: Coded) -> None:
         if at not in self._cache:
             self._cache[at] = matrix
             self._cached_bytes += _nbytes(matrix)
@@ -345,8 +350,16 @@ class ExpertCoder:
             self._cached_bytes -= _nbytes(dropped)
 
 
-def _nbytes(matrix: QuantizedMatrix) -> int:
-    return matrix.qweight.nbytes + matrix.scale.nbytes + matrix.minimum.nbytes
+def _arrays(matrix: Coded) -> Iterator[npt.NDArray[Any]]:
+    return (getattr(matrix, part) for part in _PARTS[type(matrix)])
+
+
+def _nbytes(matrix: Coded) -> int:
+    return sum(each.nbytes for each in _arrays(matrix))
+
+
+def _is_finite(matrix: Coded) -> bool:
+    return all(np.isfinite(each).all() for each in _arrays(matrix))
 
 
 # Codes of the matrices outside the experts, for measuring (`trial`) and for writing the pack (`emit`) alike.
@@ -429,7 +442,7 @@ class DenseCoder:
             matrix = times_powers(GroupQuantizer(self.dense.group_size).quantize, weight[None], width, None)[0]
         except WeightsUnusable as error:
             raise WeightsUnusable(f"{name}, at {width} bits: {error}") from None
-        if not (np.isfinite(matrix.scale).all() and np.isfinite(matrix.minimum).all()):
+        if not _is_finite(matrix):
             raise WeightsUnusable(f"{name}: its scales at {width} bits are not finite in float16")
         return matrix
 
@@ -439,7 +452,7 @@ class DenseCoder:
 SAMPLED_ROWS = 64  # of each matrix, evenly spread; rows are coded one by one, so that these stand for all
 
 
-def squared_errors(coder: ExpertCoder, key: ExpertKey, widths: Iterable[int]) -> Mapping[int, float]:
+def squared_errors(coder: ExpertCoder, key: ExpertKey, widths: Iterable[Width]) -> Mapping[Width, float]:
     """Returns width → the sum of squared errors of an expert's weights, over all of its matrices, estimated from
     sampled rows.
 
@@ -460,7 +473,7 @@ def _rows(weight: F32) -> tuple[F32, float]:
     return weight[places], len(weight) / len(places)
 
 
-def _error(coder: ExpertCoder, weight: F32, bits: int, power: int) -> float:
+def _error(coder: ExpertCoder, weight: F32, bits: Width, power: int) -> float:
     """Returns the sum of squared errors of some rows of a matrix whose power of two is `power`."""
     if bits == 16:
         stored = weight if coder.mxfp4 else restored(weight, coder.dtype16)

@@ -15,7 +15,7 @@ from torch import Tensor
 from moeconv.quantizers.group import Fitted, fit, fit_groups, importance_of, to_float16, to_matrices
 from moeconv.quantizers.quantizer import Inputs, Wants, check_range
 from moert.kernels.coding import CodeInputs, Grid, code_inputs
-from moert.pack.codec import F32, QuantizedMatrix, n_groups
+from moert.pack.codec import F32, Codes, QuantizedMatrix, Width, n_groups
 from moert.pack.layout import group_of
 
 # GPTQ's steps, one input after the other, and its statistics of the inputs: for a matrix and for its transpose.
@@ -319,14 +319,15 @@ class GptqQuantizer:
 
     group_size: int
     name: str = "gptq"
+    codes: Codes = "plain"
     wants: Wants = "products"
 
     def too_few(self, rows: int, in_features: int) -> bool:
         return rows < in_features
 
-    def quantize(self, weights: F32, bits: int, inputs: Inputs | None) -> list[QuantizedMatrix]:
+    def quantize(self, weights: F32, bits: Width, inputs: Inputs | None) -> list[QuantizedMatrix]:
         check_range(weights)
-        n, _, in_features = weights.shape
+        bits, (n, _, in_features) = int(bits), weights.shape
         inputs = _known(weights, inputs)
         size = group_of(in_features, self.group_size)
         rows = torch.from_numpy(weights)
@@ -344,9 +345,9 @@ class GptqQuantizer:
         ]
         return to_matrices(Fitted(*(torch.cat(each, 1) for each in zip(*parts, strict=True))), bits, size)
 
-    def columns(self, weights: F32, bits: int, inputs: Inputs | None) -> list[QuantizedMatrix]:
+    def columns(self, weights: F32, bits: Width, inputs: Inputs | None) -> list[QuantizedMatrix]:
         check_range(weights)
-        n, out_features, in_features = weights.shape
+        bits, (n, out_features, in_features) = int(bits), weights.shape
         size = group_of(out_features, self.group_size)
         hessian, sweeps = hessian_of(_known(weights, inputs)), _sweeps(in_features, bits)
         groups = max(1, _WORK_BYTES // (_COPIES * 4 * n * in_features * size))

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from moeconv.quantizers.quantizer import MAX_F16, Inputs, Wants, check_range
-from moert.pack.codec import F32, QuantizedMatrix, n_groups, pack_codes
+from moert.pack.codec import F32, Codes, QuantizedMatrix, Width, n_groups, pack_codes
 from moert.pack.layout import group_of
 
 # Scale and minimum of a group by alternating least squares: round to codes, refit both to the codes, repeat.
@@ -173,20 +173,21 @@ class GroupQuantizer:
 
     group_size: int
     name: str = "group"
+    codes: Codes = "plain"
     wants: Wants = "squares"
 
     def too_few(self, rows: int, in_features: int) -> bool:
         return rows == 0
 
-    def quantize(self, weights: F32, bits: int, inputs: Inputs | None) -> list[QuantizedMatrix]:
+    def quantize(self, weights: F32, bits: Width, inputs: Inputs | None) -> list[QuantizedMatrix]:
         check_range(weights)
         n, _, in_features = weights.shape
         squares = np.zeros((n, in_features), np.float32) if inputs is None else inputs.moment
         size = group_of(in_features, self.group_size)
-        importance = importance_of(torch.from_numpy(squares))
+        importance, bits = importance_of(torch.from_numpy(squares)), int(bits)
         return to_matrices(fit_groups(torch.from_numpy(weights), importance, bits, size), bits, size)
 
-    def columns(self, weights: F32, bits: int, inputs: Inputs | None) -> list[QuantizedMatrix]:
+    def columns(self, weights: F32, bits: Width, inputs: Inputs | None) -> list[QuantizedMatrix]:
         """Returns the codes of the transposes. Errors inside a column have one weight, so that the plain fit of each
         group is the best one."""
         return self.quantize(np.ascontiguousarray(weights.transpose(0, 2, 1)), bits, None)

@@ -2,21 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Literal, Protocol
+from typing import Literal, Protocol, TypeVar
 
 import numpy as np
 import numpy.typing as npt
 
 from moeconv.errors import SettingsError, WeightsUnusable
-from moert.pack.codec import F32, QuantizedMatrix, pack_codes, power_of
+from moert.pack.codec import F32, Codes, QuantizedMatrix, Width, pack_codes, power_of
 from moert.pack.manifest import Dense
 from moert.pack.model_spec import ModelSpec
+from moert.pack.trellis import TrellisMatrix
 
 # The protocol of every quantizer: weights in, codes with scales out.
 
 Wants = Literal["nothing", "squares", "products"]
+Coded = QuantizedMatrix | TrellisMatrix
+"""A matrix as a quantizer codes it."""
 
 MAX_F16 = 65504.0
 
@@ -51,6 +54,11 @@ class Quantizer(Protocol):
     def group_size(self) -> int: ...
 
     @property
+    def codes(self) -> Codes:
+        """The codes of its matrices, which decide what widths there are."""
+        ...
+
+    @property
     def wants(self) -> Wants:
         """The moments of the inputs that improve its codes; it works without any."""
         ...
@@ -59,23 +67,26 @@ class Quantizer(Protocol):
         """Returns whether `rows` tokens are too few to rely on their inputs alone."""
         ...
 
-    def quantize(self, weights: F32, bits: int, inputs: Inputs | None) -> list[QuantizedMatrix]:
-        """Returns the codes of n matrices of one shape, `weights` [n, out, in], at 2, 3, 4 or 8 bits. The result for a
-        matrix does not depend on the other ones.
+    def quantize(self, weights: F32, bits: Width, inputs: Inputs | None) -> Sequence[Coded]:
+        """Returns the codes of n matrices of one shape, `weights` [n, out, in], at a width below 16 that the codes have
+        (moert.pack.manifest.WIDTHS_OF). The result for a matrix does not depend on the other ones.
 
         Raises WeightsUnusable for weights that are not finite or that float16 can't bracket.
         """
         ...
 
-    def columns(self, weights: F32, bits: int, inputs: Inputs | None) -> list[QuantizedMatrix]:
+    def columns(self, weights: F32, bits: Width, inputs: Inputs | None) -> Sequence[Coded]:
         """Returns the codes of the matrices' transposes [in, out], whose groups run along the outputs. `weights` and
         `inputs` belong to the matrices themselves, as for `quantize`."""
         ...
 
 
+AnyCoded = TypeVar("AnyCoded", QuantizedMatrix, TrellisMatrix, Coded)
+
+
 def times_powers(
-    make: Callable[[F32, int, Inputs | None], list[QuantizedMatrix]], weights: F32, bits: int, inputs: Inputs | None
-) -> list[QuantizedMatrix]:
+    make: Callable[[F32, Width, Inputs | None], Sequence[AnyCoded]], weights: F32, bits: Width, inputs: Inputs | None
+) -> list[AnyCoded]:
     """Returns matrices of weights [n, out, in] quantized by `make`, each after its division by its power of two."""
     powers = [power_of(one) for one in weights]
     if any(powers):
@@ -105,15 +116,16 @@ class ChannelQuantizer:
 
     name: str = "channel"
     group_size: int = 0
+    codes: Codes = "plain"
     wants: Wants = "nothing"
 
     def too_few(self, rows: int, in_features: int) -> bool:
         return False
 
-    def quantize(self, weights: F32, bits: int, inputs: Inputs | None) -> list[QuantizedMatrix]:
-        return [self._matrix(weight, bits) for weight in weights]
+    def quantize(self, weights: F32, bits: Width, inputs: Inputs | None) -> list[QuantizedMatrix]:
+        return [self._matrix(weight, int(bits)) for weight in weights]
 
-    def columns(self, weights: F32, bits: int, inputs: Inputs | None) -> list[QuantizedMatrix]:
+    def columns(self, weights: F32, bits: Width, inputs: Inputs | None) -> list[QuantizedMatrix]:
         return self.quantize(weights.transpose(0, 2, 1), bits, None)
 
     def _matrix(self, weight: F32, bits: int) -> QuantizedMatrix:

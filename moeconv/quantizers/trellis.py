@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
+from typing import NamedTuple
+from weakref import WeakKeyDictionary
 
 import numpy as np
 import numpy.typing as npt
@@ -12,11 +14,11 @@ import torch
 from torch import Tensor
 
 from moeconv.quantizers import viterbi
-from moeconv.quantizers.gptq import Hessian, by_blocks, product
+from moeconv.quantizers.gptq import GptqQuantizer, by_blocks, hessian_of, product
 from moeconv.quantizers.group import to_float16
-from moeconv.quantizers.quantizer import Inputs, Wants, check_range
+from moeconv.quantizers.quantizer import Coded, Inputs, Wants, check_range
 from moert.kernels.coding import PairCode, Pairs, code_pairs
-from moert.pack.codec import F32
+from moert.pack.codec import F32, Codes, QuantizedMatrix, Width
 from moert.pack.trellis import (
     CODES,
     ROWS,
@@ -35,41 +37,44 @@ from moert.pack.trellis import (
 # in, out].
 
 _LOOK = 16  # rows of the next pair that the end of a pair's path takes into account
-_GAIN: Mapping[float, float] = {1: 2.04, 1.5: 2.24, 2: 2.40, 2.5: 2.52, 3: 2.72, 4: 3.24}
+_GAIN: Mapping[Width, float] = {1: 2.04, 1.5: 2.24, 2: 2.40, 2.5: 2.52, 3: 2.72, 4: 3.24}
 """By bits, the table's largest number times the scale over the deviation of a row's weights, where coding begins: the
 best for normally distributed weights."""
 
 
 @dataclass(frozen=True)
 class TrellisQuantizer:
-    """The quantizer "trellis": one scale for each output channel, inputs turned. Moments count as in
-    GptqQuantizer."""
+    """The quantizer "trellis": one scale for each output channel, inputs turned; at 8 bits the codes of GptqQuantizer,
+    whose moments these are too."""
 
     sweeps: int = 0
     name: str = "trellis"
     group_size: int = 0
+    codes: Codes = "trellis"
     wants: Wants = "products"
 
     def too_few(self, rows: int, in_features: int) -> bool:
         return rows < in_features
 
-    def quantize(self, weights: F32, bits: float, inputs: Inputs | None) -> list[TrellisMatrix]:
-        """Returns the codes of n matrices of one shape, `weights` [n, out, in], at one of the widths of CODES. The
-        result for a matrix does not depend on the other ones. Raises WeightsUnusable as other quantizers do."""
+    def quantize(self, weights: F32, bits: Width, inputs: Inputs | None) -> Sequence[Coded]:
+        if bits == 8:
+            return GptqQuantizer(self.group_size).quantize(weights, bits, inputs)
+        return self.coded(weights, bits, inputs)
+
+    def columns(self, weights: F32, bits: Width, inputs: Inputs | None) -> list[QuantizedMatrix]:
+        raise TypeError("trellis codes of columns: blocks of neurons have plain codes")
+
+    def coded(self, weights: F32, bits: Width, inputs: Inputs | None) -> list[TrellisMatrix]:
+        """Returns the codes of n matrices of one shape, `weights` [n, out, in], at one of the widths of CODES. Raises
+        WeightsUnusable as `quantize` does."""
         check_range(weights)
         n, out, in_features = weights.shape
-        if inputs is None:
-            inputs = Inputs.of(np.zeros(n, np.int64), np.zeros((n, in_features, in_features), np.float32))
-        products = _turned_products(Hessian(inputs).products.numpy())
         filled, odd = sum(rows_of_blocks(out)), in_features % 2
         by_input = np.zeros((n, in_features + odd, filled), np.float32)
         rows = turned(weights * signs(in_features)) / np.float32(turned_together(in_features) ** 0.5)
         by_input[:, :in_features, :out] = rows.transpose(0, 2, 1)
-        products = np.pad(products, ((0, 0), (0, odd), (0, odd)))
-        if odd:
-            products[:, -1, -1] = products[:, 0, 0]
-        problem = _Problem(torch.from_numpy(by_input), torch.from_numpy(products), bits)
-        scale, windows = problem.solved(self.sweeps)
+        hessian = _alike(n, in_features + odd) if inputs is None else _turned_hessian(inputs)
+        scale, windows = _Problem(torch.from_numpy(by_input), hessian, bits).solved(self.sweeps)
         step = CODES[bits].step
         return [
             TrellisMatrix(bits, in_features, _streams(own, step), scales[:out, None].astype(np.float16))
@@ -81,6 +86,34 @@ def _streams(windows: npt.NDArray[np.uint16], step: int) -> npt.NDArray[np.uint8
     """Returns the streams of the blocks of a matrix from the windows of its steps [pairs, rows]."""
     blocks = (windows[:, first : first + ROWS] for first in range(0, windows.shape[1], ROWS))
     return np.concatenate([pack_windows(block.reshape(-1).astype(np.uint32), step) for block in blocks])
+
+
+class _Hessian(NamedTuple):
+    """The moments of n matrices' turned inputs, and U [n, in, in], upper triangular, with H⁻¹ = Uᵀ U."""
+
+    products: Tensor
+    factor: Tensor
+
+
+_HESSIANS: WeakKeyDictionary[Inputs, _Hessian] = WeakKeyDictionary()
+
+
+def _turned_hessian(inputs: Inputs) -> _Hessian:
+    """Returns the Hessian of some inputs, filled up to an even number, remembered as long as the inputs exist."""
+    if inputs not in _HESSIANS:
+        odd = inputs.moment.shape[1] % 2
+        products = np.pad(_turned_products(hessian_of(inputs).products.numpy()), ((0, 0), (0, odd), (0, odd)))
+        if odd:
+            products[:, -1, -1] = products[:, 0, 0]
+        found = torch.from_numpy(products)
+        _HESSIANS[inputs] = _Hessian(found, _factor(found))
+    return _HESSIANS[inputs]
+
+
+def _alike(n: int, inputs: int) -> _Hessian:
+    """Returns the Hessian of n matrices for which all errors count alike."""
+    eye = torch.eye(inputs).expand(n, -1, -1)
+    return _Hessian(eye, eye)
 
 
 def _turned_products(products: F32) -> F32:
@@ -100,7 +133,7 @@ def _factor(products: Tensor) -> Tensor:
 
 
 @cache
-def _pair_code(bits: float) -> tuple[PairCode, npt.NDArray[np.uint16]]:
+def _pair_code(bits: Width) -> tuple[PairCode, npt.NDArray[np.uint16]]:
     """Returns the code of a width by states, and the window of each state [4096]."""
     states = np.arange(1 << WINDOW, dtype=np.uint32)
     windows = np.zeros_like(states)
@@ -111,16 +144,17 @@ def _pair_code(bits: float) -> tuple[PairCode, npt.NDArray[np.uint16]]:
 
 
 class _Problem:
-    """The problem of coding turned weights [n, in, out], whose inputs have the moments `products` [n, in, in]."""
+    """The problem of coding turned weights [n, in, out]."""
 
-    def __init__(self, weights: Tensor, products: Tensor, bits: float) -> None:
-        self.weights, self.products, self.bits = weights, products, bits
+    def __init__(self, weights: Tensor, hessian: _Hessian, bits: Width) -> None:
+        self.weights, self.bits = weights, bits
+        self.products, self.factor = hessian
 
     def solved(self, sweeps: int) -> tuple[Tensor, npt.NDArray[np.uint16]]:
         """Returns scales [n, out], exact in float16, and windows [n, in / 2, out]."""
         scale = to_float16(self.weights.square().mean(1).sqrt() * (_GAIN[self.bits] / 127))
         coded = torch.zeros_like(self.weights)
-        states = self._coded(self.weights.clone(), _factor(self.products), scale, coded)
+        states = self._coded(self.weights.clone(), self.factor, scale, coded)
         scale = self.refitted(coded, scale)
         for _ in range(sweeps):
             pull = product(self.products, self.weights - coded * scale[:, None])

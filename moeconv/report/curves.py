@@ -10,7 +10,7 @@ import numpy.typing as npt
 
 from moeconv.artifacts import ConversionReport, CurvePoint, Residence, Target
 from moeconv.report.page import BLUE, GRID, INK, ORANGE, SOFT, Chart, draw
-from moert.pack.codec import WIDTHS
+from moert.pack.codec import Width
 from moert.pack.manifest import ExpertEntry
 from moert.pack.model_spec import STACKS, ExpertKey, ModelSpec, StackName
 from moert.pack.paths import ContextCounts, LayerPaths, TransitionTable
@@ -250,9 +250,12 @@ def prediction_bars(name: str, accuracy: Sequence[tuple[float, float, float]]) -
 
 # Maps of layers by experts: one number, or one width, for each expert.
 
-WIDTH_COLOURS = ("#46327e", "#277f8e", "#4ac16d", "#bddf26", "#f7e8a0")
+WIDTH_COLOURS: Mapping[Width, str] = {
+    1: "#2b0a3d", 1.5: "#440f54", 2: "#46327e", 2.5: "#365c8d", 3: "#277f8e", 4: "#4ac16d", 8: "#bddf26", 16: "#f7e8a0",
+}  # fmt: skip
 """From few bits (dark) to many (light): told apart by lightness alone, so also by the colour-blind and in print."""
 _PAPER_INK = "#101418"
+_DARK = 3  # bits, up to which a cell's number is white
 _WIDTH_IN = 6.4
 _NUMBERED = 300  # cells; more numbers than that make a heavy page and say little
 _FARTHEST_CELL = 1e18  # drawn for anything beyond
@@ -299,25 +302,24 @@ def width_map(name: str, experts: tuple[ExpertEntry, ...], spec: ModelSpec) -> C
         title: grid({entry.key: float(entry.bits[projection]) for entry in experts}, spec)
         for title, projection in panels.items()
     }
-    used = [width for width in WIDTHS if any((panel == width).any() for panel in cells.values())]
+    used = [width for width in WIDTH_COLOURS if any((panel == width).any() for panel in cells.values())]
 
     def paint(figure: Any) -> None:
         from matplotlib.colors import BoundaryNorm, ListedColormap
         from matplotlib.patches import Patch
 
-        colours = dict(zip(WIDTHS, WIDTH_COLOURS, strict=True))
-        edges = [0, *(width + 0.5 for width in WIDTHS)]
+        edges, colours = [0, *(width + 0.25 for width in WIDTH_COLOURS)], ListedColormap(list(WIDTH_COLOURS.values()))
         rows = figure.subplots(len(cells), 1, squeeze=False)[:, 0]
         for axes, (title, panel) in zip(rows, cells.items(), strict=True):
-            _image(axes, panel, spec, cmap=ListedColormap(WIDTH_COLOURS), norm=BoundaryNorm(edges, len(WIDTHS)))
+            _image(axes, panel, spec, cmap=colours, norm=BoundaryNorm(edges, len(WIDTH_COLOURS)))
             axes.set_title(title)
             if panel.shape[1] <= 16 and sum(cell.size for cell in cells.values()) <= _NUMBERED:
                 for row, column in np.ndindex(panel.shape):
-                    width = int(panel[row, column])
-                    colour = "#ffffff" if width in WIDTHS[:2] else _PAPER_INK
-                    axes.text(column, row, width, ha="center", va="center", color=colour, fontsize=8)
+                    width = float(panel[row, column])
+                    colour = "#ffffff" if width <= _DARK else _PAPER_INK
+                    axes.text(column, row, f"{width:g}", ha="center", va="center", color=colour, fontsize=8)
         rows[-1].set_xlabel("expert")
-        handles = [Patch(facecolor=colours[width], edgecolor=SOFT, label=f"{width} bits") for width in used]
+        handles = [Patch(facecolor=WIDTH_COLOURS[width], edgecolor=SOFT, label=f"{width} bits") for width in used]
         figure.legend(handles=handles, loc="outside lower center", ncols=len(used), handlelength=1.2)
 
     return draw(name, _WIDTH_IN, _height(next(iter(cells.values())), len(cells)) + 0.9, paint)

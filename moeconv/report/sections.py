@@ -21,6 +21,7 @@ from moeconv.report.curves import (
     width_map,
 )
 from moeconv.report.page import Chart, Section, duration, figure, interval_text, paragraph, percent, size
+from moert.pack.codec import Width
 from moert.pack.manifest import BACKBONE, Manifest
 from moert.pack.model_spec import ExpertKey, ModelSpec
 from moert.pack.paths import TransitionTable
@@ -62,7 +63,7 @@ def importance_section(report: ConversionReport, spec: ModelSpec) -> Section:
     return Section(name, title, paragraph(how) + _tabs(charts, report.signal) + paragraph(most), charts)
 
 
-def probed_bits(table: SensitivityTable) -> int | None:
+def probed_bits(table: SensitivityTable) -> Width | None:
     """Returns the least width that experts were probed at with all their projections; None without any."""
     return min((probe.bits[0] for probe in table.costs if len(set(probe.bits)) == 1), default=None)
 

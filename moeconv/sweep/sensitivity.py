@@ -27,6 +27,7 @@ from moeconv.quantizers.moments import Moments
 from moeconv.source.checkpoint import Checkpoint
 from moeconv.sweep.cluster import Runner
 from moeconv.sweep.probes import Prober, Seq2SeqProber, TextProber
+from moert.pack.codec import Width
 from moert.pack.layout import Neurons
 from moert.pack.manifest import Dense
 from moert.pack.model_spec import ExpertKey, ModelSpec
@@ -49,7 +50,7 @@ class SweepJob:
     metric: str
     extent: Extent
     blocks: int
-    base_bits: int
+    base_bits: Width
     dense: Dense | None = None
     neurons: Neurons | None = None
 
@@ -174,7 +175,7 @@ PROBES_A_TASK = 16
 SweepRunner = Runner[SweepJob, Task, list[dict[str, Any]]]
 
 
-def probes_for(spec: ModelSpec, widths: Sequence[int], per_projection: bool) -> list[Probe]:
+def probes_for(spec: ModelSpec, widths: Sequence[Width], per_projection: bool) -> list[Probe]:
     """Returns the probes of every expert at each width but the base's: whole, or one of its projections at a time."""
     n = len(spec.moe.ffn.projections)
     parts = [(place,) for place in range(n)] if per_projection else [tuple(range(n))]

@@ -7,6 +7,7 @@ import re
 import zlib
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
+from itertools import chain
 from typing import Annotated, Any, ClassVar, Literal
 
 import numpy as np
@@ -55,6 +56,8 @@ blocks of neurons, with rows of neurons that lie together, with matrices that ar
 trellis codes; of one whose dense matrices have widths of their own."""
 WIDTHS_OF: Mapping[Codes, tuple[Width, ...]] = {"plain": WIDTHS, "trellis": (*CODES, 8, 16)}
 """The widths that experts' projections may have, by their codes."""
+WIDTHS_BY_TEXT: Mapping[str, Width] = {str(bits): bits for bits in sorted({*chain(*WIDTHS_OF.values())})}
+"""All of these by rising bits, by the text that stands for them in documents and options."""
 SEAL = ',\n "crc32": '  # the text before the checksum that ends the file
 _CRC32 = (1 << 32) - 1
 

@@ -36,7 +36,7 @@ def tight(monkeypatch: pytest.MonkeyPatch) -> int:
     return room.PROCESS_BYTES + (2 << 20)
 
 
-@pytest.mark.parametrize("quantizer", ["group", "gptq", "channel"])
+@pytest.mark.parametrize("quantizer", ["group", "gptq", "channel", "trellis"])
 def test_the_same_widths_mean_the_same_weights(
     sources: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, quantizer: str
 ) -> None:
@@ -53,7 +53,7 @@ def test_the_same_widths_mean_the_same_weights(
     assert verify(Pack.open(layered.settings.out), Checkpoint.open(layered.settings.model)).worst is not None
 
 
-@pytest.mark.parametrize("quantizer", ["group", "gptq", "channel"])
+@pytest.mark.parametrize("quantizer", ["group", "gptq", "channel", "trellis"])
 def test_workers_code_what_one_process_does(
     sources: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, quantizer: str
 ) -> None:

@@ -20,7 +20,7 @@ from moeconv.quantizers.coder import ExpertCoder
 from moeconv.quantizers.quantizer import Inputs, Wants
 from moeconv.source.checkpoint import Checkpoint
 from moeconv.source.outline import CheckpointError
-from moert.pack.codec import F32, QuantizedMatrix, pack_codes
+from moert.pack.codec import F32, Codes, QuantizedMatrix, pack_codes
 from moert.pack.manifest import Manifest
 from moert.pack.model_spec import ExpertKey
 from moert.pack.reader import Pack, projection_weights
@@ -34,6 +34,7 @@ class Rounding:
     """The plainest quantizer: one scale and minimum for each output channel. Is killed after `most` matrices."""
 
     name, group_size = "rounding", 0
+    codes: Codes = "plain"
     wants: Wants = "nothing"
 
     def __init__(self, most: int | None = None) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -86,9 +87,31 @@ def test_confidence() -> None:
 
 def test_bits() -> None:
     assert parse_bits("8,2,2") == (2, 8)
-    for text in ("5", "", "2;4", "2,x"):
+    assert list(map(str, parse_bits("2, 1.5, 16"))) == ["1.5", "2", "16"]
+    for text in ("5", "", "2;4", "2,x", "1.25", "2.0", "nan"):
         with pytest.raises(SettingsError, match="--bits"):
             parse_bits(text)
+
+
+def test_a_quantizer_has_the_widths_of_its_codes() -> None:
+    assert settings().bits == settings(quantizer="gptq").bits == (2, 3, 4, 8, 16)
+    assert settings(quantizer="trellis").bits == (1, 1.5, 2, 2.5, 3, 4, 8, 16)
+    with pytest.raises(SettingsError, match=r"--bits 1.5,2: expected widths among 2, 3, 4, 8, 16 with"):
+        settings(bits=(1.5, 2))
+
+
+@pytest.mark.parametrize(
+    ("changes", "says"),
+    [
+        ({"layout": "columns"}, "--layout columns is for blocks of neurons, which have plain codes: leave it out"),
+        ({"neurons": "predicted"}, "--tune neurons=predicted is for blocks of neurons, which have plain codes: leave"),
+        ({"group_size": 64}, "--tune group-size has no effect on the trellis quantizer: leave it out, or use group"),
+    ],
+)
+def test_trellis_codes_refuse_what_they_lack(changes: dict[str, Any], says: str) -> None:
+    with pytest.raises(SettingsError) as caught:
+        settings(quantizer="trellis", **changes)
+    assert str(caught.value).startswith(says)
 
 
 def test_fields() -> None:
