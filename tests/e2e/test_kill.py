@@ -100,6 +100,15 @@ def test_killed_at_twenty_moments_it_resumes_to_the_same_bytes(undisturbed: Undi
 
 
 @pytest.mark.slow
+def test_killed_it_resumes_to_the_same_trellis_codes(tmp_path: Path) -> None:
+    (tmp_path / "whole").mkdir()
+    whole = Undisturbed(tmp_path / "whole", (*OPTIONS, "--quantizer", "trellis", "--bits", "1.5,2,4"))
+    for place, moment in enumerate(moments(3, seed=4)):
+        (tmp_path / str(place)).mkdir()
+        kill_and_resume(whole, tmp_path / str(place), moment)
+
+
+@pytest.mark.slow
 def test_killed_it_resumes_to_the_same_order_of_neurons(tmp_path: Path) -> None:
     (tmp_path / "whole").mkdir()
     whole = Undisturbed(tmp_path / "whole", (*OPTIONS, "--layout", "columns"), hidden_act="relu")
