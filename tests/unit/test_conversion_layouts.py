@@ -34,6 +34,7 @@ from moert.pack.reader import Pack, checksums_to_bytes
 from moert.pack.writer import add_to_pack
 from tests.pairs import each, thinned
 from tests.unit.test_emit import Killed, Rounding, mixed_widths
+from tests.unit.test_quantizers import PLAIN
 
 SMALL = Neurons(512, bundled=False, together=True)
 
@@ -57,7 +58,7 @@ def written(checkpoint: Checkpoint, out: Path, neurons: Neurons = SMALL, name: s
     return emit(coder_of(checkpoint, name, neurons), mixed_widths(checkpoint), out, seed=0, label=Label("tests"))
 
 
-@thinned("name, neurons", QUANTIZERS, [SMALL, Neurons(4096, bundled=True)], facts=each)
+@thinned("name, neurons", PLAIN, [SMALL, Neurons(4096, bundled=True)], facts=each)
 def test_a_pack_gives_back_what_was_measured(
     source: Checkpoint, tmp_path: Path, name: str, neurons: Neurons
 ) -> None:  # fmt: skip
@@ -150,7 +151,7 @@ def test_verify_refuses_other_weights_and_wrong_checksums(source: Checkpoint, tm
         verify(Pack.open(tmp_path / "p"), None)
 
 
-@pytest.mark.parametrize("name", QUANTIZERS)
+@pytest.mark.parametrize("name", PLAIN)
 def test_codes_that_are_kept_are_the_same(source: Checkpoint, tmp_path: Path, name: str) -> None:
     """As they are made layer by layer, here and by workers."""
     kept, fresh = KeptCodes(tmp_path / "codes", "about"), coder_of(source, name)
