@@ -36,6 +36,7 @@ from moert.kernels.native import keys_of
 from moert.models.kv import Kept
 from moert.pack.codec import F32, n_groups, row_bytes
 from moert.pack.parts import Attention as Parts
+from moert.pack.trellis import CODES, stream_bytes
 from recipes.bench.sized import sized
 
 # How fast this machine reads memory: what a decoded token is measured against.
@@ -69,6 +70,9 @@ def read_bandwidth(threads: int, runs: int = RUNS) -> float:
 
 WORKING_SET = sized(448 << 20, 224 << 20)  # bytes: room for two heads of 16 bits
 FLOATS = {16: KINDS["BF16"], 32: KINDS["F32"]}  # bits → kind
+
+TRELLIS = -1
+"""A group that stands for trellis codes."""
 
 Shape = tuple[int, int]
 """Rows, cols."""
@@ -106,12 +110,24 @@ class Material:
             return Matrix(data, None, None, None, FLOATS[bits], rows, cols, cols)
         return Matrix(data, data + of_codes, data + of_codes + of_scales, None, bits, rows, cols, group)
 
-    def matrices(self, shapes: Sequence[Shape], bits: int, group: int, most: int | None = None) -> list[Matrix]:
+    def trellis(self, shape: Shape, bits: float) -> Matrix | None:
+        """The next one of trellis codes, a stream and the rows' scales."""
+        rows, cols = shape
+        stream, start = stream_bytes(bits, rows, cols), self._at
+        if start + stream + 2 * rows > len(self.data):
+            return None
+        self._at += -(-(stream + 2 * rows) // 64) * 64
+        data = self.data.ctypes.data + start
+        return Matrix(data, data + stream, None, None, -CODES[bits].step, rows, cols, cols)
+
+    def matrices(self, shapes: Sequence[Shape], bits: float, group: int, most: int | None = None) -> list[Matrix]:
         """As many as there is room for, at most `most`, the shapes in turn."""
         self.restart()
         found: list[Matrix] = []
         for shape in cycle(shapes):
-            matrix = None if len(found) == most else self.matrix(shape, bits, group)
+            matrix = None
+            if len(found) != most:
+                matrix = self.trellis(shape, bits) if group == TRELLIS else self.matrix(shape, int(bits), group)
             if matrix is None:
                 return found
             found.append(matrix)
@@ -120,6 +136,8 @@ class Material:
 
 def nbytes_of(matrix: Matrix) -> int:
     """What a product reads of a matrix."""
+    if matrix.kind < 0:
+        return int(stream_bytes(-matrix.kind / 2, matrix.rows, matrix.cols) + 2 * matrix.rows)
     if matrix.scale is None:
         return int(matrix.rows * matrix.cols * (4 if matrix.kind == KINDS["F32"] else 2))
     return int(matrix.rows * (row_bytes(matrix.cols, matrix.kind) + 4 * n_groups(matrix.cols, matrix.group)))
@@ -191,7 +209,7 @@ class Kernels:
         self._call.moert_pool_close(self._pool)
 
     def linear(
-        self, name: str, shapes: Sequence[Shape], bits: int, group: int, tokens: int = 1, most: int | None = None
+        self, name: str, shapes: Sequence[Shape], bits: float, group: int, tokens: int = 1, most: int | None = None
     ) -> Case:
         """A matrix a call."""
         matrices = self._material.matrices(shapes, bits, group, most)

@@ -11,6 +11,7 @@ import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +22,21 @@ from torch.nn import functional as F
 from moert.kernels import library
 from moert.kernels.library import Library
 from moert.pack.codec import U8
-from recipes.bench.kernel_cases import FLOATS, Case, Kernels, Material, Olmoe, Shape, Widths, buffer, reader, vector
+from moert.pack.trellis import CODES
+from recipes.bench.ggml_products import ggml
+from recipes.bench.kernel_cases import (
+    FLOATS,
+    TRELLIS,
+    Case,
+    Kernels,
+    Material,
+    Olmoe,
+    Shape,
+    Widths,
+    buffer,
+    reader,
+    vector,
+)
 from recipes.bench.program import as_program
 from recipes.bench.result import Row, context, isa, row_of_runs, table, write
 from recipes.bench.sized import sized
@@ -57,14 +72,14 @@ def torch_float(dtype: torch.dtype, shape: Shape, tokens: int, most: int | None)
 
 def torch_int8(shape: Shape, tokens: int, most: int | None) -> Case:
     """One scale a row, activations in bfloat16. Raises PeerMissing."""
-    product = _operator("_weight_int8pack_mm")
+    multiply = _operator("_weight_int8pack_mm")
     rows, cols = shape
     count = count_of(rows * cols, most)
     weights = torch.randint(-128, 128, (rows, cols), dtype=torch.int8).repeat(count, 1, 1)
     scales, x = torch.full((rows,), 0.01, dtype=torch.bfloat16), torch.from_numpy(vector(tokens, cols)).bfloat16()
     return Case(
         "torch int8",
-        lambda: [product(x, weight, scales) for weight in weights],
+        lambda: [multiply(x, weight, scales) for weight in weights],
         count,
         weights.nbytes,
         tokens * weights.numel(),
@@ -73,7 +88,7 @@ def torch_int8(shape: Shape, tokens: int, most: int | None) -> Case:
 
 def torch_int4(group: int, shape: Shape, tokens: int, most: int | None) -> Case:
     """Groups with scale and zero point, activations in bfloat16. Raises PeerMissing."""
-    product, convert = _operator("_weight_int4pack_mm_for_cpu"), _operator("_convert_weight_to_int4pack_for_cpu")
+    multiply, convert = _operator("_weight_int4pack_mm_for_cpu"), _operator("_convert_weight_to_int4pack_for_cpu")
     rows, cols = shape
     count = count_of(rows * cols * (0.5 + 4 / group), most)
     packed = convert(torch.randint(0, 16, (rows, cols), dtype=torch.int32), 1).repeat(count, 1, 1)
@@ -81,7 +96,7 @@ def torch_int4(group: int, shape: Shape, tokens: int, most: int | None) -> Case:
     x = torch.from_numpy(vector(tokens, cols)).bfloat16()
     return Case(
         f"torch int4, groups of {group}",
-        lambda: [product(x, codes, group, scale) for codes, scale in zip(packed, scales, strict=True)],
+        lambda: [multiply(x, codes, group, scale) for codes, scale in zip(packed, scales, strict=True)],
         count,
         packed.nbytes + scales.nbytes,
         tokens * count * rows * cols,
@@ -172,6 +187,9 @@ INWARD, OUTWARD = (OLMOE.d_ff, OLMOE.d_model), (OLMOE.d_model, OLMOE.d_ff)
 WIDTHS = (2, 3, 4, 8)
 AIMS = {2: 60.0, 3: 60.0, 4: 75.0, 8: 75.0}  # % of the bandwidth, groups of GROUP, one token
 WITH_TILES = 500.0  # GMAC/s of many tokens, where the processor has tiles
+BESIDE = {1.5: "IQ1_S", 2: "IQ2_XS", 2.5: "IQ2_S", 3: "IQ3_XXS", 4: "IQ4_XS"}
+"""Trellis codes → llama.cpp's format of about as many bits."""
+TRELLIS_AIM, LLAMA_AIM, LLAMA_AIMED = 24.0, 1.3, "2 bits, 1 token: ratio to llama.cpp"  # GMAC/s; × the peer's
 GROUP = 64
 OTHER_GROUPS = {32: "groups of 32", 128: "groups of 128", 0: "one scale a row"}
 MIXED = [Widths(2, 3, 4)] * 6 + [Widths(8, 8, 8)] * 2
@@ -267,10 +285,30 @@ def product_rows(kernels: Kernels, threads: int, rounds: int) -> Iterator[Row]:
             most = None if tokens == 1 else max(2, PASS_MACS // (tokens * INWARD[0] * INWARD[1]))
             ours = kernels.linear("moert", [INWARD], bits, GROUP, tokens, most)
             cases = [ours, *peers(bits, INWARD, tokens, most, threads)]
-            name = f"{bits} bits, {tokens} {'token' if tokens == 1 else 'tokens'}"
-            mine, *others = speed_rows(name, cases, timed(cases, rounds))
+            mine, *others = speed_rows(f"{bits} bits, {in_tokens(tokens)}", cases, timed(cases, rounds))
             aimed = isa() == "amx" and bits in WIDTHS and tokens == TOKENS[-1]
             yield from (mine.at_least(WITH_TILES) if aimed else mine, *others)
+
+
+def trellis_rows(kernels: Kernels, threads: int, rounds: int) -> Iterator[Row]:
+    """Trellis codes, beside the plain codes of their width and llama.cpp's formats."""
+    for bits, tokens in product(CODES, TOKENS):
+        most = None if tokens == 1 else max(2, PASS_MACS // (tokens * INWARD[0] * INWARD[1]))
+        cases = [kernels.linear("moert", [INWARD], bits, TRELLIS, tokens, most)]
+        if bits in WIDTHS:
+            cases.append(kernels.linear("plain codes", [INWARD], bits, GROUP, tokens, most))
+        if bits in BESIDE:
+            try:
+                cases.append(ggml(BESIDE[bits], INWARD, tokens, cases[0].calls, threads))
+            except FileNotFoundError as missing:
+                print(f"left out: {missing}", file=sys.stderr, flush=True)
+        mine, *others = speed_rows(f"trellis, {bits:g} bits, {in_tokens(tokens)}", cases, timed(cases, rounds))
+        others = [row.at_least(LLAMA_AIM) if LLAMA_AIMED in row.name else row for row in others]
+        yield from (mine.at_least(TRELLIS_AIM) if (bits, tokens) == (2, 1) else mine, *others)
+
+
+def in_tokens(count: int) -> str:
+    return f"{count} token{'' if count == 1 else 's'}"
 
 
 def instruction_set_rows(found: Library, material: Material, rounds: int) -> Iterator[Row]:
@@ -305,6 +343,7 @@ def main() -> None:
         rows = list(bandwidth_rows(kernels, material, arguments.threads, rounds))
         rows += step_rows(kernels, rounds)
         rows += product_rows(kernels, arguments.threads, rounds)
+        rows += trellis_rows(kernels, arguments.threads, rounds)
     rows += instruction_set_rows(found, material, max(sized(2, 1), rounds // 3))
     settings = {"threads": arguments.threads, "rounds": rounds, "seconds": round(time.perf_counter() - started)}
     path = write("kernels", context(settings, ["onnxruntime"]), rows)

@@ -47,10 +47,13 @@ $(LLAMA_DIR)/.built: $(LLAMA_DIR)/.environment recipes/bench/ggml/sdist.txt
 	$(LLAMA_DIR)/bin/python -c 'import gguf, llama_cpp'
 	@touch $@
 
-# onnxruntime, for `make bench-kernels`.
-$(PEERS_DIR)/kernels/.built: recipes/bench/peers-kernels.txt | $(STAMP)
+# onnxruntime and ggml's own products, for `make bench-kernels`.
+$(PEERS_DIR)/kernels/.built: recipes/bench/peers-kernels.txt $(PEERS_DIR)/.built | $(STAMP)
 	rm -rf $(PEERS_DIR)/kernels
 	$(PY) -m pip install --quiet --disable-pip-version-check --no-deps --target $(PEERS_DIR)/kernels -r recipes/bench/peers-kernels.txt
+	cmake -S recipes/bench/ggml -B $(PEERS_DIR)/kernels/ggml -DGGML_DIR=$(abspath $(PEERS_DIR))/src -DCMAKE_BUILD_TYPE=Release \
+	    -DBUILD_SHARED_LIBS=ON -DGGML_OPENMP=OFF -DGGML_CCACHE=OFF
+	cmake --build $(PEERS_DIR)/kernels/ggml --target ggml-cpu --parallel 2
 	@touch $@
 
 # The packs of the reference models, which `make bench-peers` compares with their sources.

@@ -121,7 +121,7 @@ def hqq_group_size(numbers: set[int], bits: int, limit: float) -> int:
     return next(fitting)
 
 
-class _Traits(ctypes.Structure):
+class Traits(ctypes.Structure):
     """ggml_type_traits, as far as it is read here."""
 
     _fields_ = (
@@ -145,7 +145,7 @@ class Ggml:
         (path,) = (FOLDER / "ggml").rglob("libggml-base.so")
         library = ctypes.CDLL(str(path))
         pointer, count = ctypes.c_void_p, ctypes.c_int64
-        library.ggml_get_type_traits.restype = ctypes.POINTER(_Traits)
+        library.ggml_get_type_traits.restype = ctypes.POINTER(Traits)
         self._traits = library.ggml_get_type_traits(self._number).contents
         if (self._traits.name.decode().upper(), self._traits.block) != (name.upper(), BLOCK):
             raise RuntimeError(f"ggml's format {self._number} is {self._traits.name.decode()}, not {name}")
