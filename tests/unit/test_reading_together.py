@@ -229,6 +229,7 @@ def test_few_descriptors_are_enough(original: Path) -> None:
     for path in paths:
         file = files.take(path, False)
         assert os.pread(file.fd, 8, 0)
+        assert descriptors() == before + 3  # the one more that is opened waits for another to be closed
         files.give(file)
     assert len(files) == 3
     assert descriptors() == before + 3
