@@ -46,6 +46,24 @@ class Probe(NamedTuple):
         return f"{self.key} at {'/'.join(map(str, self.bits))}"
 
 
+class DenseUnit(NamedTuple):
+    """Matrices outside the experts that get one width: those of a role, of one layer unless `stack` is empty."""
+
+    role: str
+    stack: str = ""
+    layer: int = 0
+
+    def __str__(self) -> str:
+        return f"{self.role} of {self.stack[0].upper()}{self.layer:02d}" if self.stack else self.role
+
+
+SAVED: Mapping[str, str] = {"size": "of all matrices", "memory": "in memory", "speed": "read for a token"}
+"""The purposes of plans, which bytes they save, with words for a person behind a number of these bytes."""
+PURPOSES = tuple(SAVED)
+DenseCosts = Mapping[DenseUnit, Mapping[int, tuple[float, float, float]]]
+"""The costs of units alone at each width, above the unquantized model, in each of SIGNALS."""
+
+
 @dataclass(frozen=True)
 class Summary:
     """One evaluation over a list of samples, in a few figures.
@@ -149,9 +167,11 @@ class SweepCost:
 
 @dataclass(frozen=True)
 class DenseReport:
-    """The matrices outside the experts, where some have widths: `bits` of each role that has one. `nbytes` are the
-    bytes of all tensors outside the experts, `source_nbytes` their bytes in the source. `alone` is the loss with the
-    experts unquantized, on the text of `ConversionReport.calibration`; None if no text was given."""
+    """The matrices outside the experts, where some have widths: `bits` of each role that has one, that of most of its
+    matrices, and `matrices` with other widths, by their canonical names. `nbytes` are the bytes of all tensors outside
+    the experts, `source_nbytes` their bytes in the source. `alone` is the loss with the experts unquantized, on the
+    text of `ConversionReport.calibration`; None if it was not measured. `purpose`: the bytes that plans saved, where
+    these widths were chosen together with the experts'; the curve then counts these bytes. None for given widths."""
 
     quantizer: str
     group_size: int
@@ -159,6 +179,8 @@ class DenseReport:
     nbytes: Count
     source_nbytes: Annotated[int, Read(positive)]
     alone: LossEstimate | None
+    matrices: Annotated[Mapping[str, int] | None, Read(maybe(named(amount)))] = None
+    purpose: Annotated[str | None, Read(maybe(among(*PURPOSES)))] = None
 
 
 @dataclass(frozen=True)

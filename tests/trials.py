@@ -9,12 +9,12 @@ from pathlib import Path
 from typing import Any
 
 from moeconv.calibration import Sample
+from moeconv.dense import dense_of
 from moeconv.measure.metrics import METRICS
 from moeconv.measure.scoring import Extent, GeneratedScorer, TextScorer, build_scorers, load_tokenizer
 from moeconv.measure.trial import LoadedModel, Trial
 from moeconv.quantizers import QUANTIZERS
 from moeconv.quantizers.coder import DenseCoder, ExpertCoder
-from moeconv.quantizers.quantizer import dense_of
 from moeconv.source.checkpoint import Checkpoint
 
 

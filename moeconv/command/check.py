@@ -8,10 +8,10 @@ from pathlib import Path
 from typing import Any
 
 from moeconv.conversion.settings import DEFAULT_LAYOUT, DEFAULT_QUANTIZER, LAYOUTS, Settings, check_choice, neurons_of
+from moeconv.dense import dense_of
 from moeconv.plan.outlook import NEW_TOKENS, PROMPT_TOKENS, Host, Outlook, Parameters, outlooks, parameters
 from moeconv.plan.problem import Storage
 from moeconv.quantizers import group_size_of
-from moeconv.quantizers.quantizer import dense_of
 from moeconv.report.page import many, size
 from moeconv.source.checkpoint import Checkpoint
 from moeconv.source.outline import CONFIG, Outline, features, find

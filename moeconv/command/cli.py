@@ -106,9 +106,12 @@ def quantize(
     ] = None,
     dense_bits: Annotated[
         str | None, typer.Option(help="Width of all other matrices, such as 8, or by role: attention=4,head=8 "
-                                      "(roles: attention, mixer, router, ffn, head, embed). Default: as in the "
-                                      "source. Their loss counts for --loss.", rich_help_panel=options.WIDTHS)
+                                      "(roles: attention, mixer, router, ffn, head, embed), or source: as in the "
+                                      "checkpoint. Their loss counts for --loss. Default: with --loss, widths for "
+                                      "each role of each layer by their measured loss, as for experts; else 8, but "
+                                      "for routers.", rich_help_panel=options.WIDTHS)
     ] = None,
+    purpose: options.Purpose = "size",
     out: Annotated[Path, typer.Option(help="Path of the new pack.", rich_help_panel=options.PACK)] = Path("model.pack"),
     work: Annotated[
         Path | None, typer.Option(help="Folder of the measurements, for reruns. Default: beside --out, as OUT.work.",
@@ -156,7 +159,7 @@ def quantize(
         metric=metric, quantizer=quantizer, bits=EVERY_WIDTH if bits is None else parse_bits(bits), seed=seed,
         samples=samples, context=context,
         memory_bytes=options.bytes_of(memory), dense_bits=None if dense_bits is None else parse_dense_bits(dense_bits),
-        resident=parse_resident(resident), layout=layout, overwrite=overwrite, **own,
+        purpose=purpose, resident=parse_resident(resident), layout=layout, overwrite=overwrite, **own,
     )  # fmt: skip
     if _convert(settings, as_json):
         raise typer.Exit(EXIT_MISSED)
@@ -191,6 +194,7 @@ def plan(
     loss: Loss = None,
     size: Size = None,
     bits_per_weight: BitsPerWeight = None,
+    purpose: options.Purpose = "size",
     bits: options.PlanBits = None,
     whole_curve: options.Curve = False,
     asked: Asked = NOTHING,
@@ -208,7 +212,8 @@ def plan(
         print(shown(json.dumps(forecast.as_json(expected)) if as_json else "\n".join(forecast.lines(expected))))
         return
     target = parse_target(loss, size, bits_per_weight)
-    found = run(Path(what), target, asked["allocation"], asked["signal"], None if bits is None else parse_bits(bits))
+    widths = None if bits is None else parse_bits(bits)
+    found = run(Path(what), target, asked["allocation"], asked["signal"], widths, purpose)
     print(shown(json.dumps(_as_json(found)) if as_json else plan_table(found, target, whole_curve)))
 
 

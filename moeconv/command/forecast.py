@@ -11,6 +11,7 @@ from moeconv.command.check import DENSE_BITS, absent_notes, located, opened
 from moeconv.command.options import bytes_of
 from moeconv.conversion.host import Timing, facts, host_of, timing
 from moeconv.conversion.settings import DEFAULT_QUANTIZER, TEXTLESS_QUANTIZER, Settings
+from moeconv.dense import dense_of
 from moeconv.errors import SettingsError
 from moeconv.plan.forecast import (
     DEFAULT_DRIVE,
@@ -33,7 +34,6 @@ from moeconv.plan.forecast import (
 from moeconv.plan.outlook import NEW_TOKENS, PROMPT_TOKENS, Parameters, parameters, uniform
 from moeconv.plan.problem import Storage
 from moeconv.quantizers import group_size_of
-from moeconv.quantizers.quantizer import dense_of
 from moeconv.report.page import duration, many, size
 from moeconv.source.checkpoint import Checkpoint
 from moeconv.source.outline import CONFIG, Outline, json_object
@@ -42,11 +42,11 @@ from moert.pack.documents import MAX_BYTES
 from moert.pack.messages import NotASize, parse_size
 from moert.pack.model_spec import ModelSpec
 
-OF_WORK = {"loss", "size", "bits_per_weight", "allocation", "signal", "bits", "whole_curve"}
+OF_WORK = {"loss", "size", "bits_per_weight", "purpose", "allocation", "signal", "bits", "whole_curve"}
 """Arguments of `moeconv plan` on the measurements of a conversion."""
 OF_MODEL = {"memory", "drive"}
 """Arguments of `moeconv plan` on a pack that is not made yet."""
-_OPTIONS = {"whole_curve": "--curve"}
+_OPTIONS = {"whole_curve": "--curve", "purpose": "--for"}
 _INDEX = "model.safetensors.index.json"
 _ABOUT = 4  # bits of a weight that converting is reckoned for
 _MXFP4_BITS = 4.25  # a weight, its share of a scale counted

@@ -51,6 +51,10 @@ BitsPerWeight = Annotated[
         rich_help_panel=TARGET,
     ),
 ]
+Purpose = Annotated[
+    str, typer.Option("--for", help="With --loss: the bytes to save: size (of the pack), memory (those that must stay "
+                                    "in memory) or speed (those that are read for a token).", rich_help_panel=TARGET)
+]  # fmt: skip
 ModelOrWork = Annotated[
     str, typer.Argument(metavar="MODEL_OR_WORK", help="A model, as moeconv check takes it; or the --work folder of "
                                                       "an earlier conversion.")

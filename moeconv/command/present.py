@@ -4,16 +4,16 @@ from __future__ import annotations
 
 import math
 import shlex
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
 
-from moeconv.artifacts import ConversionReport, CurvePoint, Residence, Target
+from moeconv.artifacts import SAVED, ConversionReport, CurvePoint, Residence, Target
 from moeconv.conversion.additions import HashFigures, NeuronFigures
 from moeconv.conversion.planning import Planned
+from moeconv.dense import width_text
 from moeconv.packing.packed import Verified
 from moeconv.packing.paths import PathFigures
-from moeconv.quantizers.quantizer import width_text
 from moeconv.report.page import size
 from moert.pack.learnt import PredictedLoss, RoutedLoss
 from moert.pack.manifest import LossEstimate, in_words
@@ -89,31 +89,41 @@ def plan_table(planned: Planned, target: Target, whole_curve: bool) -> str:
     if chosen.loss is not None:
         loss += f", measured {chosen.loss:.2%}" if loss else f", loss measured {chosen.loss:.2%}"
     aim = "a loss of at most" if target.kind == "loss" else "at most"
-    bits, share = 8 * chosen.nbytes / planned.weights, chosen.nbytes / planned.int4_bytes
+    bits, share = 8 * planned.expert_bytes / planned.weights, planned.expert_bytes / planned.int4_bytes
     dense = f", with dense matrices at {width_text(planned.dense)}" if planned.dense else ""
-    lines = [
-        f"{planned.model}, quantizer {planned.quantizer}, from what was measured{dense}",
-        f"  for {aim} {target_text(target)}: {size(chosen.nbytes)}, "
-        f"{bits:.2f} bits a weight, {share:.1%} of uniform INT4{loss}",
-    ]
+    experts = f"{size(planned.expert_bytes)}, {bits:.2f} bits a weight, {share:.1%} of uniform INT4"
+    lines = [f"{planned.model}, quantizer {planned.quantizer}, from what was measured{dense}"]
+    wanted = f"  for {aim} {target_text(target)}: "
+    if planned.units:
+        lines.append(f"{wanted}{size(chosen.nbytes)} {SAVED[planned.purpose]}{loss}")
+        lines += [f"  experts: {experts}", *_units(planned.units)]
+    else:
+        lines.append(f"{wanted}{experts}{loss}")
     if whole_curve:
         reads = ["", read_table(planned.residences)] if planned.residences else []
-        return "\n".join([*lines, "", curve_table(planned.points, planned.weights, planned.int4_bytes), *reads])
+        weights = 0 if planned.units else planned.weights
+        return "\n".join([*lines, "", curve_table(planned.points, weights, planned.int4_bytes), *reads])
     return "\n".join([*lines, f"  --curve shows all {len(planned.points)} plans, size against loss"])
+
+
+def _units(widths: Mapping[str, int]) -> Iterator[str]:
+    """Yields a line for each width of matrices outside the experts, the widest first."""
+    for bits in sorted(set(widths.values()), reverse=True):
+        named = ", ".join(unit for unit, width in widths.items() if width == bits)
+        yield f"  at {bits} bits: {named}"
 
 
 def curve_table(points: Sequence[CurvePoint], weights: int, int4_bytes: int) -> str:
     """Returns the table of all plans; `weights` is the number of weights in all experts, `int4_bytes` their bytes at
-    uniform INT4."""
+    uniform INT4. 0 weights: sizes are not of the experts alone."""
     promised = any(point.upper is not None for point in points)
-    lines = [
-        f"  {'size':>10} {'bits':>6} {'of INT4':>8} {'predicted':>10} {'measured':>9}"
-        + (f" {'upper':>8}" if promised else "")
-    ]
+    shares = f" {'bits':>6} {'of INT4':>8}" if weights else ""
+    lines = [f"  {'size':>10}{shares} {'predicted':>10} {'measured':>9}" + (f" {'upper':>8}" if promised else "")]
     for point in points:
         upper = f" {_percent(point.upper, 2):>8}" if promised else ""
+        shares = f" {8 * point.nbytes / weights:>6.2f} {point.nbytes / int4_bytes:>8.1%}" if weights else ""
         lines.append(
-            f"  {size(point.nbytes):>10} {8 * point.nbytes / weights:>6.2f} {point.nbytes / int4_bytes:>8.1%} "
+            f"  {size(point.nbytes):>10}{shares} "
             f"{_percent(point.predicted_loss, 2):>10} {_percent(point.loss, 2):>9}{upper}"
             + ("  chosen" if point.chosen else "")
         )
@@ -137,8 +147,9 @@ def _dense(report: ConversionReport) -> list[str]:
     lost, alone = dense.alone, ""
     if lost is not None:
         alone = f"; by themselves they lose {_interval(lost)}"
+    own = f", and {len(dense.matrices)} matrices with other widths" if dense.matrices else ""
     return [
-        f"  dense matrices: {width_text(dense.bits)}{alone}",
+        f"  dense matrices: {width_text(dense.bits)}{own}{alone}",
         f"  bytes beside the experts: {dense.nbytes:,} = {dense.nbytes / dense.source_nbytes:.1%} of the source's",
     ]
 

@@ -19,6 +19,7 @@ from moeconv.conversion.settings import LEAST_MEMORY, Settings, resident_text
 from moeconv.errors import SettingsError, TargetMissed
 from moeconv.measure.trial import Measure, Preferred
 from moeconv.plan import ALLOCATORS, plan_within
+from moeconv.plan.dense import Beside
 from moeconv.plan.outlook import quantization_of, room_share
 from moeconv.plan.problem import Frontier, LossMap, Option, Plan, Problem, Unit, layout_bytes, options
 from moeconv.plan.search import (
@@ -89,7 +90,9 @@ class Choice:
         self.settings, self.journal, self.spec = bench.settings, bench.journal, bench.spec
         self.tried, self.judge, self.account = widths.tried, judge, account
         allowed = sorted(set(self.settings.bits) & {*widths.probed, BASE_BITS})
-        self.question = Question(self.spec, inputs.table, bench.coding.storage, self.settings.signal, allowed)
+        self.dense = bench.coding.dense
+        beside = Beside(inputs.units, self.settings.purpose)
+        self.question = Question(self.spec, inputs.table, bench.coding.storage, self.settings.signal, allowed, beside)
         self.plans: list[tuple[Plan, MeasuredPlan]] = []
 
     @property
@@ -97,10 +100,13 @@ class Choice:
         return [measured for _, measured in self.plans]
 
     def plan(self) -> Plan:
-        """Returns the chosen plan. Raises TargetMissed."""
+        """Returns the chosen plan, whose widths of matrices outside the experts stay from then on. Raises
+        TargetMissed."""
         with self.account.step("search", self.journal):
             if self.settings.target.kind == "loss":
-                return self._smallest()
+                found = self._smallest()
+                self.dense.choose(found.dense)
+                return found
             plan = self.question.within(self.settings.allocation, self.settings.target)
             self._judged(plan)
             self.account.note(self.judge.counted_text())
@@ -136,6 +142,7 @@ class Choice:
         return points
 
     def _judged(self, plan: Plan) -> MeasuredPlan:
+        self.dense.choose(plan.dense)
         evaluation = evaluated(self.judge.measure, plan)
         self.account.say(f"a plan of {plan.nbytes / 1e6:,.2f} MB: {self.judge.text(evaluation)}")
         measured = MeasuredPlan.of(plan, self.judge.loss(evaluation), self.judge.bound(evaluation))
@@ -283,7 +290,7 @@ class Fitting:
         judged = self._judged(plan, middle)
         alone = min(self.choice.judged, key=lambda one: abs(one.nbytes - plan.nbytes))
         routing = LossMap([(0.0, 0.0), (middle.cost, max(0.0, judged.loss - alone.loss))], 0.0)(frontier.costs)
-        problem = read_more(self.choice.question.problem, self.bonuses.missed(middle))
+        problem = read_more(self.choice.question.problem.with_dense(plan.dense), self.bonuses.missed(middle))
         allocated = ALLOCATORS[self.bench.settings.allocation](problem)
         losses = LossMap(self.choice.points(), float(allocated.costs[-1]))(allocated.costs)
         margin = judged.decisive - judged.loss
@@ -291,7 +298,7 @@ class Fitting:
         places = split(allocated.sizes, losses, frontier.sizes, routing, target, memory_is_fixed)
         if places is None:
             return plan
-        return self.choice.question.problem.priced(allocated[places[0]].assignment)
+        return self.choice.question.problem.priced(allocated[places[0]].assignment, plan.dense)
 
     def fit(self, plan: Plan) -> Fitted:
         """Returns routing fitted to these widths. Raises TargetMissed where not even exact routing holds with them."""

@@ -13,7 +13,8 @@ so that a run that was killed goes on from there.
 6. losses of single parts: of 4 alone, then of the dense matrices alone. Where one of them misses the target, no width
    of experts can meet it.
 7. uniform widths: all experts at one width. An unreachable target ends here; the sweep measures only widths around it.
-8. sweep (planning.json): the cost of each expert at each width. The longest stage, and the last that all targets share.
+8. sweep (planning.json): the cost of each expert at each width, then of each unit of other matrices. The longest stage,
+   and the last that all targets share.
 9. search: plans by these costs, measured until the smallest that holds the target is found.
 10. residents (residences.json): routing that prefers experts in memory, fitted to the plan that was found.
 11. held-out: the chosen plan on text that no stage before has seen. Once, and after all choices.
@@ -34,6 +35,7 @@ from typing import Any
 from moeconv.artifacts import ConversionReport
 from moeconv.conversion.choosing import Choice, check_resident, fitted, textless_widths
 from moeconv.conversion.delivery import PROFILE_PATHS, Outcome, check_replaced, deliver
+from moeconv.conversion.dense import swept_beside
 from moeconv.conversion.material import Coding, Material, end_note, module_note, notes, vocabulary_note
 from moeconv.conversion.measuring import (
     Account,
@@ -118,6 +120,8 @@ def conversion_of(subject: dict[str, Any], settings: Settings) -> str:
     """Returns the sha256 of all values that decide a conversion: equal for the same command, resumed or repeated."""
     asked = {name: getattr(settings, name) for name in _ASKED}
     asked |= {"racing": None, "target": asdict(settings.target)}  # racing: so that looks of earlier versions count
+    if settings.chooses_dense:
+        asked["dense"] = settings.purpose
     if settings.resident:
         asked["resident"] = list(settings.resident)
     return hashlib.sha256(json.dumps([subject, asked]).encode()).hexdigest()
@@ -199,8 +203,9 @@ class Conversion:
         dense = dense_alone(bench, judge, account)
         widths = widths_worth_probing(bench, judge, account)  # 7
         sweep = swept(bench, job, widths.probed, judge.measure.samples_id, account)  # 8
-        work.save(INPUTS, sweep.inputs.to_json(), bench.journal)  # a run that ends later leaves it to be planned from
-        choice = Choice(bench, sweep.inputs, widths, judge, account)
+        inputs = replace(sweep.inputs, units=swept_beside(bench, account))
+        work.save(INPUTS, inputs.to_json(), bench.journal)  # a run that ends later leaves it to be planned from
+        choice = Choice(bench, inputs, widths, judge, account)
         found = choice.plan()  # 9
         plan, routings = fitted(bench, references, choice, found, account)  # 10
         residences = tuple(one.residence for one in routings)
@@ -209,7 +214,7 @@ class Conversion:
             self._outcome(bench, references, plan, looks),  # 11
             preferences=tuple(one.preference for one in routings),
             residences=residences,
-            table=sweep.inputs.table,
+            table=inputs.table,
             sweep_cost=sweep.cost,
             curve=choice.curve(plan),
             dense_alone=dense,

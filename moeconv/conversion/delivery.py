@@ -33,8 +33,8 @@ from moeconv.errors import ConversionError, SettingsError
 from moeconv.measure.trial import Evaluation
 from moeconv.packing.emit import Label, Profile, emit
 from moeconv.plan.outlook import expert_files, quantization_of
-from moeconv.plan.problem import Storage, layout_bytes
-from moeconv.plan.search import uniform_bytes, weights_of
+from moeconv.plan.problem import Storage
+from moeconv.plan.search import assigned_bytes, uniform_bytes, weights_of
 from moeconv.quantizers.coder import DenseCoder, ExpertCoder
 from moeconv.report.writer import read_report
 from moeconv.source.outline import CONFIG
@@ -139,7 +139,8 @@ def deliver(
     """
     profile = _profile_in(settings.out, [name for name in ADDED_BY if name not in outcome.learnt])
     report = replace(
-        _report(settings, coder, outcome, account.seconds()), dense=_dense_report(dense, outcome.dense_alone)
+        _report(settings, coder, outcome, account.seconds()),
+        dense=_dense_report(dense, outcome.dense_alone, settings.purpose),
     )
     document = artifacts.to_json(report)
     for name in ("dense", "standing", "residences", "route", "neurons"):
@@ -249,17 +250,19 @@ def _report(settings: Settings, coder: ExpertCoder, outcome: Outcome, seconds: f
     )
 
 
-def _dense_report(coder: DenseCoder, alone: LossEstimate | None) -> DenseReport | None:
+def _dense_report(coder: DenseCoder, alone: LossEstimate | None, purpose: str) -> DenseReport | None:
     if coder.dense is None:
         return None
     stored, source = coder.backbone_bytes()
-    return DenseReport(coder.dense.quantizer, coder.dense.group_size, coder.dense.bits, stored, source, alone)
+    dense = coder.dense
+    return DenseReport(
+        dense.quantizer, dense.group_size, dense.bits, stored, source, alone, dense.matrices,
+        purpose if coder.chooses else None,
+    )  # fmt: skip
 
 
 def _expert_bytes(spec: ModelSpec, widths: Assignment, storage: Storage) -> dict[str, int]:
     """Returns the bytes of all experts' tensors, scales counted: as planned, and uniform per channel at 4, 8 and 16
     bits."""
-    nbytes, names = layout_bytes(spec, storage), spec.moe.ffn.projections
-    planned = sum(nbytes(name, width) for bits in widths.values() for name, width in zip(names, bits, strict=True))
     uniform = {name: uniform_bytes(spec, bits) for name, bits in (("int4", 4), ("int8", 8), ("fp16", 16))}
-    return {"pack": planned, **uniform}
+    return {"pack": assigned_bytes(spec, widths, storage), **uniform}

@@ -13,6 +13,7 @@ import numpy as np
 
 from moeconv.calibration import RANKING_SHARE, Sample, Splits, divide, load_splits, samples_digest
 from moeconv.conversion.settings import DEFAULT_CONTEXT, DEFAULT_MEMORY, Settings, neurons_of
+from moeconv.dense import dense_of, usual_widths
 from moeconv.errors import CalibrationError, ConversionError, SettingsError
 from moeconv.measure.metrics import Metric, default_metric, find_metric, is_module
 from moeconv.measure.scorers import Scorer, Subject, Tokenizer
@@ -23,7 +24,6 @@ from moeconv.plan.search import check_budget
 from moeconv.quantizers import QUANTIZERS, Quantizer
 from moeconv.quantizers.coder import DenseCoder, ExpertCoder
 from moeconv.quantizers.moments import Moments, moments_bytes
-from moeconv.quantizers.quantizer import dense_of
 from moeconv.report.writer import read_report
 from moeconv.source.checkpoint import Checkpoint
 from moeconv.source.outline import json_object
@@ -56,7 +56,8 @@ class Coding:
         neurons = neurons_of(settings.laid_out, checkpoint.spec, mxfp4, piece_bytes) if plain else None
         if neurons is not None and settings.predicts:
             neurons = replace(neurons, together=False)  # of rows, too, only some are read
-        dense = DenseCoder(checkpoint, dense_of(checkpoint.spec, settings.dense_bits))
+        wanted = usual_widths(checkpoint.spec) if settings.usual_dense else settings.dense_bits
+        dense = DenseCoder(checkpoint, dense_of(checkpoint.spec, wanted), settings.chooses_dense)
         return cls(checkpoint, quantizer, dense, neurons)
 
     @property

@@ -18,6 +18,7 @@ from moeconv.conversion.material import Coding, Material
 from moeconv.conversion.planning import Inputs
 from moeconv.conversion.room import Memory
 from moeconv.conversion.settings import Settings
+from moeconv.dense import width_text
 from moeconv.errors import TargetMissed
 from moeconv.measure.codes import CodingJob, CodingWorker, LayerCoding, Shared
 from moeconv.measure.firing import Counts, firing_counts
@@ -33,7 +34,6 @@ from moeconv.promise.bound import Evidence
 from moeconv.promise.judging import Judge, at_chance, check_reference, estimate, needed_text, unreached_text
 from moeconv.quantizers.coder import ORIGINAL, ExpertCoder, KeptCodes
 from moeconv.quantizers.moments import collect, widest
-from moeconv.quantizers.quantizer import width_text
 from moeconv.source.archs.config import transformers_model
 from moeconv.source.experts import ExpertCalls
 from moeconv.sweep.cluster import runner_for
@@ -179,10 +179,12 @@ class Bench:
     def measure(
         self, what: str, samples: tuple[Sample, ...], limit: int | None, instead: Instead | None = None
     ) -> Measure:
-        return Measure(
+        found = Measure(
             lambda: self.trial, lambda: self.material.scorer(self.trial, samples, limit), self.material.metric,
             self.journal, f"{what}/{limit or 'all'}", instead,
         )  # fmt: skip
+        found.dense = self.coding.dense
+        return found
 
     def measured_by(self, scorer: Scorer, what: str) -> Measure:
         """Returns the measure over the samples of a scorer of the layered model; `what` names it in the journal."""
@@ -303,7 +305,8 @@ def side_by_side(bench: Bench, widths: Assignment) -> tuple[Mapping[str, str], .
         trial.restore()
         return {"reference": scorer.score().outputs, "pack": after}
 
-    rule = [] if instead is None else [instead.rule]
+    rule: list[Any] = [[*unit, bits] for unit, bits in bench.coding.dense.chosen.items()]
+    rule += [] if instead is None else [instead.rule]
     name = identity("side by side", [[str(key), bits] for key, bits in sorted(widths.items())], *rule)
     found = bench.journal.remember(name, written)
     with bench.journal.believed():
@@ -360,7 +363,7 @@ def widths_worth_probing(bench: Bench, judge: Judge, account: Account) -> Widths
             if judge.holds(last):
                 break
     account.note(judge.counted_text())
-    if judge.holds(last) and len(tried) == 1:
+    if judge.holds(last) and len(tried) == 1 and not bench.coding.dense.chooses:
         return Widths(widths[:1], tried)  # nothing can be smaller
     _say_if_too_little(judge, list(tried.values()), bench.material.judged_share, account)
     if not judge.holds(last):

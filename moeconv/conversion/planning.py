@@ -11,14 +11,26 @@ from typing import Any
 
 import numpy as np
 
-from moeconv.artifacts import CurvePoint, Probe, Residence, SensitivityTable, Summary, Target
-from moeconv.conversion.settings import PIECE_BYTES, check_ranking, check_target
+from moeconv.artifacts import (
+    PURPOSES,
+    CurvePoint,
+    DenseCosts,
+    DenseUnit,
+    Probe,
+    Residence,
+    SensitivityTable,
+    Summary,
+    Target,
+)
+from moeconv.conversion.settings import DEFAULT_ALLOCATION, PIECE_BYTES, check_choice, check_ranking, check_target
+from moeconv.dense import dense_units
 from moeconv.errors import SettingsError, TargetMissed
 from moeconv.measure.metrics import Metric, recorded_metric
 from moeconv.measure.trial import known_plans, unquantized
 from moeconv.measure.workdir import INPUTS, RESIDENCES, Journal, finished_work
+from moeconv.plan.dense import ONLY_EXPERTS, Beside
 from moeconv.plan.problem import Frontier, LossMap, Plan, Storage
-from moeconv.plan.search import MeasuredPlan, Question, check_budget, curve, uniform_bytes, weights_of
+from moeconv.plan.search import MeasuredPlan, Question, assigned_bytes, check_budget, curve, uniform_bytes, weights_of
 from moeconv.quantizers import GROUP_SIZES, codes_of
 from moeconv.source.checkpoint import Checkpoint
 from moeconv.strict_json import amount, listed, named, text
@@ -29,12 +41,14 @@ from moert.pack.errors import PackError
 from moert.pack.layout import Neurons
 from moert.pack.manifest import WIDTHS_OF
 from moert.pack.model_spec import STACKS, ExpertKey, ModelSpec
+from moert.pack.parts import ROLES
 
 
 @dataclass(frozen=True)
 class Inputs:
     """The inputs of planning beside the journal. `samples` names the samples that plans are judged on, `dense` the
-    widths outside the experts, by role. `by_columns`: experts lie in blocks of neurons."""
+    widths outside the experts, by role, `units` the costs of units that get widths with the experts. `by_columns`:
+    experts lie in blocks of neurons."""
 
     model: str
     quantizer: str
@@ -44,6 +58,7 @@ class Inputs:
     table: SensitivityTable
     dense: Mapping[str, int] = field(default_factory=dict)
     by_columns: bool = False
+    units: DenseCosts = field(default_factory=dict)
 
     def storage(self, mxfp4: bool) -> Storage:
         """Returns how the experts are stored; the size of their blocks changes no size that planning counts."""
@@ -63,6 +78,7 @@ class Inputs:
             "base": [table.base.value, table.base.loss, table.base.nll, table.base.kl],
             "coverage": [[*key, tokens] for key, tokens in table.coverage.items()],
             **({"by_columns": True} if self.by_columns else {}),
+            "units": [[*unit, bits, *cost] for unit, costs in self.units.items() for bits, cost in costs.items()],
             "costs": [[*probe.key, list(probe.bits), list(cost)] for probe, cost in table.costs.items()],
         }
 
@@ -82,6 +98,11 @@ class Inputs:
         costs = {}
         for *key, bits, (metric, nll, kl) in values["costs"]:
             costs[Probe(key_of(*key), tuple(bits))] = number(metric), number(nll), number(kl)
+        units: dict[DenseUnit, dict[int, tuple[float, float, float]]] = {}
+        for role, stack, layer, bits, metric, nll, kl in values.get("units", []):
+            if role not in ROLES or stack not in ("", *STACKS) or type(layer) is not int or bits not in WIDTHS:
+                raise ValueError("a unit that there is not")
+            units.setdefault(DenseUnit(role, stack, layer), {})[bits] = number(metric), number(nll), number(kl)
         base_bits, group_size = values["base_bits"], values["group_size"]
         dense = dict(named(amount)(values.get("dense", {}), INPUTS))
         texts = {name: text(values[name], INPUTS) for name in ("model", "quantizer", "metric", "samples")}
@@ -95,18 +116,25 @@ class Inputs:
         coverage = {key_of(*key): amount(tokens, INPUTS) for *key, tokens in values.get("coverage", [])}
         table = SensitivityTable(base_bits, Summary(*map(number, values["base"])), costs, coverage)
         by_columns = bool(values.get("by_columns", False))
-        return cls(group_size=group_size, table=table, dense=dense, by_columns=by_columns, **texts)
+        return cls(group_size=group_size, table=table, dense=dense, by_columns=by_columns, units=units, **texts)
 
     def fits(self, spec: ModelSpec) -> bool:
-        """Returns whether the table is about the experts of this model."""
+        """Returns whether the table is about the experts of this model, and the units are its own."""
         probes, n_projections = self.table.costs, len(spec.moe.ffn.projections)
         whole = all(len(probe.bits) == n_projections for probe in probes)
-        return whole and {probe.key for probe in probes} in (set(), set(spec.expert_keys()))
+        known = [*dense_units(spec), *dense_units(spec, by_layer=False)]
+        return (
+            whole
+            and self.units.keys() <= set(known)
+            and {probe.key for probe in probes} in (set(), set(spec.expert_keys()))
+        )
 
 
 @dataclass(frozen=True)
 class Planned:
-    """The curve of a work directory, and the point on it for a target, from earlier measurements."""
+    """The curve of a work directory, and the point on it for a target, from earlier measurements. `expert_bytes`: of
+    the experts at that point, `units` the widths of the other matrices there, if they are part of plans, which save the
+    bytes of `purpose` then."""
 
     model: str
     quantizer: str
@@ -116,14 +144,20 @@ class Planned:
     points: tuple[CurvePoint, ...]
     chosen: CurvePoint
     dense: Mapping[str, int]
-    residences: tuple[Residence, ...] = ()
+    residences: tuple[Residence, ...]
+    expert_bytes: int
+    units: Mapping[str, int]
+    purpose: str
 
 
-def plan(work: Path, target: Target, allocation: str, signal: str, bits: Sequence[Width] | None) -> Planned:
+def plan(
+    work: Path, target: Target, allocation: str, signal: str, bits: Sequence[Width] | None, purpose: str = PURPOSES[0]
+) -> Planned:  # fmt: skip
     """Returns the curve of a work directory and the point for a target. Raises SettingsError for a directory without a
     finished sweep, CheckpointError where its model is gone, TargetMissed."""
     check_ranking(allocation, signal)
     check_target(target)
+    check_choice("for", purpose, PURPOSES)
     inputs, journal, residences = _finished(work)
     checkpoint, metric = Checkpoint.open(inputs.model), recorded_metric(inputs.metric)
     spec, storage = checkpoint.spec, inputs.storage(checkpoint.description.mxfp4)
@@ -137,7 +171,13 @@ def plan(work: Path, target: Target, allocation: str, signal: str, bits: Sequenc
     if unknown:
         raise SettingsError(f"--bits {unknown[0]}: the sweep in {work} has no measurements at that width, only {known}")
     check_budget(target, spec, min(bits or known), storage)
-    question = Question(spec, inputs.table, storage, signal, sorted(bits or known))
+    joined = target.kind == "loss" and allocation == DEFAULT_ALLOCATION and bool(inputs.units)
+    if purpose != PURPOSES[0] and not joined:
+        raise SettingsError(
+            f"--for {purpose} has no effect without --loss, or where experts alone get widths: leave it out"
+        )
+    beside = Beside(inputs.units, purpose) if joined else ONLY_EXPERTS
+    question = Question(spec, inputs.table, storage, signal, sorted(bits or known), beside)
     frontier, measured = question.frontier(allocation), measured_plans(question, inputs, journal, metric)
     if target.kind == "loss":
         chosen = _smallest(frontier, measured, target.value)
@@ -147,6 +187,8 @@ def plan(work: Path, target: Target, allocation: str, signal: str, bits: Sequenc
     return Planned(
         Path(inputs.model).name, inputs.quantizer, inputs.group_size, weights_of(spec), uniform_bytes(spec, 4),
         points, next(point for point in points if point.chosen), inputs.dense, residences,
+        assigned_bytes(spec, chosen.assignment, storage), {str(unit): bits for unit, bits in chosen.dense.items()},
+        purpose,
     )  # fmt: skip
 
 
@@ -168,9 +210,11 @@ def measured_plans(question: Question, inputs: Inputs, journal: Journal, metric:
     if reference is None:
         return []
     found = []
-    for assignment, evaluation in known_plans(journal, inputs.samples, question.spec.expert_keys()):
+    for assignment, dense, evaluation in known_plans(journal, inputs.samples, question.spec.expert_keys()):
+        if dense and not question.has_units:
+            continue
         try:
-            priced = question.problem.priced(assignment)
+            priced = question.problem.priced(assignment, dense)
         except KeyError:
             continue
         loss = evaluation.summary(metric, reference).loss

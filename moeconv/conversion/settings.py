@@ -11,12 +11,12 @@ from dataclasses import MISSING, dataclass, fields
 from pathlib import Path
 from typing import Any, TypedDict, get_type_hints
 
-from moeconv.artifacts import FISHER, SIGNALS, Target
+from moeconv.artifacts import FISHER, PURPOSES, SIGNALS, Target
+from moeconv.dense import SOURCE, DenseBits, dense_bits_text
 from moeconv.errors import SettingsError
 from moeconv.measure.metrics import find_metric, is_module
 from moeconv.plan import ALLOCATORS
 from moeconv.quantizers import GROUP_SIZES, QUANTIZERS, WHOLE_CHANNELS, codes_of
-from moeconv.quantizers.quantizer import dense_bits_text
 from moeconv.tuned import said
 from moert.pack.codec import WIDTHS, Width
 from moert.pack.layout import MOST_PIECE_BYTES, SECTOR, Neurons
@@ -108,9 +108,11 @@ DEFAULT_LAYOUT, PREDICTED_LAYOUT = "expert", "neuron"
 LEAST_MEMORY = 10**6  # bytes; a smaller number is a share of the experts
 _OF_TEXT = (
     "margin", "confidence", "heldout", "fields", "metric", "signal", "per_projection", "samples", "sweep_samples",
-    "heldout_samples", "max_new_tokens", "memory_bytes", "cluster", "strict", "resident", "route", "neurons",
+    "heldout_samples", "max_new_tokens", "memory_bytes", "cluster", "strict", "resident", "route", "neurons", "purpose",
 )  # fmt: skip
 """Settings that have no effect without calibration text. The seed and the context are kept in the pack all the same."""
+_CALLED = {"memory_bytes": "memory", "purpose": "for"}
+"""Settings with another name on the command line."""
 
 
 @dataclass(frozen=True)
@@ -121,7 +123,9 @@ class Settings:
     `heldout_samples` the text that the result is measured on (None: all of it): samples of input and target, or windows
     of `context` tokens of running text. `memory_bytes` bounds the whole process (None: all free memory, and
     DEFAULT_MEMORY for the sweep beside a model that fits). `dense_bits` is the width of all matrices outside the
-    experts, or of those with the named roles; the others are stored as they are. `strict` refuses, before the sweep,
+    experts, or of those with the named roles, and the others are stored as they are; or SOURCE; None: they get widths
+    with the experts, or where no loss decides, the usual ones. `purpose`: the bytes that plans save, one of PURPOSES.
+    `strict` refuses, before the sweep,
     text that does not carry the confidence. `resident`: the memory that routing is fitted to, as shares of the experts
     or, from LEAST_MEMORY on, as bytes for moert; the widths are fitted to the first entry. `quantizer`: None for
     DEFAULT_QUANTIZER, or without calibration text TEXTLESS_QUANTIZER. `layout`: how experts lie in the pack, one of
@@ -153,7 +157,8 @@ class Settings:
     max_new_tokens: int | None = None
     memory_bytes: int | None = None
     cluster: str | None = None
-    dense_bits: int | Mapping[str, int] | None = None
+    dense_bits: int | str | Mapping[str, int] | None = None
+    purpose: str = PURPOSES[0]
     strict: bool = False
     resident: tuple[float, ...] = ()
     layout: str | None = None
@@ -167,6 +172,7 @@ class Settings:
             check_choice("quantizer", self.quantizer, QUANTIZERS)
         if self.layout is not None:
             check_choice("layout", self.layout, LAYOUTS)
+        check_choice("for", self.purpose, PURPOSES)
         check_choice("route", self.route, ROUTES)
         check_choice("neurons", self.neurons, NEURONS)
         self._check_taught()
@@ -247,7 +253,7 @@ class Settings:
             raise SettingsError(f"{option} has no effect on --bits 16: leave it out")
         for field in fields(self):
             if field.name in _OF_TEXT and getattr(self, field.name) != field.default:
-                option = said("memory" if field.name == "memory_bytes" else field.name)
+                option = said(_CALLED.get(field.name, field.name))
                 raise SettingsError(f"{option} has no effect without --calib: leave it out")
 
     def _check_numbers(self) -> None:
@@ -262,6 +268,10 @@ class Settings:
             raise SettingsError(f"--confidence {self.confidence:g}: expected 50% to less than 100%, or none")
         if self.strict and self.calib is not None and self.confidence is None:
             raise SettingsError(f"{said('strict')} has no effect with --confidence none: leave one of them out")
+        if self.purpose != PURPOSES[0] and not self.chooses_dense:
+            other = f"{said('allocation')}" if self.dense_bits is None else "--dense-bits"
+            without = "without --loss" if self.target.kind != "loss" else f"with {other}"
+            raise SettingsError(f"--for {self.purpose} has no effect {without}: leave it out")
         if self.target.kind != "loss" and self.margin:
             raise SettingsError(f"{said('margin')} has no effect without --loss: leave it out")
         if self.target.kind != "loss" and self.resident:
@@ -302,6 +312,17 @@ class Settings:
         return usual if self.quantizer is None else self.quantizer
 
     @property
+    def chooses_dense(self) -> bool:
+        """Whether matrices outside the experts get widths by their measured losses, as experts do."""
+        measured = self.calib is not None and self.target.kind == "loss"
+        return measured and self.dense_bits is None and self.allocation == DEFAULT_ALLOCATION
+
+    @property
+    def usual_dense(self) -> bool:
+        """Whether these matrices get the usual widths: nobody gave others, and no loss decides."""
+        return self.dense_bits is None and not self.chooses_dense and self.bits != (16,)
+
+    @property
     def planned_loss(self) -> float:
         """The largest loss on the calibration text that a plan may have. Only for a loss target."""
         return self.target.value * (1 - self.margin)
@@ -313,10 +334,11 @@ def check_choice(name: str, value: str, known: Iterable[str]) -> None:
         raise SettingsError(f"{said(name, value)}: expected one of {', '.join(known)}")
 
 
-def check_dense_bits(wanted: int | Mapping[str, int] | None) -> None:
+def check_dense_bits(wanted: DenseBits | None) -> None:
     """Raises SettingsError for a width or a role that does not exist."""
-    if wanted is None:
+    if wanted in (None, SOURCE):
         return
+    assert wanted is not None
     given, widths = f"--dense-bits {dense_bits_text(wanted)}", ", ".join(map(str, WIDTHS))
     if not isinstance(wanted, Mapping):
         if wanted not in WIDTHS:
@@ -426,10 +448,12 @@ def parse_bits(text: str) -> tuple[Width, ...]:
     return tuple(width for name, width in WIDTHS_BY_TEXT.items() if name in given)
 
 
-def parse_dense_bits(text: str, option: str = "--dense-bits") -> int | dict[str, int]:
-    """Returns one width for all roles ('8' → 8), or a width for each role ('attention=4,head=8'). Raises
+def parse_dense_bits(text: str, option: str = "--dense-bits") -> int | str | dict[str, int]:
+    """Returns one width for all roles ('8' → 8), a width for each role ('attention=4,head=8'), or 'source'. Raises
     SettingsError."""
     given, expected = f"{option} {text!r}", "expected a width such as 8, or attention=4,head=8"
+    if text.strip() == SOURCE:
+        return SOURCE
     if re.fullmatch(r"\s*\d{1,9}\s*", text):
         return int(text)
     if not set(text) & set("=,"):
@@ -481,6 +505,7 @@ class Options(TypedDict, total=False):
     per_projection: bool
     bits: str | float | Sequence[str | float]
     dense_bits: str | int | Mapping[str, int] | None
+    purpose: str
     samples: str | int | None
     sweep_samples: str | int | None
     heldout_samples: str | int | None
@@ -498,7 +523,7 @@ class Options(TypedDict, total=False):
 
 ENTRIES = sorted({"model", *Options.__annotations__})
 """The names of the settings: a recipe may give all but `overwrite`."""
-Parse = Callable[[str, str], float | Mapping[str, int] | None]
+Parse = Callable[[str, str], float | str | Mapping[str, int] | None]
 
 
 def _plain_number(text: str, name: str) -> float:
@@ -555,7 +580,7 @@ def _parsed(values: dict[str, Any]) -> dict[str, Any]:
     return values
 
 
-def _number(name: str, value: Any, parse: Parse) -> float | Mapping[str, int] | None:
+def _number(name: str, value: Any, parse: Parse) -> float | str | Mapping[str, int] | None:
     """Returns a value from text, or the number itself. Raises SettingsError; true is not a number."""
     if isinstance(value, str):
         return parse(value, name)
@@ -567,9 +592,11 @@ def _number(name: str, value: Any, parse: Parse) -> float | Mapping[str, int] | 
 
 
 def as_entries(message: str) -> str:
-    """Returns a message with options by the names that they have in a recipe: --dense-bits is dense_bits there, and
-    --tune group-size=64 group_size 64."""
-    plain = re.sub(r"--tune ([a-z][a-z-]*)=", r"--\1 ", message).replace("--tune ", "--")
+    """Returns a message with options by the names that they have in a recipe: --dense-bits is dense_bits there, --for
+    purpose, and --tune group-size=64 group_size 64."""
+    plain = (
+        re.sub(r"--tune ([a-z][a-z-]*)=", r"--\1 ", message).replace("--tune ", "--").replace("--for ", "--purpose ")
+    )
     return re.sub(r"--([a-z][a-z-]*)", lambda option: option[1].replace("-", "_"), plain)
 
 

@@ -20,6 +20,7 @@ import torch
 from torch import Tensor
 
 from moeconv.artifacts import Assignment, Bits, uniform
+from moeconv.dense import head_of
 from moeconv.errors import ConversionError, SettingsError
 from moeconv.measure.scorers import Head, StackRunner
 from moeconv.progress import Progress
@@ -415,13 +416,14 @@ class LayeredModel(Passes):
     @property
     def stored_head(self) -> Tensor | None:
         """See moeconv.measure.trial.LoadedModel."""
-        name = "embed.weight" if self.spec.head.tied else "head.weight"
+        name = head_of(self.spec)
         return self.dense.stored_weight(name) if name in self.dense.names else None
 
     @property
     def weights_digest(self) -> str:
         widths = sorted((str(key), bits) for key, bits in self._widths.items())
-        return json.dumps([widths, self._dense_is_stored])
+        chosen = [[*unit, bits] for unit, bits in self.dense.chosen.items()] if self._dense_is_stored else []
+        return json.dumps([widths, self._dense_is_stored, *chosen])
 
     @property
     def are_original(self) -> bool:

@@ -14,7 +14,8 @@ import torch
 import transformers
 from torch import Tensor
 
-from moeconv.artifacts import Assignment, Bits, Summary, uniform
+from moeconv.artifacts import Assignment, Bits, DenseUnit, Summary, uniform
+from moeconv.dense import head_of
 from moeconv.measure.metrics import F64, Metric, perplexity
 from moeconv.measure.scorers import Scorer, Scores
 from moeconv.measure.workdir import Journal, identity
@@ -42,20 +43,26 @@ class LoadedModel:
         with transformers_model(checkpoint.path):
             self.model: Any = checkpoint.model(torch.float32).requires_grad_(False)
         self.calls = ExpertCalls(self.model, self.family, self.spec)
-        self._dense_is_stored = False
+        self._stored: dict[str, int | None] = {}
+        """The present widths of the matrices outside the experts; none for originals."""
 
     @property
     def stored_head(self) -> Tensor | None:
         """The head as the pack will give it back [vocab_size, d_model]; None if it stays the original."""
-        name = "embed.weight" if self.spec.head.tied else "head.weight"
+        name = head_of(self.spec)
         return self.dense.stored_weight(name) if name in self.dense.names else None
 
     def set_dense(self, *, stored: bool) -> None:
         """Puts in the matrices outside the experts as the pack will store them, or as they were."""
-        if stored != self._dense_is_stored and self.dense.names:
-            weights = self.dense.stored() if stored else self.dense.originals()
+        dense, before = self.dense, self._stored
+        self._stored = {name: dense.width(name) for name in dense.names} if stored else {}
+        changed = [name for name in self.spec.tensors if before.get(name) != self._stored.get(name)]
+        weights = (
+            (name, dense.stored_weight(name) if name in self._stored else dense.source(name).float())
+            for name in changed
+        )
+        if changed:
             fill_backbone(self.model, self.checkpoint.description, weights)
-        self._dense_is_stored = stored
 
 
 # The scores of one evaluation, sample by sample, as the journal keeps them; all figures follow from these scores.
@@ -250,7 +257,8 @@ class Measure:
     """Measurements on one list of samples. `samples_id` names the samples; with the widths it is the identity of a
     measurement. Trial and scorer are made only when the journal lacks a measurement; the unquantized model is then run
     first, for divergences from it. The change `instead` applies to every assignment, unless a method says otherwise;
-    None: no change."""
+    None: no change. `dense`: the coder of the matrices outside the experts, where a conversion chooses their widths;
+    its present choice is a part of what is measured."""
 
     def __init__(
         self,
@@ -263,9 +271,11 @@ class Measure:
     ) -> None:
         self.metric, self.instead = metric, instead
         self.samples_id = samples_id
+        self.dense: DenseCoder | None = None
         self.used: dict[str, Evaluation] = {}  # by this run, measured now or before
         self._trial, self._make_scorer, self._journal = trial, scorer, journal
         self._scorer: Scorer | None = None
+        self._head_width: int | None = None  # of the head that the scorer's reference is for
 
     @cached_property
     def reference(self) -> Evaluation:
@@ -278,14 +288,17 @@ class Measure:
         return found
 
     def scorer(self) -> Scorer:
-        if self._scorer is None:
-            scorer, trial, name = self._make_scorer(), self._trial(), identity(self.samples_id, None)
+        """Returns the scorer, with the reference of divergences for the head that is measured next."""
+        head_width = None if self.dense is None else self.dense.head_width
+        if self._scorer is None or head_width != self._head_width:
+            trial, name = self._trial(), identity(self.samples_id, None)
+            scorer = self._scorer or self._make_scorer()
             trial.restore()
             with transformers_model(trial.checkpoint.path):
                 evaluation = self._scored(scorer, "unquantized", as_reference=True)
             if self._journal.get(name) is None:
                 self._journal.add(name, evaluation.to_json())
-            self._scorer = scorer
+            self._scorer, self._head_width = scorer, head_width
         return self._scorer
 
     def __call__(self, widths: Assignment, what: str) -> Evaluation:
@@ -314,7 +327,9 @@ class Measure:
 
     def _entry(self, widths: Assignment, what: str, instead: Instead | None) -> tuple[str, dict[str, Any]]:
         """Returns a measurement's name in the journal, and its entry, which is measured if the journal lacks it."""
-        rule = [] if instead is None else [instead.rule]
+        chosen = {} if self.dense is None else self.dense.chosen
+        rule = [{"dense": [[*unit, bits] for unit, bits in chosen.items()]}] if chosen else []
+        rule += [] if instead is None else [instead.rule]
         name = identity(self.samples_id, [[str(key), bits] for key, bits in sorted(widths.items())], *rule)
 
         def measured() -> dict[str, Any]:
@@ -325,7 +340,7 @@ class Measure:
             if instead is not self.instead:
                 return {**evaluation, **({} if instead is None else instead.seen(trial))}
             about = {"samples": self.samples_id, "widths": [bits for _, bits in sorted(widths.items())]}
-            return {**evaluation, **about}
+            return {**evaluation, **about, **(rule[0] if chosen else {})}
 
         return name, self._journal.remember(name, measured)
 
@@ -348,11 +363,14 @@ def unquantized(journal: Journal, samples_id: str) -> Evaluation | None:
 
 def known_plans(
     journal: Journal, samples_id: str, keys: Sequence[ExpertKey]
-) -> Iterator[tuple[Assignment, Evaluation]]:
-    """Yields every assignment that was measured on these samples, with its evaluation. `keys` are all experts."""
+) -> Iterator[tuple[Assignment, Mapping[DenseUnit, int], Evaluation]]:
+    """Yields every assignment that was measured on these samples, with the widths that were chosen for matrices outside
+    the experts, and its evaluation. `keys` are all experts."""
     for entry in journal.entries():
         if entry.get("samples") == samples_id:
             with journal.believed():
                 widths = [tuple(bits) for bits in entry["widths"]]
-                assignment = dict(zip(sorted(keys), widths, strict=True)), Evaluation.from_json(entry)
-            yield assignment
+                assignment = dict(zip(sorted(keys), widths, strict=True))
+                dense = {DenseUnit(*unit): bits for *unit, bits in entry.get("dense", [])}
+                found = assignment, dense, Evaluation.from_json(entry)
+            yield found

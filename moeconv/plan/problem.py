@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence, Set
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
-from moeconv.artifacts import Assignment, Bits, Probe, SensitivityTable
+from moeconv.artifacts import Assignment, Bits, DenseUnit, Probe, SensitivityTable
 from moeconv.errors import SettingsError, WeightsUnusable
 from moert.pack.codec import Codes, Width
 from moert.pack.layout import Coding, Neurons, expert_layout
@@ -88,9 +88,10 @@ def _nonnegative_mean(measured: Costs, noise: float) -> Costs:
 
 
 class Unit(NamedTuple):
-    """Projections of one expert that share a width of their own, by their places in `spec.moe.ffn.projections`."""
+    """Projections of one expert that share a width of their own, by their places in `spec.moe.ffn.projections`; or
+    matrices outside the experts, without places."""
 
-    key: ExpertKey
+    key: ExpertKey | DenseUnit
     projections: tuple[int, ...]
 
 
@@ -105,11 +106,13 @@ class Option:
 
 @dataclass(frozen=True)
 class Plan:
-    """Widths for all experts. `cost` is predicted: the sum over units, as if their effects added up."""
+    """Widths for all experts. `cost` is predicted: the sum over units, as if their effects added up. `nbytes` counts
+    what the plan saves. `dense`: widths of the matrices outside the experts, where the problem has them."""
 
     assignment: Assignment
     nbytes: int
     cost: float
+    dense: Mapping[DenseUnit, int] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -121,22 +124,41 @@ class Problem:
     def plan(self, choices: Sequence[int]) -> Plan:
         """Returns the plan with these choices [units], places among each unit's options."""
         widths: dict[ExpertKey, dict[int, Width]] = {}
+        dense: dict[DenseUnit, int] = {}
         chosen = [options[choice] for options, choice in zip(self.units.values(), choices, strict=True)]
         for unit, option in zip(self.units, chosen, strict=True):
-            widths.setdefault(unit.key, {}).update(dict.fromkeys(unit.projections, option.bits))
+            if isinstance(unit.key, DenseUnit):
+                dense[unit.key] = int(option.bits)
+            else:
+                widths.setdefault(unit.key, {}).update(dict.fromkeys(unit.projections, option.bits))
         assignment = {key: tuple(bits for _, bits in sorted(found.items())) for key, found in widths.items()}
-        return Plan(assignment, sum(option.nbytes for option in chosen), sum(option.cost for option in chosen))
+        return Plan(assignment, sum(option.nbytes for option in chosen), sum(option.cost for option in chosen), dense)
 
-    def priced(self, assignment: Assignment) -> Plan:
-        """Returns any assignment of all experts as a plan. Raises KeyError for a width that is no option."""
+    def priced(self, assignment: Assignment, dense: Mapping[DenseUnit, int] | None = None) -> Plan:
+        """Returns any assignment of all experts as a plan; without `dense` the other matrices have their widest width.
+        Raises KeyError for a width that is no option."""
         choices = []
         for unit, found in self.units.items():
-            bits = {assignment[unit.key][place] for place in unit.projections}
+            if isinstance(unit.key, DenseUnit):
+                bits = {dense[unit.key] if dense else found[-1].bits}
+            else:
+                bits = {assignment[unit.key][place] for place in unit.projections}
             fitting = [place for place, option in enumerate(found) if {option.bits} == bits]
             if not fitting:
                 raise KeyError(f"{unit.key} has no option of {sorted(bits)} bits")
             choices.append(fitting[0])
         return self.plan(choices)
+
+    def with_dense(self, dense: Mapping[DenseUnit, int]) -> Problem:
+        """Returns the problem of the experts alone, beside other matrices with these widths, whose bytes count no
+        more."""
+        units = {
+            unit: tuple(
+                Option(one.bits, 0, one.cost) for one in found if one.bits == dense[unit.key]
+            ) if isinstance(unit.key, DenseUnit) else found
+            for unit, found in self.units.items()
+        }  # fmt: skip
+        return Problem(units)
 
 
 def options(measured: Iterable[Option]) -> tuple[Option, ...]:

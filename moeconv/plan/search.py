@@ -9,9 +9,10 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from moeconv.artifacts import Assignment, CurvePoint, SensitivityTable, Target
+from moeconv.artifacts import Assignment, CurvePoint, DenseUnit, SensitivityTable, Target
 from moeconv.errors import TargetMissed
 from moeconv.plan import ALLOCATORS, plan_within
+from moeconv.plan.dense import ONLY_EXPERTS, Beside
 from moeconv.plan.knapsack import hulls
 from moeconv.plan.problem import Frontier, LossMap, Option, Plan, Problem, Storage, Unit, layout_bytes, options, problem
 from moert.pack.codec import Width
@@ -24,13 +25,20 @@ _CHANNELS = Storage()
 
 class Question:
     """One problem of allocation, made from a sweep's table: `widths` are those that experts may get, `signal` is the
-    cost that ranks them."""
+    cost that ranks them, `beside` the matrices outside the experts."""
 
     def __init__(
-        self, spec: ModelSpec, table: SensitivityTable, storage: Storage, signal: str, widths: Sequence[Width]
-    ) -> None:
+        self, spec: ModelSpec, table: SensitivityTable, storage: Storage, signal: str, widths: Sequence[Width],
+        beside: Beside = ONLY_EXPERTS,
+    ) -> None:  # fmt: skip
         self.spec = spec
-        self.problem: Problem = problem(spec, table, signal, widths, layout_bytes(spec, storage))
+        experts = problem(spec, table, signal, widths, layout_bytes(spec, storage))
+        self.problem: Problem = beside.joined(experts, spec, table, signal)
+
+    @property
+    def has_units(self) -> bool:
+        """Whether plans have widths for matrices outside the experts."""
+        return any(isinstance(unit.key, DenseUnit) for unit in self.problem.units)
 
     def frontier(self, allocation: str) -> Frontier:
         return ALLOCATORS[allocation](self.problem)
@@ -78,6 +86,12 @@ def uniform_bytes(spec: ModelSpec, bits: Width, storage: Storage = _CHANNELS) ->
     """Returns the bytes of all experts at one width, scales counted; by default with one scale for each channel."""
     layout = layout_bytes(spec, storage)
     return len(spec.expert_keys()) * sum(layout(name, bits) for name in spec.moe.ffn.projections)
+
+
+def assigned_bytes(spec: ModelSpec, widths: Assignment, storage: Storage) -> int:
+    """Returns the bytes of all experts' tensors at these widths, scales counted."""
+    nbytes, names = layout_bytes(spec, storage), spec.moe.ffn.projections
+    return sum(nbytes(name, width) for bits in widths.values() for name, width in zip(names, bits, strict=True))
 
 
 # The search for the smallest plan of a frontier with a measured loss that holds. Measuring is costly and noisy.
@@ -306,8 +320,9 @@ def read_more(problem: Problem, missed: Mapping[ExpertKey, int]) -> Problem:
     mean = max(1.0, sum(missed.values()) / len(missed))
     shares = {key: max(count / mean, _LEAST) for key, count in missed.items()}
 
-    def weighted(key: ExpertKey, option: Option) -> Option:
-        return Option(option.bits, max(1, round(option.nbytes * shares.get(key, 1.0))), option.cost)
+    def weighted(key: ExpertKey | DenseUnit, option: Option) -> Option:
+        share = 1.0 if isinstance(key, DenseUnit) else shares.get(key, 1.0)
+        return Option(option.bits, max(1, round(option.nbytes * share)), option.cost)
 
     return Problem({unit: tuple(weighted(unit.key, one) for one in found) for unit, found in problem.units.items()})
 

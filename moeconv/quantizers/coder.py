@@ -15,7 +15,8 @@ from safetensors import SafetensorError
 from safetensors.numpy import load_file, save
 from torch import Tensor
 
-from moeconv.artifacts import Bits
+from moeconv.artifacts import Bits, DenseUnit
+from moeconv.dense import dense_of_units, head_of
 from moeconv.errors import ConversionError, WeightsUnusable
 from moeconv.quantizers.group import GroupQuantizer
 from moeconv.quantizers.moments import SIDES, Moments, Side, side_of
@@ -367,13 +368,27 @@ def _is_finite(matrix: Coded) -> bool:
 
 class DenseCoder:
     """Quantizes the matrices outside the experts at the widths of `dense`; None leaves them all as they are. Codes are
-    kept in memory, for the trial and the pack."""
+    kept in memory, for the trial and the pack. `chooses`: a conversion chooses the widths, see `choose`."""
 
-    def __init__(self, checkpoint: Checkpoint, dense: Dense | None) -> None:
+    def __init__(self, checkpoint: Checkpoint, dense: Dense | None, chooses: bool = False) -> None:
         self.checkpoint = checkpoint
         self.dense = dense
+        self.chooses = chooses
+        self.chosen: Mapping[DenseUnit, int] = {}
         self._tensors = checkpoint.spec.tensors
-        self._coded: dict[str, Projection] = {}
+        self._coded: dict[tuple[str, int], Projection] = {}
+
+    def choose(self, widths: Mapping[DenseUnit, int]) -> None:
+        """Gives all units their widths, from the next measurement on; without any, all are as in the checkpoint. Widths
+        that were given once stay as they are."""
+        if self.chooses:
+            self.chosen, self.dense = dict(widths), dense_of_units(self.checkpoint.spec, widths)
+
+    @property
+    def head_width(self) -> int | None:
+        """The width of the head's matrix; None where a pack has the checkpoint's own numbers."""
+        width = self.width(head_of(self.checkpoint.spec))
+        return None if width == 16 and self.checkpoint.source_dtype == "BF16" else width
 
     @property
     def names(self) -> list[str]:
@@ -402,22 +417,13 @@ class DenseCoder:
             weight = self.source(name).float().numpy()
             check_16(name, weight)
             return weight
-        if name not in self._coded:
-            self._coded[name] = self._quantize(name, width)
-        return self._coded[name]
-
-    def stored(self) -> Iterator[tuple[str, Tensor]]:
-        """Yields each of `names` with its weights as a pack gives them back, float32 [out, in]."""
-        for name in self.names:
-            yield name, self.stored_weight(name)
+        if (name, width) not in self._coded:
+            self._coded[name, width] = self._quantize(name, width)
+        return self._coded[name, width]
 
     def stored_weight(self, name: str) -> Tensor:
+        """Returns the weights of one of `names` as a pack gives them back, float32 [out, in]."""
         return torch.from_numpy(restored(self.code(name), dtype16_of(self.checkpoint)))
-
-    def originals(self) -> Iterator[tuple[str, Tensor]]:
-        """Yields each of `names` with the checkpoint's own weights, float32 [out, in]."""
-        for name in self.names:
-            yield name, self.source(name).float()
 
     def source(self, name: str) -> Tensor:
         """Returns a tensor of the backbone, in the checkpoint's own type."""

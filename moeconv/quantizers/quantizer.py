@@ -1,18 +1,16 @@
-"""The protocol of quantizers; the simplest quantizer, with one scale a channel; widths by role."""
+"""The protocol of quantizers; the simplest quantizer, with one scale a channel."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Literal, Protocol, TypeVar
 
 import numpy as np
 import numpy.typing as npt
 
-from moeconv.errors import SettingsError, WeightsUnusable
+from moeconv.errors import WeightsUnusable
 from moert.pack.codec import F32, Codes, QuantizedMatrix, Width, pack_codes, power_of
-from moert.pack.manifest import Dense
-from moert.pack.model_spec import ModelSpec
 from moert.pack.trellis import TrellisMatrix
 
 # The protocol of every quantizer: weights in, codes with scales out.
@@ -137,36 +135,3 @@ class ChannelQuantizer:
         codes = np.clip(np.rint((weight - minimum.astype(np.float32)) / step), 0, 2**bits - 1).astype(np.uint8)
         in_features = weight.shape[1]
         return QuantizedMatrix(bits, in_features, in_features, pack_codes(codes, bits), scale, minimum)
-
-
-# Widths of the matrices outside the experts, by role.
-
-QUANTIZER, GROUP_SIZE = "group", 64
-
-
-def dense_of(spec: ModelSpec, wanted: int | Mapping[str, int] | None) -> Dense | None:
-    """Returns the widths by role; one width stands for all roles that the model has. Raises SettingsError for a role
-    that the model lacks."""
-    if wanted is None:
-        return None
-    roles = spec.roles()
-    bits = dict.fromkeys(map(str, roles), wanted) if isinstance(wanted, int) else dict(wanted)
-    unknown = [role for role in bits if role not in roles]
-    if unknown:
-        raise SettingsError(
-            f"--dense-bits {dense_bits_text(wanted)}: this {spec.family} model has no {unknown[0]} matrices of its "
-            f"own, only {', '.join(roles)}: leave {unknown[0]} out"
-        )
-    return Dense(QUANTIZER, GROUP_SIZE, {role: bits[role] for role in roles if role in bits})
-
-
-def dense_bits_text(wanted: int | Mapping[str, int]) -> str:
-    """Returns `wanted` in the form of the command line."""
-    if isinstance(wanted, int):
-        return str(wanted)
-    return ",".join(f"{role}={width}" for role, width in wanted.items())
-
-
-def width_text(bits: Mapping[str, int]) -> str:
-    """Returns widths as text for a person: {"attention": 4, "head": 8} → "attention 4, head 8 bits"."""
-    return ", ".join(f"{role} {width}" for role, width in bits.items()) + " bits"

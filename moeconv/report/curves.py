@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from moeconv.artifacts import ConversionReport, CurvePoint, Residence, Target
+from moeconv.artifacts import SAVED, ConversionReport, CurvePoint, Residence, Target
 from moeconv.report.page import BLUE, GRID, INK, ORANGE, SOFT, Chart, draw
 from moert.pack.codec import Width
 from moert.pack.manifest import ExpertEntry
@@ -114,10 +114,11 @@ def loss_curve(name: str, report: ConversionReport, target_bytes: float | None) 
         low, high = _range(points, report)
         axes.set_ylim(low, high)
         axes.yaxis.set_major_formatter(PercentFormatter(1.0))
-        axes.set_xlabel("size of all experts, MB")
+        purpose = None if report.dense is None else report.dense.purpose
+        axes.set_xlabel("size of all experts, MB" if purpose is None else f"MB {SAVED[purpose]}")
         axes.set_ylabel("loss")
         axes.grid(axis="y", linewidth=0.8)
-        if report.expert_bytes.get("fp16"):
+        if purpose is None and report.expert_bytes.get("fp16"):
             whole = report.expert_bytes["fp16"] / 1e6
             top = axes.secondary_xaxis("top", functions=(lambda size: size / whole, lambda share: share * whole))
             top.xaxis.set_major_locator(MaxNLocator(6, steps=[1, 2, 5, 10]))

@@ -22,7 +22,7 @@ from moeconv.report.curves import (
 )
 from moeconv.report.page import Chart, Section, duration, figure, interval_text, paragraph, percent, size
 from moert.pack.codec import Width
-from moert.pack.manifest import BACKBONE, Manifest
+from moert.pack.manifest import BACKBONE, Manifest, dense_width
 from moert.pack.model_spec import ExpertKey, ModelSpec
 from moert.pack.paths import TransitionTable
 from moert.pack.reader import bits_histogram
@@ -100,8 +100,10 @@ def curve_section(report: ConversionReport, spec: ModelSpec) -> Section:
     weights = len(spec.expert_keys()) * spec.weights_per_expert()
     asked = {"size": report.target.value, "bits": report.target.value * weights / 8}.get(report.target.kind)
     chart = loss_curve("size-loss", report, asked)
+    chosen_too = report.dense is not None and report.dense.purpose is not None
+    what = "all experts and all other matrices" if chosen_too else "all experts"
     how = (
-        "Each plan is a choice of widths for all experts. The line is the loss predicted from the experts one by one, "
+        f"Each plan is a choice of widths for {what}. The line is the loss predicted from them one by one, "
         "the points are plans whose loss was really measured, each with the bound that it stays under; the dashed line "
         "is the target, the circle the plan in this pack. Farther left is smaller, lower is better."
     )
@@ -213,9 +215,10 @@ def dense_section(report: ConversionReport, manifest: Manifest) -> Section:
     if dense is None:
         return Section(name, title, paragraph(f"Stored as in the source, in {size(nbytes)}."))
     head = '<tr><th>matrices</th><th class="number">bits</th></tr>'
-    rows = "".join(
-        f'<tr><td>{escape(role)}</td><td class="number">{bits}</td></tr>' for role, bits in dense.bits.items()
-    )
+    stored, spec = manifest.quantization.dense, manifest.model
+    widths = {name: width for name in spec.tensors if (width := dense_width(spec, stored, name)) is not None}
+    each = widths if dense.matrices else dense.bits
+    rows = "".join(f'<tr><td>{escape(name)}</td><td class="number">{bits}</td></tr>' for name, bits in each.items())
     lost = ""
     if dense.alone is not None:
         lost = (

@@ -31,6 +31,7 @@ def words(rng: random.Random, count: int) -> str:
 
 def settings_for(sources: dict[str, Path], family: str, tmp_path: Path, **changes: Any) -> Settings:
     """Tiny random models are noisy, so that a bound with confidence would leave nothing to choose: none by default.
+    Widths are of the experts alone unless `dense_bits` says otherwise.
 
     `loss` is short for a target of that kind.
     """
@@ -39,7 +40,7 @@ def settings_for(sources: dict[str, Path], family: str, tmp_path: Path, **change
     base: dict[str, Any] = {
         "model": str(sources[family]), "out": tmp_path / "m.pack", "work": tmp_path / "work", "confidence": None,
         "calib": str(sources["pairs" if family in ENCODERS else "text"]), "metric": "perplexity", "context": 32,
-        "max_new_tokens": 6 if family in ENCODERS else None,
+        "max_new_tokens": 6 if family in ENCODERS else None, "dense_bits": "source",
     }  # fmt: skip
     if changes.get("calib", "") is None:
         base |= {"metric": None, "max_new_tokens": None, "confidence": 0.95}

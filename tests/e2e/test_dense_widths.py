@@ -95,7 +95,7 @@ def test_tools_understand_such_a_pack(sources: dict[str, Path], tmp_path: Path) 
     Done(settings)
     pack = Pack.open(settings.out)
     facts = describe(pack)
-    assert facts["dense"] == {"quantizer": "group", "group_size": 64, "bits": bits, "powers": None}
+    assert facts["dense"] == {"quantizer": "group", "group_size": 64, "bits": bits, "powers": None, "matrices": None}
     assert facts["bytes"]["backbone"] == (settings.out / "backbone.safetensors").stat().st_size
     lines = [line for line in description_lines(pack) if line.startswith("dense matrices")]
     assert lines == ["dense matrices   attention: 4 bits, head: 16 bits; quantizer group, groups of 64"]
@@ -120,7 +120,7 @@ def test_a_rerun_measures_nothing_and_other_widths_measure_anew(
         assert one == other or name == "manifest.json"
     other = convert("c.pack", {"attention": 8, "head": 4})
     assert other.swept() == first.swept()
-    plain = convert("d.pack", None)
+    plain = convert("d.pack", "source")
     assert plain.swept() == first.swept()
     paths = {done.bench.journal.path for done in (first, again, other, plain)}
     assert len(paths) == 3
@@ -132,7 +132,7 @@ def test_a_rerun_measures_nothing_and_other_widths_measure_anew(
 def test_inputs_of_experts_are_those_behind_the_stored_dense_matrices(sources: dict[str, Path], tmp_path: Path) -> None:
     """A quantizer that weighs errors by them gives other codes."""
     packs = []
-    for name, bits in (("plain", None), ("dense", 2)):
+    for name, bits in (("plain", "source"), ("dense", 2)):
         settings = settings_for(sources, "olmoe", tmp_path, quantizer="group", bits=(3,), loss=0.9, dense_bits=bits,
                                 out=tmp_path / name)  # fmt: skip
         Done(settings)

@@ -58,7 +58,8 @@ def whole() -> dict[str, Any]:
     document["curve"] = document["curve"][-3:]
     measured = document["heldout"]
     document["dense"] = {
-        "quantizer": "group", "group_size": 64, "bits": {"head": 8}, "nbytes": 5, "source_nbytes": 16, "alone": measured
+        "quantizer": "group", "group_size": 64, "bits": {"head": 8}, "nbytes": 5, "source_nbytes": 16,
+        "alone": measured, "matrices": {"head.weight": 4}, "purpose": "memory",
     }  # fmt: skip
     document["standing"] = {
         "asked": 0.95, "documents": 3, "of_one_size": 2.5, "heldout_documents": 2, "needed": 30, "heldout_needed": None,
@@ -253,6 +254,7 @@ INPUTS: dict[str, Any] = {
     "schema": 2, "model": "m", "quantizer": "group", "group_size": 64, "metric": "perplexity", "samples": "s",
     "dense": {"head": 8}, "base_bits": 4, "base": [1.0, 0.1, 0.2, None], "coverage": [["decoder", 0, 1, 5]],
     "costs": [["decoder", 0, 1, [2, 2, 2], [0.1, None, 0.3]]],
+    "units": [["head", "", 0, 4, 0.1, None, 0.3], ["attention", "decoder", 1, 8, 0.1, 0.2, 0.3]],
 }  # fmt: skip
 
 
@@ -290,6 +292,7 @@ def test_mutations_of_residences(tmp_path: Path, whole: dict[str, Any]) -> None:
 MEASURED = {
     "what": "x", "scores": [[1.0, 2], [0.5, 2]], "nats": [1.0, 2.0], "tokens": [3, 4], "kls": [0.1, 0.2],
     "seconds": 1.5, "flops": 7, "near_ties": 0, "samples": "s", "widths": [[2, 2], [4, 4]],
+    "dense": [["head", "", 0, 4], ["attention", "decoder", 0, 8]],
 }  # fmt: skip
 
 

@@ -8,6 +8,7 @@ from collections.abc import Iterator, Sequence
 
 from published import PUBLISHED
 
+from moeconv.dense import dense_of
 from moeconv.plan.forecast import (
     BITS_PER_WEIGHT,
     Drive,
@@ -21,7 +22,6 @@ from moeconv.plan.forecast import (
 )
 from moeconv.plan.outlook import Mixture
 from moeconv.plan.problem import Storage
-from moeconv.quantizers.quantizer import dense_of
 from moeconv.report.page import size
 from moeconv.source.archs import FAMILIES
 from moert.pack.model_spec import ModelSpec

@@ -18,12 +18,12 @@ from moeconv.artifacts import uniform
 from moeconv.command import cli
 from moeconv.command.check import Checked, as_json, check, lines
 from moeconv.conversion.settings import BY_NEURONS, neurons_of
+from moeconv.dense import dense_of
 from moeconv.errors import SettingsError
 from moeconv.packing.emit import Label, emit
 from moeconv.plan.outlook import WIDTHS, Host, Outlook
 from moeconv.quantizers import QUANTIZERS
 from moeconv.quantizers.coder import DenseCoder, ExpertCoder
-from moeconv.quantizers.quantizer import dense_of
 from moeconv.source.checkpoint import Checkpoint
 from moeconv.source.outline import CheckpointError
 from moert.pack.layout import Neurons

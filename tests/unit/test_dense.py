@@ -15,13 +15,13 @@ from torch import Tensor
 from trials import pairs, running, scorers, trial_of
 
 from moeconv.artifacts import uniform
+from moeconv.dense import dense_of, width_text
 from moeconv.errors import SettingsError, VerifyFailed, WeightsUnusable
 from moeconv.measure.scorers import Head
 from moeconv.measure.trial import Trial
 from moeconv.packing.emit import Label, emit
 from moeconv.packing.packed import PackedModel, verify
 from moeconv.quantizers.coder import ORIGINAL, DenseCoder
-from moeconv.quantizers.quantizer import dense_of, width_text
 from moeconv.source.archs.weights import fill_backbone
 from moeconv.source.checkpoint import Checkpoint
 from moeconv.source.outline import CheckpointError

@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from published import PUBLISHED
 from tiny import TINY
 
+from moeconv.dense import dense_of
 from moeconv.plan.forecast import (
     BITS_PER_WEIGHT,
     RULES,
@@ -37,7 +38,6 @@ from moeconv.plan.forecast import (
 from moeconv.plan.outlook import Host, Mixture, effective_bits, mixture, outlooks, parameters, quantization_of, uniform
 from moeconv.plan.problem import Storage
 from moeconv.quantizers import moments
-from moeconv.quantizers.quantizer import dense_of
 from moeconv.source.archs import FAMILIES
 from moeconv.source.outline import Outline
 from moert.pack.model_spec import ExpertKey, ModelSpec

@@ -15,6 +15,7 @@ from tiny import TINY, VARIANTS, features, variant_id
 from trials import running
 
 from moeconv.artifacts import uniform
+from moeconv.dense import dense_of
 from moeconv.errors import ConversionError
 from moeconv.measure.metrics import find_metric
 from moeconv.measure.passes import LayeredModel, Passage, Room
@@ -23,7 +24,6 @@ from moeconv.measure.trial import LoadedModel, Trial
 from moeconv.progress import unseen
 from moeconv.quantizers import QUANTIZERS
 from moeconv.quantizers.coder import DenseCoder, ExpertCoder
-from moeconv.quantizers.quantizer import dense_of
 from moeconv.source.checkpoint import Checkpoint
 from moeconv.source.outline import CheckpointError
 from moert.pack.tensors import TOKENIZER

@@ -88,7 +88,9 @@ def test_known_plans_are_every_assignment_on_these_samples(trial: Trial, scorer:
     records = [measure(plan, "plan") for plan in plans]
     measure_of(trial, scorer, tmp_path / "j", "others")(uniform(trial.spec, 3), "elsewhere")
     journal = Journal(tmp_path / "j", "subject")
-    assert list(known_plans(journal, "these", trial.spec.expert_keys())) == list(zip(plans, records, strict=True))
+    assert list(known_plans(journal, "these", trial.spec.expert_keys())) == [
+        (plan, {}, found) for plan, found in zip(plans, records, strict=True)
+    ]
     assert unquantized(journal, "these") == measure.reference
     assert unquantized(journal, "unknown") is None
     assert not list(known_plans(journal, "unknown", trial.spec.expert_keys()))

@@ -185,11 +185,20 @@ def test_what_does_not_go_with_it_is_refused_in_one_line(
 ) -> None:
     model = written(tmp_path / "model", MIXTRAL_8X7B)
     (tmp_path / "work").mkdir()
-    option = {"whole_curve": "--curve"}.get(name, said(name))
+    option = {"whole_curve": "--curve", "purpose": "--for"}.get(name, said(name))
     value = {"loss": ["5%"], "size": ["1GB"], "bits_per_weight": ["3"], "memory": ["4GB"], "drive": ["1GB/s"],
              "allocation": ["knapsack"], "signal": ["kl"], "bits": ["2,4"]}.get(name, [])  # fmt: skip
     what = model if name in OF_WORK else str(tmp_path / "work")
-    assert cli._exit_code(["plan", what, *(said(name, value[0]) if value else option).split()]) == cli.EXIT_USER
+    assert (
+        cli._exit_code(
+            [
+                "plan",
+                what,
+                *(said(name, value[0]) if value else f"{option} size" if name == "purpose" else option).split(),
+            ]
+        )
+        == cli.EXIT_USER
+    )
     printed = capsys.readouterr()
     assert printed.out == ""
     assert printed.err.startswith(f"moeconv: {option} asks what ")

@@ -16,11 +16,11 @@ from native_problems import all_natives, random_stored
 from safetensors.torch import load_file, save_file
 from tiny import tiny_olmoe, tiny_switch
 
+from moeconv.dense import dense_of
 from moeconv.packing.emit import Label, emit
 from moeconv.packing.packed import error_share, verify
 from moeconv.quantizers import QUANTIZERS
 from moeconv.quantizers.coder import DenseCoder, ExpertCoder
-from moeconv.quantizers.quantizer import dense_of
 from moeconv.source.checkpoint import Checkpoint
 from moert.beside.gpu.torch_backend import TorchBackend
 from moert.beside.gpu.torch_matrices import TorchMemory

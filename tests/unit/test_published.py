@@ -7,9 +7,9 @@ from pathlib import Path
 import pytest
 from published import PARAMETERS, PUBLISHED, SWITCH_C_2048_AS_IT_IS, Config
 
+from moeconv.dense import dense_of
 from moeconv.plan.outlook import MXFP4_WIDTHS, WIDTHS, Host, outlooks, parameters
 from moeconv.plan.problem import Storage
-from moeconv.quantizers.quantizer import dense_of
 from moeconv.source.archs import FAMILIES
 from moeconv.source.outline import CheckpointError, Outline, features
 

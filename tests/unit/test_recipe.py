@@ -87,7 +87,7 @@ def test_names_of_fields_are_a_table(tmp_path: Path) -> None:
         ("bits = true", "bits 'True': expected widths such as 2,4,8"),
         ("bits = [5]", "expected widths among"),
         ("dense_bits = 7", "dense_bits 7: expected a width among"),
-        ("dense_bits = 8.0", "dense_bits = 8.0: expected a whole number or a table"),
+        ("dense_bits = 8.0", "dense_bits = 8.0: expected a whole number or text or a table"),
         ("dense_bits = true", "dense_bits = True: expected a number or text"),
         ('dense_bits = "head"', "dense_bits 'head': expected a width such as 8"),
         ('dense_bits = "tail=8"', "dense_bits tail=8: there is no role tail: expected roles among"),

@@ -1,0 +1,117 @@
+"""Widths of the matrices outside the experts: by role, or by units of them, which get widths of their own."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping, Sequence
+
+import numpy as np
+
+from moeconv.artifacts import DenseUnit
+from moeconv.errors import SettingsError
+from moert.pack.manifest import Dense, Quantization, stored_tensors
+from moert.pack.model_spec import ModelSpec
+from moert.pack.tensors import DTYPE_BITS
+
+# Widths of the matrices outside the experts, by role.
+
+QUANTIZER, GROUP_SIZE = "group", 64
+
+
+SOURCE = "source"
+"""The word for matrices that are stored as in the checkpoint."""
+DenseBits = int | str | Mapping[str, int]
+"""Widths outside the experts: one for all roles that the model has, one for each role, or SOURCE."""
+
+
+def dense_of(spec: ModelSpec, wanted: DenseBits | None) -> Dense | None:
+    """Returns the widths by role; None where all is stored as in the checkpoint. Raises SettingsError for a role that
+    the model lacks."""
+    if wanted is None or isinstance(wanted, str):
+        return None
+    roles = spec.roles()
+    bits = dict.fromkeys(map(str, roles), wanted) if isinstance(wanted, int) else dict(wanted)
+    unknown = [role for role in bits if role not in roles]
+    if unknown:
+        raise SettingsError(
+            f"--dense-bits {dense_bits_text(wanted)}: this {spec.family} model has no {unknown[0]} matrices of its "
+            f"own, only {', '.join(roles)}: leave {unknown[0]} out"
+        )
+    return Dense(QUANTIZER, GROUP_SIZE, {role: bits[role] for role in roles if role in bits})
+
+
+def dense_bits_text(wanted: DenseBits) -> str:
+    """Returns `wanted` in the form of the command line."""
+    if not isinstance(wanted, Mapping):
+        return str(wanted)
+    return ",".join(f"{role}={width}" for role, width in wanted.items())
+
+
+def width_text(bits: Mapping[str, int]) -> str:
+    """Returns widths as text for a person: {"attention": 4, "head": 8} → "attention 4, head 8 bits"."""
+    return ", ".join(f"{role} {width}" for role, width in bits.items()) + " bits"
+
+
+# Units: the matrices of one role in one layer, which get one width.
+
+UNQUANTIZED = 16
+"""The widest width of a unit, whose matrices a pack stores in 16 bits."""
+USUAL = 8
+"""The width where no loss decides: 8 bits change weights by a few thousandths."""
+
+
+def usual_widths(spec: ModelSpec) -> dict[str, int]:
+    """Returns the widths by role where no loss decides them: USUAL for all but routers, which are small and decide on
+    everything behind them."""
+    return {role: USUAL for role in spec.roles() if role != "router"}
+
+
+def dense_units(spec: ModelSpec, by_layer: bool = True) -> list[DenseUnit]:
+    """Returns the units of a model, in the order of its tensors: each role of each layer, the embedding, the head. Not
+    `by_layer`: each role of all layers. Routers belong to none."""
+    found = dict.fromkeys(_unit(name, tensor.role, by_layer) for name, tensor in spec.tensors.items() if tensor.role)
+    return [unit for unit in found if unit.role != "router"]
+
+
+def _unit(name: str, role: str, by_layer: bool) -> DenseUnit:
+    stack, layer, *_ = name.split(".")
+    return DenseUnit(role, stack, int(layer)) if by_layer and layer.isdecimal() else DenseUnit(role)
+
+
+def matrices_of(spec: ModelSpec, unit: DenseUnit) -> list[str]:
+    """Returns the canonical names of a unit's matrices."""
+    begins = f"{unit.stack}.{unit.layer}." if unit.stack else ""
+    return [name for name, tensor in spec.tensors.items() if tensor.role == unit.role and name.startswith(begins)]
+
+
+def head_of(spec: ModelSpec) -> str:
+    """Returns the canonical name of the matrix that gives logits."""
+    return "embed.weight" if spec.head.tied else "head.weight"
+
+
+def dense_of_units(spec: ModelSpec, widths: Mapping[DenseUnit, int]) -> Dense | None:
+    """Returns the manifest's entry for widths of all units; None for none. A role has the width of most of its
+    matrices, others have their own."""
+    if not widths:
+        return None
+    each = {name: bits for unit, bits in widths.items() for name in matrices_of(spec, unit)}
+    usual = {
+        role: Counter(bits for name, bits in each.items() if spec.tensors[name].role == role).most_common(1)[0][0]
+        for role in dict.fromkeys(unit.role for unit in widths)
+    }
+    own = {name: bits for name, bits in each.items() if bits != usual[spec.tensors[name].role or ""]}
+    return Dense(QUANTIZER, GROUP_SIZE, usual, matrices=own or None)
+
+
+def unit_bytes(spec: ModelSpec, units: Sequence[DenseUnit], bits: int) -> dict[DenseUnit, int]:
+    """Returns the bytes of each unit's tensors in a pack at a width, scales and minima counted."""
+    dense = Dense(QUANTIZER, GROUP_SIZE, dict.fromkeys(spec.roles(), bits))
+    tensors = stored_tensors(spec, Quantization("", 0, "BF16", 0, dense))
+    return {
+        unit: sum(
+            DTYPE_BITS[dtype or "BF16"] // 8 * int(np.prod(shape))
+            for name in matrices_of(spec, unit)
+            for dtype, shape in tensors[name].values()
+        )
+        for unit in units
+    }
