@@ -43,6 +43,10 @@ TUNED = (
         values="32|64|128",
     ),
     Setting(
+        "heldout", _TEXT, _CONVERSION,
+        "Text that only measures the result, given as for --calib. Default: half of --calib.", values="TEXT",
+    ),
+    Setting(
         "sweep_samples", _TEXT, _CONVERSION,
         "Number of calibration samples that rank experts. Default: a quarter of all.", int,
     ),

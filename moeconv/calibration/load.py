@@ -111,7 +111,7 @@ def _line(value: object) -> str:
 # Calibration text from every source, checked, as two splits that share no sample.
 
 MIN_SAMPLES = 8
-ALONE = "give more, or --heldout"
+ALONE = "give more, or held-out text of its own"
 
 
 @dataclass(frozen=True)
@@ -151,7 +151,7 @@ def _loaded(calib: str, heldout: str | None, seed: int, fields: Mapping[str, str
     entry = find_entry(calib)
     if entry is not None:
         if heldout is not None or fields:
-            what = "--heldout" if heldout is not None else "--fields"
+            what = "held-out text" if heldout is not None else "--fields"
             raise CalibrationError(f"{CATALOGUE / calib}.toml says what is held out and how: leave {what} out")
         parts = [_read(str(path), {}, render) for path in (entry.calibration, entry.heldout)]
         return _pair(calib, parts[0], parts[1], entry.metric)

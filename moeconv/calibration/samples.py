@@ -312,7 +312,9 @@ def divide(samples: Sequence[Sample], seq2seq: bool, share: float, seed: int) ->
     if not all(parts):
         found = f"{len(samples)} {'sample' if seq2seq else 'row'}{'s' * (len(samples) != 1)}"
         one = " of one document" * (len(samples) > 1 and samples[0].document != "")
-        raise CalibrationError(f"the text is {found}{one} with nothing to divide: give more, or --heldout")
+        raise CalibrationError(
+            f"the text is {found}{one} with nothing to divide: give more, or held-out text of its own"
+        )
     return parts
 
 

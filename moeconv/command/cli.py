@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from moeconv.command import options, packs
-from moeconv.command.options import BitsPerWeight, Calib, Heldout, Json, Loss, Seed, Size
+from moeconv.command.options import BitsPerWeight, Calib, Json, Loss, Seed, Size
 from moeconv.progress import bar, say
 from moeconv.tuned import said
 from moert.command.tuning import NOTHING, Asked, prepare_completion
@@ -74,7 +74,6 @@ def quantize(
                                       rich_help_panel=options.TARGET)
     ] = None,
     calib: Calib = None,
-    heldout: Heldout = None,
     fields: Annotated[
         str | None, typer.Option(help="Names of the fields in your text: input=question,target=answer. "
                                       "document=title names the field that is equal in all rows of a document: these "
@@ -155,7 +154,7 @@ def quantize(
     own["margin"] = parse_share(own["margin"], said("margin"))
     settings = Settings(
         model, out, work or beside(out, "work"), target(loss, size, bits_per_weight),
-        confidence=parse_confidence(confidence), calib=calib, heldout=heldout, fields=parse_fields(fields),
+        confidence=parse_confidence(confidence), calib=calib, fields=parse_fields(fields),
         metric=metric, quantizer=quantizer, bits=EVERY_WIDTH if bits is None else parse_bits(bits), seed=seed,
         samples=samples, context=context,
         memory_bytes=options.bytes_of(memory), dense_bits=None if dense_bits is None else parse_dense_bits(dense_bits),

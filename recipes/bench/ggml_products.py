@@ -1,4 +1,4 @@
-"""Products by ggml, the library of llama.cpp, compiled for this processor: a peer of `make bench-kernels`."""
+"""ggml, the library of llama.cpp: its formats, and its products, a peer of `make bench-kernels`."""
 
 from __future__ import annotations
 
@@ -12,10 +12,27 @@ from typing import Any
 import numpy as np
 
 from recipes.bench.kernel_cases import Case, Shape, vector
-from recipes.bench.quantizers import BLOCK, I_QUANTS, K_QUANTS, Traits
 
 FOLDER = Path("build/peers/kernels/ggml")
+K_QUANTS = {"Q2_K": 10, "Q3_K": 11, "Q4_K": 12}  # ggml's numbers
+I_QUANTS = {
+    "IQ1_S": 19, "IQ1_M": 29, "IQ2_XXS": 16, "IQ2_XS": 17, "IQ2_S": 22, "IQ3_XXS": 18, "IQ3_S": 21, "IQ4_XS": 23,
+}  # fmt: skip
+BLOCK = 256  # weights
 _GRAPH_NODES, _WORK_BYTES, _TENSOR_BYTES, _F32 = 8192, 64 << 20, 1024, 0
+
+
+class Traits(ctypes.Structure):
+    """ggml_type_traits, as far as it is read here."""
+
+    _fields_ = (
+        ("name", ctypes.c_char_p),
+        ("block", ctypes.c_int64),
+        ("interleave", ctypes.c_int64),
+        ("block_bytes", ctypes.c_size_t),
+        ("is_quantized", ctypes.c_bool),
+        ("to_float", ctypes.CFUNCTYPE(None, ctypes.c_void_p, ctypes.c_void_p, ctypes.c_int64)),
+    )
 
 
 class _Memory(ctypes.Structure):

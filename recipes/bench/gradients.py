@@ -20,6 +20,7 @@ import numpy as np
 from moeconv.artifacts import FISHER, ConversionReport, Probe, SensitivityTable, Target
 from moeconv.command.recipe import Recipe
 from moeconv.conversion.conversion import Conversion
+from moeconv.dense import SOURCE
 from moeconv.progress import unseen
 from recipes.bench.conversions import correlation
 from recipes.bench.program import as_program
@@ -37,7 +38,7 @@ RANK_AIM, FLOPS_AIM, TIME_AIM = 0.93, 0.05, 0.10
 
 def convert(name: str, signal: str, target: Target | None = None) -> ConversionReport:
     """By its recipe but for these. Raises ConversionError."""
-    settings = replace(Recipe.load(Path(f"recipes/{name}.toml"), FOLDER).settings, **MODELS[name])
+    settings = replace(Recipe.load(Path(f"recipes/{name}.toml"), FOLDER).settings, dense_bits=SOURCE, **MODELS[name])
     settings = replace(
         settings, signal=signal, target=target or settings.target, out=FOLDER / f"{name}-{signal}.pack",
     )  # fmt: skip

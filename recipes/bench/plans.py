@@ -25,6 +25,7 @@ from moeconv.artifacts import SensitivityTable, Target, uniform
 from moeconv.command.recipe import Recipe
 from moeconv.conversion.measuring import Account, Bench, References, evaluated, job_of, swept
 from moeconv.conversion.room import Memory
+from moeconv.dense import SOURCE
 from moeconv.plan.problem import Plan
 from moeconv.plan.search import Question, uniform_bytes
 from moeconv.progress import unseen
@@ -71,7 +72,9 @@ def rankings(table: SensitivityTable) -> dict[str, list[SensitivityTable]]:
 
 def rows_of(name: str) -> list[Row]:
     """Raises ConversionError."""
-    settings = replace(Recipe.load(Path(f"recipes/{name}.toml"), FOLDER).settings, bits=WIDTHS, **MODELS[name])
+    settings = replace(
+        Recipe.load(Path(f"recipes/{name}.toml"), FOLDER).settings, bits=WIDTHS, dense_bits=SOURCE, **MODELS[name]
+    )
     with opened(settings) as bench:
         if bench.moments is not None:
             bench.collect_moments(bench.moments)

@@ -26,12 +26,11 @@ from moeconv.quantizers import QUANTIZERS, Inputs
 from moeconv.quantizers.trellis import TrellisQuantizer
 from moert.pack.codec import F32, dequantize
 from moert.pack.trellis import CODES, dequantize_trellis
+from recipes.bench.ggml_products import I_QUANTS, K_QUANTS
 from recipes.bench.program import as_program
 from recipes.bench.quantizers import (
     DOCUMENTS,
     FITTING,
-    I_QUANTS,
-    K_QUANTS,
     SIZES,
     SPLITS,
     Apart,

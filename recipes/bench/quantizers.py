@@ -28,6 +28,7 @@ from moeconv.source.checkpoint import Checkpoint
 from moeconv.source.experts import ExpertCalls
 from moert.pack.codec import F32
 from moert.pack.model_spec import ExpertKey
+from recipes.bench.ggml_products import BLOCK, I_QUANTS, K_QUANTS, Traits
 from recipes.bench.sized import sized
 
 # Calls in a process of their own: one that ends with an abort, as C code may, takes nothing else with it.
@@ -78,11 +79,6 @@ def _one_thread() -> None:
 # store.
 
 FOLDER = Path("build/peers")
-K_QUANTS = {"Q2_K": 10, "Q3_K": 11, "Q4_K": 12}  # ggml's numbers
-I_QUANTS = {
-    "IQ1_S": 19, "IQ1_M": 29, "IQ2_XXS": 16, "IQ2_XS": 17, "IQ2_S": 22, "IQ3_XXS": 18, "IQ3_S": 21, "IQ4_XS": 23,
-}  # fmt: skip
-BLOCK = 256  # weights
 
 
 @dataclass(frozen=True)
@@ -119,19 +115,6 @@ def hqq_group_size(numbers: set[int], bits: int, limit: float) -> int:
     """The smallest group that divides all `numbers` of weights and keeps to `limit` bits a weight."""
     fitting = (size for size in range(math.ceil(32 / (limit - bits)), 1025) if all(n % size == 0 for n in numbers))
     return next(fitting)
-
-
-class Traits(ctypes.Structure):
-    """ggml_type_traits, as far as it is read here."""
-
-    _fields_ = (
-        ("name", ctypes.c_char_p),
-        ("block", ctypes.c_int64),
-        ("interleave", ctypes.c_int64),
-        ("block_bytes", ctypes.c_size_t),
-        ("is_quantized", ctypes.c_bool),
-        ("to_float", ctypes.CFUNCTYPE(None, ctypes.c_void_p, ctypes.c_void_p, ctypes.c_int64)),
-    )
 
 
 class Ggml:

@@ -21,10 +21,11 @@ from moert.engine.generation import GenerationSettings
 from moert.kernels import library
 from moert.pack.codec import QuantizedMatrix, dequantize
 from recipes.bench import card, kernel_cases, kernels, llama, smoke, speed
+from recipes.bench.ggml_products import I_QUANTS, K_QUANTS
 from recipes.bench.kernel_cases import Case, Kernels, Material, Olmoe, nbytes_of, vector
 from recipes.bench.ours import Ours
 from recipes.bench.quant import duels
-from recipes.bench.quantizers import FOLDER, I_QUANTS, K_QUANTS, Apart, Failure, Ggml, Likelihoods, Result, Text, judge
+from recipes.bench.quantizers import FOLDER, Apart, Failure, Ggml, Likelihoods, Result, Text, judge
 from recipes.bench.result import Row
 from recipes.bench.runner import ProgramEnded, Runner
 from recipes.bench.shaped import OLMOE, OLMOE_SHAPE, write_pack

@@ -88,8 +88,8 @@ def test_paragraphs_of_plain_text_join_to_the_file(tmp_path: Path) -> None:
         ('{"text": "caf\ufffd"}\n', "a.jsonl:1: the field 'text' holds the character U\\+FFFD"),
         ('{"text": "a\\u0000b"}\n', "a.jsonl:1: the field 'text' holds the character NUL"),
         ('{"text": "a\\ud800"}\n', "a.jsonl:1: holds half of a character pair"),
-        ('{"text": "all in one"}\n', "give more, or --heldout"),
-        (f'{{"text": "{"twice " * 20}"}}\n' * 2, "give more, or --heldout"),
+        ('{"text": "all in one"}\n', "give more, or held-out text of its own"),
+        (f'{{"text": "{"twice " * 20}"}}\n' * 2, "give more, or held-out text of its own"),
         ('input,target\n"a\nb",c\nd,\n', "a.csv:4: the field 'target' is empty"),
         ("input,target\na,b,c\n", "a.csv:2: more cells than the header names"),
         ("input,target\na\n", "a.csv:2: expected the fields .* found 'input'"),
@@ -172,7 +172,7 @@ def test_catalogue_refuses_what_differs_from_its_manifest(tmp_path: Path, monkey
     (tmp_path / "tiny.toml").write_text(manifest)
     splits = load_splits("tiny", None, seed=0)
     assert (splits.name, splits.metric, len(splits.heldout)) == ("tiny", "rouge2", 9)
-    assert "leave --heldout out" in refusal("tiny", heldout)
+    assert "leave held-out text out" in refusal("tiny", heldout)
     write_rows(heldout, pairs(8, 9))
     assert "h.jsonl differs from its manifest" in refusal("tiny")
     heldout.unlink()

@@ -107,7 +107,7 @@ def test_the_commands_list_and_refuse(moert: Moert, tmp_path: Path, capsys: pyte
 
 @pytest.mark.parametrize(
     ("app", "command", "most"),
-    [(cli.app, "run", 18), (cli.app, "chat", 14), (cli.app, "bench", 10), (moeconv_cli.app, "quantize", 23)],
+    [(cli.app, "run", 18), (cli.app, "chat", 14), (cli.app, "bench", 10), (moeconv_cli.app, "quantize", 22)],
 )
 def test_commands_have_few_options(app: typer.Typer, command: str, most: int) -> None:
     options = typer.main.get_command(app).commands[command].params  # type: ignore[attr-defined]
