@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from functools import partial
 
 from recipes.bench.result import Result
@@ -341,11 +341,25 @@ def kernels_parts(result: Result) -> Sequence[Part]:
         ("eight experts, one token, one call", *(share(f"mixture, {bits} bits") for bits in WIDTHS)),
         ("the matrix beside onnxruntime's MatMulNBits", *(beside(bits, "1 token", result) for bits in WIDTHS)),
         ("the same, 512 tokens", *(beside(bits, "512 tokens", result) for bits in WIDTHS)),
+        *(line for line in trellis_lines(result) if any(line[1:])),
     ]
     bandwidth = (
         "The first two lines are shares of plain reading in the same run, which reached {read bandwidth|.1f} GB/s."
     )
     return [lines, bandwidth]
+
+
+def trellis_lines(result: Result) -> Iterator[Line]:
+    """Yields lines without figures where a result has none of trellis codes."""
+
+    def each(of: str, form: str) -> Iterator[str]:
+        for bits in WIDTHS:
+            row = next((name for name in result.by_name if name.startswith(f"trellis, {bits} bits, {of}")), None)
+            yield "" if row is None else f"{{{row}|{form}}}" + " ×" * ("ratio" in of)
+
+    yield "trellis codes, one token, billion weights a second", *each("1 token: moert", ".0f")
+    yield "trellis codes beside llama.cpp's formats, one token", *each("1 token: ratio to llama.cpp", ".1f")
+    yield "the same, 512 tokens", *each("512 tokens: ratio to llama.cpp", ".1f")
 
 
 def share(row: str) -> str:
