@@ -40,6 +40,7 @@ typedef struct {
 #define TRELLIS_PART 64  /* of them, that are computed together */
 #define TRELLIS_TAIL 2   /* bytes behind those of a block: where its last windows end */
 
+#define MOST_BITS 8 /* the highest kind of codes */
 #define PANEL 16 /* tokens that lie side by side */
 #define STRIP 32 /* rows that are unpacked together */
 #define SUMS 16  /* lanes that a sum is made in, whatever the vectors: block b and group g go to lane b and g modulo SUMS */
@@ -142,8 +143,8 @@ typedef struct {
     /* y[t * stride + row - first] for rows first .. stop - 1 and t < n: matrix · token tokens[t] (t where NULL). */
     void (*codes)(const moert_matrix *w, const operand *x, const int32_t *tokens, int n, int first, int stop, float *y,
                   int64_t stride);
-    /* From how many tokens on strips and panels are the faster way. */
-    int many;
+    /* From how many tokens on strips and panels are the faster way, by kind of codes; 0: trellis codes. */
+    int many[MOST_BITS + 1];
     /* Fills in one panel with the tokens named from its first on (`tokens` NULL: counted through). */
     void (*panel)(const panels *p, int panel, const int32_t *tokens);
     /* Rows row .. row + s->rows - 1 of a matrix. */

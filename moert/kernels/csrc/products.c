@@ -26,7 +26,7 @@ static int grouping(const input *in, const moert_matrix *w) {
 
 /* Whether columns are multiplied with a matrix strip by strip. */
 static int many(const columns *x, const moert_matrix *w) {
-    return is_codes(w) && x->n >= x->in->isa->many && whole_blocks(w->cols, w->group);
+    return is_codes(w) && x->n >= x->in->isa->many[w->kind < 0 ? 0 : w->kind] && whole_blocks(w->cols, w->group);
 }
 
 int input_wants(input *in, columns *x, const moert_matrix *w) {

@@ -9,12 +9,13 @@
 #define ONE_ROWS 4
 #define MANY_ROWS 2
 #define MANY_TOKENS 2
+#define TILED(bits) 1
 #define SCORE_VECTORS 4
 #define DELTA_VECTORS 8
 #define SCAN_ROWS 4
 #define STRIP_ROWS 4
 #define STRIP_VECTORS 2
-#define MANY 8
+#define MANY(bits) 8
 #define SAME_WIDTHS 0x3C /* strips: the code for 2 bits is that for 2, 3, 4 and MXFP4 */
 
 typedef uint8x16_t bytes;

@@ -9,12 +9,13 @@
 #define ONE_ROWS 2
 #define MANY_ROWS 2
 #define MANY_TOKENS 2
+#define TILED(bits) 1
 #define SCORE_VECTORS 2
 #define DELTA_VECTORS 4
 #define SCAN_ROWS 4
 #define STRIP_ROWS 2
 #define STRIP_VECTORS 2
-#define MANY 8
+#define MANY(bits) 8
 #define ANY_BLOCK 1 /* one code for all sizes of blocks */
 #define SAME_WIDTHS 0x13C /* strips: the code for 2 bits is that for all */
 
