@@ -1,0 +1,63 @@
+"""Units of the matrices outside the experts: which there are, their bytes, and what bytes count for each purpose."""
+
+from __future__ import annotations
+
+import pytest
+
+from moeconv.artifacts import DenseUnit, SensitivityTable, Summary
+from moeconv.dense import GROUP_SIZE, UNQUANTIZED, dense_of_units, dense_units, matrices_of, unit_bytes
+from moeconv.plan.dense import Beside
+from moeconv.plan.problem import Option, Problem, Unit
+from moert.pack.codec import n_groups, row_bytes
+from tests.tiny_packs import DECODER, SWITCH
+
+SPECS = {"decoder": DECODER, "switch": SWITCH}
+
+
+@pytest.mark.parametrize("by_layer", [True, False])
+@pytest.mark.parametrize("name", SPECS)
+def test_every_matrix_with_a_role_but_a_routers_is_in_one_unit(name: str, by_layer: bool) -> None:
+    spec = SPECS[name]
+    units = dense_units(spec, by_layer)
+    found = [matrix for unit in units for matrix in matrices_of(spec, unit)]
+    wanted = [name for name, tensor in spec.tensors.items() if tensor.role not in ("", None, "router")]
+    assert sorted(found) == sorted(wanted)
+    assert len(units) > len(dense_units(spec, by_layer=False)) or not by_layer
+
+
+@pytest.mark.parametrize("bits", [2, 3, 4, 8, UNQUANTIZED])
+def test_a_units_bytes_are_those_of_its_tensors(bits: int) -> None:
+    for unit, nbytes in unit_bytes(DECODER, dense_units(DECODER), bits).items():
+        shapes = [DECODER.tensors[name].shape for name in matrices_of(DECODER, unit)]
+        if bits == UNQUANTIZED:
+            assert nbytes == sum(2 * rows * cols for rows, cols in shapes)
+        else:
+            each = (rows * (row_bytes(cols, bits) + 4 * n_groups(cols, GROUP_SIZE)) for rows, cols in shapes)
+            assert nbytes == sum(each)
+
+
+def test_a_role_has_the_width_of_most_and_others_their_own() -> None:
+    units = dense_units(DECODER)
+    first = next(unit for unit in units if unit.role == "attention")
+    dense = dense_of_units(DECODER, {unit: 8 if unit == first else 4 for unit in units})
+    assert dense is not None
+    assert dense.bits["attention"] == 4
+    assert dense.matrices == dict.fromkeys(matrices_of(DECODER, first), 8)
+    assert dense_of_units(DECODER, {}) is None
+
+
+@pytest.mark.parametrize(
+    ("purpose", "expert", "embed"), [("size", 1.0, 1.0), ("memory", 2 / 8 / 3, 1.0), ("speed", 0.5, 1e-3)]
+)
+def test_bytes_count_by_purpose(purpose: str, expert: float, embed: float) -> None:
+    """In memory stays what one layer needs of its experts; a token reads an embedding's row, and half of all tokens go
+    to this expert."""
+    key, *others = (key for key in DECODER.expert_keys() if key.at == DECODER.expert_keys()[0].at)
+    coverage = {key: 35, **dict.fromkeys(others, 15)}
+    table = SensitivityTable(16, Summary(0.0, 0.0, 0.0, 0.0), {}, coverage)
+    experts = Problem({Unit(key, (0,)): (Option(2, 10**6, 0.5), Option(16, 8 * 10**6, 0.0))})
+    unit = DenseUnit("embed")
+    found = Beside({unit: {4: (0.1, 0.1, 0.1)}}, purpose).joined(experts, DECODER, table, "kl").units
+    assert found[Unit(key, (0,))][0].nbytes == pytest.approx(expert * 10**6, rel=1e-3)
+    whole = unit_bytes(DECODER, [unit], UNQUANTIZED)[unit]
+    assert found[Unit(unit, ())][-1].nbytes == max(1, round(embed * whole))
