@@ -2,6 +2,6 @@
 
 from __future__ import annotations
 
-from moert.beside.gpu.device import DeviceCosts, Roofline
+from moert.beside.gpu.device import COSTED, DeviceCosts, Roofline
 
-FAST = DeviceCosts(dict.fromkeys((2, 3, 4, 8, 16), Roofline(1e-15, 1e-15)), 0.0, 0.0, 1e-6, 1e10, 0.0)
+FAST = DeviceCosts(dict.fromkeys(COSTED, Roofline(1e-15, 1e-15)), 0.0, 0.0, 1e-6, 1e10, 0.0)

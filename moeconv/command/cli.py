@@ -94,7 +94,7 @@ def quantize(
                                       "channel. group: scales fitted by least squares, for each group of inputs. "
                                       "gptq: codes chosen so that later weights make up for the rounding errors of "
                                       "earlier ones. trellis: the same with codes of 1 to 4 bits that name pairs of "
-                                      "weights, which lose less; a device refuses them. Default: gptq; without "
+                                      "weights, which lose less. Default: gptq; without "
                                       "--calib, group.",
                                       rich_help_panel=options.WIDTHS)
     ] = None,

@@ -14,12 +14,11 @@ from native_problems import normal
 from random_packs import QUANTIZATION, RICH, SPECS, write_pack
 
 from moert.beside.gpu import torch_device
-from moert.beside.gpu.device import DeviceFull, DeviceMissing, Held
+from moert.beside.gpu.device import COSTED, DeviceFull, DeviceMissing, Held
 from moert.beside.gpu.torch_device import TorchDevice
 from moert.experts.store import ExpertStore, IoSettings
 from moert.kernels.backend import Backend, ExpertView
 from moert.kernels.reference import ReferenceBackend
-from moert.kernels.speed import WIDTHS
 from moert.pack.codec import F32
 from moert.pack.model_spec import ExpertKey, ModelSpec
 from moert.pack.reader import Pack
@@ -49,12 +48,13 @@ def views(pack: Pack) -> dict[ExpertKey, ExpertView]:
     return found
 
 
-@pytest.fixture(params=[*SPECS, "mxfp4"])
+@pytest.fixture(params=[*SPECS, "mxfp4", "trellis"])
 def pack(request: pytest.FixtureRequest, tmp_path: Path) -> Pack:
     """Of all widths, floats and activations with all that they may have."""
-    spec = RICH if request.param == "mxfp4" else SPECS[request.param]
+    spec = SPECS.get(request.param, RICH)
     mxfp4, dtype16 = request.param == "mxfp4", "BF16" if request.param in ("mxfp4", "mixers") else "F16"
-    quantization = replace(QUANTIZATION, mxfp4=mxfp4, dtype16=dtype16)
+    codes = "trellis" if request.param == "trellis" else "plain"
+    quantization = replace(QUANTIZATION, mxfp4=mxfp4, dtype16=dtype16, codes=codes)
     write_pack(tmp_path / "model.pack", spec, quantization)
     return Pack.open(tmp_path / "model.pack")
 
@@ -137,7 +137,7 @@ def test_costs_are_those_of_every_width(capacity: int, monkeypatch: pytest.Monke
     device = TorchDevice("torch:cpu", capacity)
     costs = device.costs()
     assert device.costs() == costs
-    assert sorted(costs.widths) == sorted(WIDTHS)
+    assert sorted(costs.widths) == sorted(COSTED)
     numbers = [costs.launch_s, costs.pass_s, costs.copy_s]
     assert all(0 <= each < 10 for each in numbers)
     assert costs.copy_bytes_per_s > 0

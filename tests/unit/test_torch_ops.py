@@ -19,9 +19,11 @@ from moert.kernels.backend import Floats, ProjectionView
 from moert.kernels.reference import Plain
 from moert.kernels.reference import ffn as plain_ffn
 from moert.kernels.reference import weights as plain_weights
-from moert.pack.codec import F32, QuantizedMatrix, n_groups, row_bytes
+from moert.pack.codec import F32, QuantizedMatrix, Width, n_groups, row_bytes
 from moert.pack.parts import Act, Ffn
+from moert.pack.trellis import CODES
 from tests.pairs import thinned
+from tests.random_packs import random_trellis
 
 CPU = torch.device("cpu")
 needs_cuda = pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU with CUDA, or a torch without it")
@@ -72,6 +74,29 @@ def test_mxfp4_is_that_of_the_reference_bit_for_bit(seed: int, rows: int, cols: 
     assert np.array_equal(weights(matrix).numpy(), expected)
     assert matrix.bias is not None
     assert np.array_equal(matrix.bias.numpy(), part.bias(buffer))
+
+
+@settings(max_examples=80)
+@given(
+    seed=seeds, bits=st.sampled_from(list(CODES)), rows=st.integers(1, 400), cols=sizes, power=st.sampled_from([0, 3])
+)
+def test_trellis_codes_are_those_of_the_reference_bit_for_bit(
+    seed: int, bits: Width, rows: int, cols: int, power: int
+) -> None:
+    rng = np.random.default_rng(seed)
+    stored = replace(random_trellis(rng, rows, cols, bits), power=power)
+    at = -(-len(stored.stream) // 2) * 2
+    body = stored.stream.tobytes().ljust(at, b"\0") + stored.scale.tobytes()
+    part = ProjectionView((rows, cols), bits, cols, "F16", (0, at), power=power, trellis=True)
+    matrix, expected = lying(copied(np.frombuffer(body, np.uint8), CPU), part), plain_weights(stored)
+    first, stop = sorted(rng.integers(0, rows + 1, 2).tolist())
+    assert matrix.rows == rows
+    assert np.array_equal(weights(matrix).numpy(), expected)
+    assert np.array_equal(weights(matrix, first, stop).numpy(), expected[first:stop])
+    x = activations(rng, 3, cols)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(torch_backend, "TILE", 200 * cols)
+        close(product(torch.from_numpy(x), matrix), x @ expected.T)
 
 
 @settings(max_examples=50)

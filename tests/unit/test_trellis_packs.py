@@ -15,9 +15,9 @@ from native_problems import Natives, activations, all_natives, rounded, running
 from random_packs import NEURONS, QUANTIZATION, SPECS, random_trellis, read_all, sealed, write_pack
 from tiny_packs import PROMPTS, run_greedy
 
+from moert.beside.gpu.torch_device import TorchDevice
 from moert.command.description import description_lines
 from moert.engine.engine import Engine
-from moert.errors import SettingInvalid
 from moert.kernels import library, reference
 from moert.kernels.backend import ExpertView, ProjectionView
 from moert.kernels.native import NativeMatrix
@@ -38,6 +38,7 @@ from moert.pack.trellis import (
     turned_together,
 )
 from moert.pack.writer import width_of
+from tests.fast_card import FAST
 from tests.kernels import needs_native
 
 TRELLIS = replace(QUANTIZATION, codes="trellis")
@@ -232,8 +233,18 @@ def test_scales_that_are_not_finite_are_refused(tmp_path: Path) -> None:
         check_expert(pack, entry.key, buffer)
 
 
-def test_devices_leave_trellis_codes_to_the_processor(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    path = tiny_packs.write_pack(tmp_path / "p", tiny_packs.DECODER, bits=(2, 1.5), codes="trellis", paths=False)
-    words = "runs plain codes, and this pack's experts have trellis codes"
-    with pytest.raises(SettingInvalid, match=words), Engine.open(path, device="sim:t4", gpu_memory=1 << 20):
-        pass
+@pytest.mark.parametrize("device", ["torch:cpu", "sim:t4"])
+@pytest.mark.parametrize("name", ["decoder", "switch"])
+def test_devices_run_trellis_codes(tmp_path: Path, name: str, device: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(TorchDevice, "costs", lambda device: FAST)
+    bits = (2, 1.5, 3, 8, 1, 2.5, 16, 4)
+    path = tiny_packs.write_pack(tmp_path / "p", tiny_packs.SPECS[name], bits=bits, codes="trellis", paths=False)
+    answers = []
+    for where in ("none", device):
+        rule: dict[str, Any] = {} if where == "none" else {"device_experts": "copied"}
+        with Engine.open(path, predict="none", kernels="reference", device=where, **rule) as engine:
+            answers.append(run_greedy(engine, engine.encode(PROMPTS[3]), 6))
+            assert where == "none" or engine.stats().device.counters.held + engine.stats().device.counters.copied > 0
+    (tokens, logits), (others, found) = answers
+    assert others == tokens
+    assert np.abs(found - logits).max() < 2e-3 * np.abs(logits).max()

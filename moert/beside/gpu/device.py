@@ -18,7 +18,8 @@ from moert.kernels.backend import I32, Backend, ExpertView, ProjectionView
 from moert.kernels.speed import WIDTHS, kernel_speeds
 from moert.machine import DAMAGED, cache_file, entries, remember
 from moert.pack.codec import F32, QuantizedMatrix, n_groups, row_bytes
-from moert.pack.parts import Ffn
+from moert.pack.parts import Act, Ffn
+from moert.pack.trellis import stream_bytes
 from moert.stats import size
 
 
@@ -36,7 +37,10 @@ class Roofline:
 
 
 Widths = Mapping[int, Roofline]
-"""By bits of a weight: 2, 3, 4, 8, 16; MXFP4 counts as 4."""
+"""By bits of a weight: 2, 3, 4, 8, 16, where MXFP4 counts as 4; and TRELLIS."""
+TRELLIS = 0
+"""Trellis codes, whose products take about the same time at all their widths: that of decoding."""
+COSTED = (*WIDTHS, TRELLIS)
 
 
 @dataclass(frozen=True)
@@ -196,6 +200,7 @@ _SECTION = "devices"
 _MEASURED_BYTES = 48 << 20  # of weights, for their time where no cache holds them
 _SIDE, _GROUP, _ROWS, _TURNS = 512, 64, 64, 3
 _SCALES = 0.5  # bits of a weight for its scale and minimum
+_DECODED = 2  # bits of the trellis code that is measured
 
 
 def remembered_costs(key: str, measure: Callable[[], DeviceCosts], cache: Path | None = None) -> DeviceCosts:
@@ -222,8 +227,12 @@ def host_costs(backend: Backend, drive_bytes_per_s: float) -> HostCosts:
     """Returns the costs of this processor, measured in half a second: the time of weights that no cache holds, and of
     each of many rows."""
     loaded = library.load()
-    speeds = None if loaded is None or backend.widens else kernel_speeds(loaded, backend.threads, _MEASURED_BYTES)
-    widths = {bits: _roofline(backend, bits, None if speeds is None else speeds[bits]) for bits in WIDTHS}
+    speeds = dict[float, float]()
+    if loaded is not None and not backend.widens:
+        speeds.update(kernel_speeds(loaded, backend.threads, _MEASURED_BYTES))
+        speeds[TRELLIS] = kernel_speeds(loaded, backend.threads, _MEASURED_BYTES, trellis=True)[_DECODED]
+    widths = {bits: _roofline(backend, bits, speeds.get(bits)) for bits in WIDTHS}
+    widths[TRELLIS] = _trellis_roofline(backend, speeds.get(TRELLIS))
     return HostCosts(widths, 5e-6, 100e-6, drive_bytes_per_s)
 
 
@@ -234,6 +243,25 @@ def _roofline(backend: Backend, bits: int, bytes_per_s: float | None) -> Rooflin
     if bytes_per_s is not None:
         return Roofline((bits + (_SCALES if bits < 16 else 0)) / 8 / bytes_per_s, many)
     return Roofline(least_s(lambda: backend.linear(np.ones((1, _SIDE), np.float32), matrix)) / _SIDE**2, many)
+
+
+def _trellis_roofline(backend: Backend, bytes_per_s: float | None) -> Roofline:
+    at = stream_bytes(_DECODED, _SIDE, _SIDE)
+    view = ProjectionView((_SIDE, _SIDE), _DECODED, _SIDE, "BF16", (0, at), trellis=True)
+    body = np.full(at + 2 * _SIDE, 0x20, np.uint8)  # any codes, and small scales
+    expert = backend.expert(ExpertView(body, {"up": view, "down": view}))
+
+    def weight_s(rows: int) -> float:
+        x, spec, ones = (
+            np.ones((rows, _SIDE), np.float32),
+            Ffn(_SIDE, Act("relu"), gated=False),
+            np.ones(rows, np.float32),
+        )
+        tokens, out = np.arange(rows, dtype=np.int32), np.zeros((rows, _SIDE), np.float32)
+        return least_s(lambda: backend.mixture([expert], [rows], tokens, ones, x, out, spec)) / (2 * _SIDE**2)
+
+    one = weight_s(1) if bytes_per_s is None else _DECODED / 8 / bytes_per_s
+    return Roofline(one, weight_s(_ROWS) / _ROWS)
 
 
 def _matrix(bits: int) -> Any:
@@ -275,7 +303,7 @@ def _parsed(body: Mapping[str, Any]) -> DeviceCosts:
     numbers = [float(body[name]) for name in ("launch_s", "pass_s", "copy_s", "step_s", "copy_bytes_per_s")]
     slopes = [each for width in widths.values() for each in (width.weight_s, width.row_s)]
     sound = all(0 <= each < math.inf for each in (*numbers, *slopes)) and min(numbers[-1], *slopes) > 0
-    if set(widths) != set(WIDTHS) or not sound:
+    if set(widths) != set(COSTED) or not sound:
         raise ValueError
     launch, each_pass, copy, step, speed = numbers
     return DeviceCosts(widths, launch, each_pass, copy, speed, step)

@@ -12,7 +12,16 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from moert.beside.gpu.device import STAGING_BUFFERS, DeviceCosts, DeviceFull, Held, HostCosts, Roofline, Running
+from moert.beside.gpu.device import (
+    STAGING_BUFFERS,
+    TRELLIS,
+    DeviceCosts,
+    DeviceFull,
+    Held,
+    HostCosts,
+    Roofline,
+    Running,
+)
 from moert.kernels.backend import I32, Backend, Expert, ExpertView, ProjectionView
 from moert.pack.codec import F32, U8
 from moert.pack.parts import Ffn
@@ -50,10 +59,11 @@ class Profile:
 
 
 def _rooflines(bytes_per_s: float, operations_per_s: float) -> dict[int, Roofline]:
-    return {
+    found = {
         bits: Roofline((bits + (_SCALES if bits < 16 else 0)) / 8 / bytes_per_s, 2 / operations_per_s)
         for bits in _WIDTHS
     }
+    return {**found, TRELLIS: found[2]}
 
 
 PROFILES: Mapping[str, Profile] = {
@@ -241,7 +251,9 @@ def products_s(projections: Mapping[str, ProjectionView], costs: DeviceCosts | H
 
 
 def bits_of(projection: ProjectionView) -> int:
-    """Returns the bits of a projection as costs count them: 4 for MXFP4."""
+    """Returns the bits of a projection as costs count them: 4 for MXFP4, TRELLIS for trellis codes."""
+    if projection.code is not None:
+        return TRELLIS
     return 4 if projection.form == "MXFP4" else int(projection.bits)
 
 

@@ -684,8 +684,6 @@ def _unfit(pack: Pack) -> str | None:
     """Returns the reason why devices can't run the experts of a pack; None where they can."""
     if pack.has_neurons:
         return "runs whole experts, and this pack's lie in blocks of neurons"
-    if pack.manifest.quantization.codes == "trellis":
-        return "runs plain codes, and this pack's experts have trellis codes"
     return None
 
 

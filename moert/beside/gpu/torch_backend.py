@@ -43,6 +43,7 @@ from moert.kernels.pages import KEYS, KeptPage, Page, PageLayout
 from moert.kernels.reference import SCORES
 from moert.pack.codec import F32, U8
 from moert.pack.parts import Act, Attention, Ffn, Latent
+from moert.pack.trellis import ROWS
 
 TILE = 1 << 22
 """Weights that are made floats at once: 16 MiB of them."""
@@ -55,7 +56,7 @@ Product = Callable[[Tensor, TorchMatrix], Tensor]
 
 def product(x: Tensor, matrix: TorchMatrix) -> Tensor:
     """Returns the product of x [tokens, cols] in float32 and the matrix, [tokens, rows], its bias added."""
-    fused = fused_product() if x.is_cuda and len(x) <= FEW else None
+    fused = fused_product() if x.is_cuda and len(x) <= FEW and matrix.code is None else None
     made = tiled(x, matrix) if fused is None else fused(x, matrix)
     if fused is not None and matrix.power:
         made.mul_(2.0**matrix.power)
@@ -67,15 +68,17 @@ def tiled(x: Tensor, matrix: TorchMatrix) -> Tensor:
     if matrix.kind == "F32":
         return x @ matrix.data.T
     made = torch.empty((len(x), matrix.rows), dtype=torch.float32, device=x.device)
-    step = rows_of_tile(matrix.cols)
+    step = rows_of_tile(matrix)
     for first in range(0, matrix.rows, step):
         stop = min(first + step, matrix.rows)
         made[:, first:stop] = x @ weights(matrix, first, stop).T
     return made
 
 
-def rows_of_tile(cols: int) -> int:
-    return max(1, TILE // cols)
+def rows_of_tile(matrix: TorchMatrix) -> int:
+    """Returns the rows that are made floats at once: of trellis codes whole blocks."""
+    rows, least = TILE // matrix.cols, 1 if matrix.code is None else ROWS
+    return max(least, rows // least * least)
 
 
 def by_head(x: Tensor, matrix: TorchMatrix) -> Tensor:

@@ -13,6 +13,8 @@ import torch
 from torch import Tensor
 
 from moert.beside.gpu.device import (
+    COSTED,
+    TRELLIS,
     Device,
     DeviceCosts,
     DeviceMissing,
@@ -52,8 +54,9 @@ from moert.beside.gpu.torch_matrices import (
 from moert.errors import said
 from moert.kernels.backend import I32, Backend, BackendOf, Expert, ExpertView, ProjectionView, opaque
 from moert.kernels.pages import PageLayout
-from moert.pack.codec import F32, INT_WIDTHS, n_groups, row_bytes
+from moert.pack.codec import F32, n_groups, row_bytes
 from moert.pack.parts import Act, Attention, Ffn
+from moert.pack.trellis import CODES, stream_bytes
 
 _ROWS, _COLS, _GROUP, _TOKENS = 1024, 1024, 64, 64
 _COPIED = 8 << 20
@@ -64,7 +67,7 @@ def measured(device: Device, memory: TorchMemory) -> DeviceCosts:
     """Returns the costs of a device with that memory. Each figure is the least of a few tries, after one that does not
     count."""
     widths, place = {}, memory.device
-    for bits in (*INT_WIDTHS, 16):
+    for bits in COSTED:
         matrix = _matrix(bits, place)
         one, many = (_product_s(matrix, tokens) for tokens in (1, _TOKENS))
         widths[bits] = Roofline(one / (_ROWS * _COLS), many / (_ROWS * _COLS * _TOKENS))
@@ -79,6 +82,10 @@ def _matrix(bits: int, device: torch.device) -> TorchMatrix:
     """Returns a matrix of zeros, to measure with."""
     if bits == 16:
         return TorchMatrix("BF16", _COLS, _COLS, torch.zeros((_ROWS, _COLS), dtype=torch.bfloat16, device=device))
+    if bits == TRELLIS:
+        stream = torch.zeros(stream_bytes(2, _ROWS, _COLS), dtype=torch.uint8, device=device)
+        scale = torch.zeros((_ROWS, 1), dtype=torch.float16, device=device)
+        return TorchMatrix("trellis", _COLS, _COLS, stream, scale, code=CODES[2])
     kind: Kind = bits  # type: ignore[assignment]
     codes = torch.zeros((_ROWS, row_bytes(_COLS, bits)), dtype=torch.uint8, device=device)
     scale = torch.zeros((_ROWS, n_groups(_COLS, _GROUP)), dtype=torch.float16, device=device)

@@ -17,6 +17,18 @@ from torch import Tensor
 from moert.beside.gpu.device import STAGING_BUFFERS, DeviceFull
 from moert.kernels.backend import Floats, ProjectionView, Stored
 from moert.pack.codec import E2M1, F32, MX_GROUP, U8, QuantizedMatrix, n_groups, row_bytes
+from moert.pack.trellis import (
+    ROWS,
+    TAIL,
+    WINDOW,
+    TrellisCode,
+    block_bytes,
+    rows_of_blocks,
+    signs,
+    stream_bytes,
+    turned,
+    turned_together,
+)
 from moert.stats import size
 
 _PIECE_BYTES = 4 << 20
@@ -171,7 +183,7 @@ class TorchMemory:
         self._counted -= nbytes
 
 
-Kind = Literal[2, 3, 4, 8, "MXFP4", "F16", "BF16", "F32"]
+Kind = Literal[2, 3, 4, 8, "trellis", "MXFP4", "F16", "BF16", "F32"]
 _FLOATS = {"F16": torch.float16, "BF16": torch.bfloat16, "F32": torch.float32}
 _MX_BIAS = 127
 
@@ -180,8 +192,8 @@ _MX_BIAS = 127
 class TorchMatrix:
     """A matrix [rows, cols]. `kind`: the bits of its codes, or how its numbers are stored. `data`: these numbers [rows,
     cols], or the bytes of codes [rows, row_bytes]; `scale` and `minimum` float16 [rows, groups], where of MXFP4 `scale`
-    has the exponents, uint8. `bias` float32 [rows] is added to its products. Weights are multiplied with two to the
-    `power`."""
+    has the exponents, uint8. Trellis codes have their `code`, one stream [bytes] and a scale a row. `bias` float32
+    [rows] is added to its products. Weights are multiplied with two to the `power`."""
 
     kind: Kind
     cols: int
@@ -191,10 +203,11 @@ class TorchMatrix:
     minimum: Tensor | None = None
     bias: Tensor | None = None
     power: int = 0
+    code: TrellisCode | None = None
 
     @property
     def rows(self) -> int:
-        return len(self.data)
+        return len(self.data) if self.scale is None else len(self.scale)
 
     @property
     def nbytes(self) -> int:
@@ -238,6 +251,10 @@ def lying(buffer: Tensor, part: ProjectionView) -> TorchMatrix:
     """Returns a matrix of an expert whose file lies in the buffer, uint8 [bytes]: not copied."""
     rows, cols = part.shape
     bias = None if part.bias_place is None else _piece(buffer, part.bias_place, torch.float32, rows)
+    if part.code is not None:
+        stream = _piece(buffer, part.places[0], torch.uint8, stream_bytes(part.bits, rows, cols))
+        scale = _piece(buffer, part.places[1], torch.float16, rows, 1)
+        return TorchMatrix("trellis", cols, cols, stream, scale, None, bias, part.power, part.code)
     if part.form is None:
         bits = int(part.bits)
         groups, size = n_groups(cols, part.group_size), row_bytes(cols, bits)
@@ -254,6 +271,8 @@ def lying(buffer: Tensor, part: ProjectionView) -> TorchMatrix:
 
 def weights(matrix: TorchMatrix, first: int = 0, stop: int | None = None) -> Tensor:
     """Returns rows first to stop - 1 in float32, [rows, cols]: the reference's values bit for bit."""
+    if matrix.code is not None:
+        return _times_two(_trellis(matrix, matrix.code, first, stop), matrix.power)
     data = matrix.data[first:stop]
     if matrix.scale is None:
         return _times_two(data.to(torch.float32), matrix.power)
@@ -347,3 +366,56 @@ def _mxfp4(packed: Tensor, exponents: Tensor, cols: int) -> Tensor:
 def _magnitudes(device: torch.device) -> Tensor:
     """Returns the value of each code of MXFP4, [16]."""
     return torch.from_numpy(np.concatenate([E2M1, -E2M1])).to(device)
+
+
+def _trellis(matrix: TorchMatrix, code: TrellisCode, first: int, stop: int | None) -> Tensor:
+    """Returns rows first to stop - 1 of trellis codes [rows, cols]; see moert.pack.trellis.dequantize_trellis. The
+    numbers of the table are turned by a product, which is exact."""
+    assert matrix.scale is not None
+    scale, cols, together = matrix.scale[first:stop], matrix.cols, turned_together(matrix.cols)
+    skipped = first // ROWS * ROWS
+    numbers = _numbers(matrix, code, skipped, first + len(scale))[first - skipped :][: len(scale), :cols]
+    signs_of, hadamard = _turning(cols, together, matrix.data.device)
+    values = (numbers.reshape(-1, together) @ hadamard).view(-1, cols).mul_(signs_of)
+    return values.mul_(scale.to(torch.float32) * together**-0.5)
+
+
+def _numbers(matrix: TorchMatrix, code: TrellisCode, first: int, stop: int) -> Tensor:
+    """Returns the numbers that the codes name, [rows, an even number of inputs]: from row `first`, which begins a
+    block, to the end of the block of row stop - 1."""
+    pairs, found, at = -(-matrix.cols // 2), list[Tensor](), first // ROWS * block_bytes(ROWS, matrix.cols, code.step)
+    rows = rows_of_blocks(matrix.rows)[first // ROWS : -(-stop // ROWS)]
+    for each in sorted(set(rows), reverse=True):
+        blocks, nbytes = rows.count(each), block_bytes(each, matrix.cols, code.step)
+        streams = matrix.data[at : at + blocks * nbytes].view(blocks, nbytes)
+        named = _named(streams, code).view(blocks, pairs, each, 2).transpose(1, 2)
+        found.append(named.reshape(blocks * each, 2 * pairs))
+        at += blocks * nbytes
+    return torch.cat(found) if found else torch.empty((0, 2 * pairs), device=matrix.data.device)
+
+
+def _named(streams: Tensor, code: TrellisCode) -> Tensor:
+    """Returns the pairs of numbers that the streams [blocks, bytes] name, [blocks, ..., 2]: eight steps begin with a
+    byte, and a window lies in three."""
+    near, (places, shifts, pairs) = streams.unfold(1, code.step + TAIL, code.step), _windows(code, streams.device)
+    words = near[..., places].to(torch.int32)  # [blocks, steps / 8, 3, 8]
+    windows = (words[..., 0, :] | words[..., 1, :] << 8 | words[..., 2, :] << 16) >> shifts & ((1 << WINDOW) - 1)
+    return pairs[windows]
+
+
+@cache
+def _windows(code: TrellisCode, device: torch.device) -> tuple[Tensor, Tensor, Tensor]:
+    """Returns the places of eight windows' bytes [3, 8], how far each begins behind its first byte [8], and the pair of
+    numbers of each window [2**WINDOW, 2]."""
+    begins = np.arange(8) * code.step
+    pairs = code.values(np.arange(1 << WINDOW, dtype=np.uint32))
+    parts = begins // 8 + np.arange(3)[:, None], (begins % 8).astype(np.int32), pairs
+    places, shifts, values = (torch.from_numpy(part).to(device) for part in parts)
+    return places, shifts, values
+
+
+@cache
+def _turning(cols: int, together: int, device: torch.device) -> tuple[Tensor, Tensor]:
+    """Returns the signs of inputs [cols] and the transform of those that are turned `together`, a square matrix."""
+    hadamard = turned(np.eye(together, dtype=np.float32))
+    return torch.from_numpy(signs(cols)).to(device), torch.from_numpy(hadamard).to(device)
