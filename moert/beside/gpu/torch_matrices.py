@@ -226,7 +226,8 @@ class TorchMatrix:
                 array_of(part) for part in (self.data, self.scale, self.minimum) if part is not None
             )
             return QuantizedMatrix(self.kind, self.cols, self.group, codes, scale, minimum, self.power), bias
-        assert self.kind not in ("MXFP4", "trellis"), "matrices outside of experts are not stored so"
+        assert self.kind != "MXFP4", "matrices outside of experts are not stored so"
+        assert self.kind != "trellis"
         data = self.data.view(torch.int16) if self.kind == "BF16" else self.data
         found = array_of(data)
         return Floats(self.kind, found.view(np.uint16) if self.kind == "BF16" else found, self.power), bias
