@@ -13,6 +13,8 @@ import torch
 from safetensors.torch import load_file, save_file
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors
 
+from moeconv.source.archs import FAMILIES
+from moeconv.source.archs.dense import Dense
 from tests import gptsan
 from tests.tiny_families import ALL
 
@@ -78,7 +80,7 @@ TINY: dict[str, tuple[Callable[..., Path], dict[str, dict[str, Any]]]] = {
 VARIANTS = [(family, name) for family, (_, variants) in TINY.items() for name in variants]
 """Every variant of every family."""
 
-ROUTED = {name: tiny for name, tiny in TINY.items() if name != "opt"}
+ROUTED = {name: tiny for name, tiny in TINY.items() if not isinstance(FAMILIES[name], Dense)}
 """The same without those whose layers have one expert, so that there is nothing to choose."""
 
 
@@ -89,13 +91,15 @@ def variant_id(case: tuple[Any, ...]) -> str:
 
 def features(case: tuple[Any, ...]) -> Iterator[Any]:
     """Yields what a case that begins with a variant tries: its family, each setting that the variant changes (numbers
-    are alike but for 0, tables by their type), and the family with each of the case's other values."""
+    are alike but for 0, tables by their type), and the family with each of the case's other values, for which one dense
+    family stands for all."""
     family, name, *others = case
     yield family
+    kin = Dense.__module__ if type(FAMILIES[family]).__module__ == Dense.__module__ else family
     for key, value in TINY[family][1][name].items():
         yield key, _kind(value)
     for place, value in enumerate(others):
-        yield family, place, value
+        yield kin, place, value
 
 
 def _kind(value: Any) -> Any:

@@ -60,7 +60,7 @@ def check(model: str, host: Host, layout: str = DEFAULT_LAYOUT) -> Checked:
     return Checked(
         model, spec, parameters(spec, computed), DEFAULT_QUANTIZER, layout,
         outlooks(spec, storage, denses, computed, host),
-        [*outline.description.notes, *unmade, *absent_notes(outline)],
+        [*outline.description.notes, *unmade, *absent_notes(outline), *dense_notes(spec)],
         left_out, left is not None,
     )  # fmt: skip
 
@@ -93,6 +93,16 @@ def absent_notes(outline: Checkpoint | Outline) -> list[str]:
     return [
         f"{count} files of weights are not here ({', '.join(absent[:_NAMED])}{more}): of their tensors the names were "
         "checked, by the index"
+    ]
+
+
+def dense_notes(spec: ModelSpec) -> list[str]:
+    """Returns a note on a model without routers; empty for others."""
+    if spec.moe.chooses:
+        return []
+    return [
+        "a dense model: each token reads all of it, so that with a --memory below the last column each token streams "
+        "what does not fit"
     ]
 
 

@@ -124,6 +124,12 @@ def test_no_family_needs_torch_to_be_looked_at(tiny_model: Callable[[str], Path]
     assert (done.stdout, done.returncode) == (f"{len(folders)}\n", 0), done.stderr[-2000:]
 
 
+def test_of_a_dense_model_each_token_reads_all(tiny_model: Callable[[str], Path]) -> None:
+    dense, routed = ("\n".join(lines(check(str(tiny_model(family)), HOST))) for family in ("llama", "mixtral"))
+    assert "note        a dense model: each token reads all of it" in dense
+    assert "dense model" not in routed
+
+
 @pytest.mark.parametrize("dtype", ["float99", "cuda", 16, ["bfloat16"]])
 def test_a_type_that_is_none_is_refused(dtype: object, tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match=r"dtype is .*, it should be one of bfloat16"):

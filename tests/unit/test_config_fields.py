@@ -34,6 +34,9 @@ VALUES: tuple[Any, ...] = (
 RESTING: dict[str, set[str]] = {
     "qwen3_moe": {"intermediate_size", "sliding_window", "use_sliding_window", "max_window_layers"},
     "qwen2_moe": {"intermediate_size", "sliding_window", "max_window_layers"},
+    "qwen2": {"sliding_window", "max_window_layers"},
+    "qwen3": {"sliding_window", "max_window_layers"},
+    "smollm3": {"sliding_window"},
     "qwen3_next": {"intermediate_size"},
     "deepseek_v2": {"n_group", "topk_group"},
     "dots1": {"sliding_window", "max_window_layers"},

@@ -1,4 +1,4 @@
-"""OPT, a model without experts: its networks as the only experts of their layers, and a router that decides nothing."""
+"""Dense models, above all OPT: networks as the only experts of their layers, and a router that decides nothing."""
 
 from __future__ import annotations
 
@@ -11,14 +11,16 @@ import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from tiny import TINY, tiny_of, transformers_model
+from tiny import ROUTED, TINY, VARIANTS, features, tiny_of, transformers_model, variant_id
 
 from moeconv.measure.trial import LoadedModel
 from moeconv.source.archs import FAMILIES, UnsupportedModel
 from moeconv.source.checkpoint import Checkpoint
-from moeconv.source.outline import CheckpointError, features
+from moeconv.source.outline import CheckpointError
+from moeconv.source.outline import features as phrases
 from moert.kernels import AUTO_KERNELS, REFERENCE, open_backend
 from moert.pack.model_spec import ExpertKey
+from tests.pairs import thinned
 from tests.parity.packs import open_model, pack_of
 
 MASK = torch.tensor([[1] * 6, [0, 0, 1, 1, 1, 1], [1, 1, 1, 1, 0, 0]])
@@ -34,9 +36,11 @@ def logits(model: Any, mask: torch.Tensor | None = None) -> torch.Tensor:
     return found
 
 
-@pytest.mark.parametrize("variant", TINY["opt"][1])
-def test_networks_called_as_experts_give_the_same_bits(tiny_model: Callable[[str, str], Path], variant: str) -> None:
-    path = tiny_model("opt", variant)
+@thinned("family, variant", [case for case in VARIANTS if case[0] not in ROUTED], facts=features, ids=variant_id)
+def test_networks_called_as_experts_give_the_same_bits(
+    tiny_model: Callable[[str, str], Path], family: str, variant: str
+) -> None:
+    path = tiny_model(family, variant)
     plain, ours = transformers_model(path), Checkpoint.open(path).model(torch.float32)
     measured = LoadedModel(Checkpoint.open(path)).model
     for mask in (None, MASK):
@@ -121,8 +125,8 @@ def test_routers_are_computed_and_are_no_parameters(tmp_path: Path) -> None:
     assert set(described.computed) == {"decoder.0.router.weight", "decoder.1.router.weight"}
     assert not any(tensor.any() for tensor in described.computed.values())
     assert not spec.moe.chooses
-    assert "one network a layer, which is its only expert" in features(spec)
-    assert not any("router" in phrase for phrase in features(spec))
+    assert "one network a layer, which is its only expert" in phrases(spec)
+    assert not any("router" in phrase for phrase in phrases(spec))
 
 
 def test_views_write_through_to_the_model(tmp_path: Path) -> None:

@@ -277,13 +277,13 @@ class Names:
     other_root: str = ""
 
 
-def named(pattern: str, projections: Mapping[str, str] | None = None) -> OfExpert:
-    """Returns the sources of experts with a tensor for each matrix: its name is `pattern` with {expert} and
-    {projection}, which `projections` may rename."""
+def named(pattern: str, projections: Mapping[str, str] | None = None, last: str = "weight") -> OfExpert:
+    """Returns the sources of experts with a tensor for each matrix (`last`: or for each bias): its name is `pattern`
+    with {expert} and {projection}, which `projections` may rename, and `last`."""
 
     def of_expert(layer: int, expert: int, projection: str) -> Source:
         called = (projections or {}).get(projection, projection)
-        return Source(f"layers.{layer}.{pattern.format(expert=expert, projection=called)}.weight")
+        return Source(f"layers.{layer}.{pattern.format(expert=expert, projection=called)}.{last}")
 
     return of_expert
 

@@ -39,22 +39,37 @@ class _Torch:
         return getattr(torch, name)
 
 
+_WITH_TORCH = ("transformers.modeling_rope_utils", "transformers.utils.type_validators")
+"""Modules that classes of settings import, and that import torch (in two seconds) for functions that no such class
+calls."""
+
+
 @contextmanager
 def torch_later() -> Iterator[None]:
-    """Keeps torch out of an import of these classes inside a with block. One module that they begin with,
-    modeling_rope_utils, imports torch (in two seconds) for functions that no class of settings calls: here it gets
-    torch when one of them is called."""
-    utils: Any = import_module("transformers.utils")
-    name, asked = "transformers.modeling_rope_utils", utils.is_torch_available
-    if name in sys.modules or not asked():
+    """Keeps torch out of an import of these classes inside a with block: the modules _WITH_TORCH get torch when one of
+    their functions needs it. Modules that they import in turn are forgotten, so that a later import has torch."""
+    utils: list[Any] = [import_module(name) for name in ("transformers.utils", "transformers.utils.import_utils")]
+    asked = utils[0].is_torch_available
+    if sys.modules.keys() >= set(_WITH_TORCH) or not asked():
         yield
         return
-    utils.is_torch_available = lambda: False
+    import_module("transformers.tokenization_utils_base")  # which imports no torch
+    before = set(sys.modules)
+    for module in utils:
+        module.is_torch_available = lambda: False
     try:
-        rope_utils: Any = import_module(name)
+        for name in _WITH_TORCH:
+            found: Any = import_module(name)
+            found.torch = _Torch()
     finally:
-        utils.is_torch_available = asked
-    rope_utils.torch = _Torch()
+        for module in utils:
+            module.is_torch_available = asked
+        for name in set(sys.modules) - before - set(_WITH_TORCH):
+            if name.startswith("transformers."):
+                del sys.modules[name]
+                parent, _, last = name.rpartition(".")
+                if parent in sys.modules:
+                    vars(sys.modules[parent]).pop(last, None)
     yield
 
 

@@ -71,27 +71,28 @@ class Skipped(nn.Module):
 
 
 class Network(nn.Module):
-    """The network of a layer of OPT, with the call of an experts module."""
+    """A dense layer's network, with the call of an experts module."""
 
-    def __init__(self, up: nn.Module, act: nn.Module, down: nn.Module) -> None:
+    def __init__(self, network: nn.Module) -> None:
         super().__init__()
-        self.up, self.act, self.down = up, act, down
+        self.network = network
 
     def forward(self, x: Tensor, _chosen: Tensor, _weights: Tensor) -> Tensor:
         """Returns the network's output for x, both [tokens, d_model]."""
-        found: Tensor = self.down(self.act(self.up(x)))
+        found: Tensor = self.network(x)
         return found
 
 
 class Alone(nn.Module):
-    """A router's stand-in that sends all tokens to the only expert."""
+    """A dense layer's network as the only expert, which gets all tokens."""
 
-    def __init__(self, experts: Network) -> None:
+    def __init__(self, network: nn.Module) -> None:
         super().__init__()
-        self.experts = experts
+        self.experts = Network(network)
 
     def forward(self, x: Tensor) -> Tensor:
-        """Returns the expert's output for x, both [tokens, d_model]."""
-        chosen = torch.zeros((len(x), 1), dtype=torch.int64)
-        found: Tensor = self.experts(x, chosen, torch.ones((len(x), 1), dtype=x.dtype))
-        return found
+        """Returns the expert's output for x, both [..., d_model]."""
+        tokens = x.reshape(-1, x.shape[-1])
+        chosen = torch.zeros((len(tokens), 1), dtype=torch.int64)
+        found: Tensor = self.experts(tokens, chosen, torch.ones((len(tokens), 1), dtype=x.dtype))
+        return found.reshape(x.shape)

@@ -1,6 +1,6 @@
-"""OPT: a decoder without routers, whose layers' networks are packed as experts, one a layer, so that each gets a width
-of its own; learnt positions, LayerNorms and biases. Galactica is the same with gelu. A checkpoint without safetensors
-or tokenizer.json gets both when transformers' save_pretrained writes model and tokenizer anew."""
+"""OPT: a dense decoder with learnt positions, LayerNorms and biases; each layer's network is packed as its only expert.
+Galactica is the same with gelu. A checkpoint without safetensors or tokenizer.json gets both when transformers'
+save_pretrained writes model and tokenizer anew."""
 
 from __future__ import annotations
 
@@ -10,19 +10,19 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from moeconv.source.archs.config import Config, UnsupportedModel
-from moeconv.source.archs.description import Description, Inside, Names, OfExpert, Place, Source, decoder, rows
-from moeconv.source.archs.family import Family
-from moert.pack.model_spec import ExpertKey, Layer, StackName, Tokens, stack_of
-from moert.pack.parts import Attention, Experts, Ffn, Norm, PositionTable, Router
+from moeconv.source.archs.dense import NO_ROUTERS, Dense, alone
+from moeconv.source.archs.description import Description, Inside, Names, Place, decoder, named, rows
+from moert.pack.model_spec import Layer, StackName, Tokens, stack_of
+from moert.pack.parts import Attention, Ffn, Norm, PositionTable
 
 if TYPE_CHECKING:
-    from torch import Tensor, nn
+    from torch import nn
 
 _NORM = Norm(1e-5, "layer")  # transformers has no setting for it
 _MOST_POSITIONS = 65535
 _FIRST_ROW = 2  # of the table of positions: the rows before belong to no position
 _IDLE = ("activation_dropout", "dropout", "init_std", "layerdrop", "prefix")
-_PROJECTIONS = {"up": "fc1", "down": "fc2"}
+_MATRICES = {"up": "fc1", "down": "fc2"}
 _INSIDE: Inside = {
     "mixer_norm": "self_attn_layer_norm", "ffn_norm": "final_layer_norm", "attn.o": "self_attn.out_proj",
 }  # fmt: skip
@@ -30,14 +30,14 @@ _NORMS = ("norm.weight", "norm.bias")
 _BEFORE = "only layers with their norms before attention and network can be packed, as all but OPT-350m have"
 
 
-class Opt(Family):
-    """See `Family`. Layers with one expert need no routing: its softmax is exactly 1, whatever a router's weights, so
-    that a pack's routers are zeros."""
+class Opt(Dense):
+    """See `Dense`."""
 
     model_type = "opt"
     model_class = "OPTForCausalLM"
     towers: Mapping[StackName, str] = {"decoder": "model.decoder"}
     experts: Mapping[StackName, str] = {"decoder": "model.decoder.layers.{layer}.fc1.experts"}
+    projections: Mapping[str, str] = {"up": "0", "down": "2"}
 
     def describe(self, config: Config, tokens: Tokens) -> Description:
         config.without_effect(*_IDLE)
@@ -46,31 +46,30 @@ class Opt(Family):
         config.must_be("word_embed_proj_dim", d_model, "only embeddings of hidden_size can be packed")
         bias, learnt = bool(config.get("enable_bias")), bool(config.get("layer_norm_elementwise_affine"))
         ffn = Ffn(config.count("ffn_dim"), config.activation("activation_function"), gated=False, bias=bias)
-        layer = Layer(_NORM, _attention(config, d_model), None, Experts(1, ffn, Router(1, False, None)))
+        layer = Layer(_NORM, _attention(config, d_model), None, alone(ffn))
         layers, positions = [layer] * n_layers, PositionTable(config.count("max_position_embeddings"))
         if positions.n > _MOST_POSITIONS:
             raise UnsupportedModel(f"config.json sets max_position_embeddings {positions.n}: {_MOST_POSITIONS} at most")
         norm = None if config.get("_remove_final_layer_norm") else _NORM
         table = Place("embed_positions", rows(_FIRST_ROW), (positions.n + _FIRST_ROW, d_model))
+        weights, biases = (named("{projection}", _MATRICES, last) for last in ("weight", "bias"))
         names = Names(
-            _INSIDE, {}, _of("weight"), _of("bias") if bias else None, root="model.decoder.", model="model.decoder.",
+            _INSIDE, {}, weights, biases if bias else None, root="model.decoder.", model="model.decoder.",
             outside={"decoder.norm": "final_layer_norm", "decoder.positions": table},
-            ones=() if learnt else _NORMS[:1], zeros=("router.weight", *(() if learnt else _NORMS[1:])),
+            ones=() if learnt else _NORMS[:1], zeros=(*NO_ROUTERS, *(() if learnt else _NORMS[1:])),
             other_root="decoder.",
         )  # fmt: skip
         stack = replace(stack_of(layers, norm), positions=positions)
         return decoder(self.model_type, config, tokens, layers, names, ropes=[], decoder=stack)
 
     def prepared(self, model: nn.Module) -> nn.Module:
-        """Puts the network of each layer behind a module that calls it as other families call their experts."""
         from torch import nn
 
-        from moeconv.source.archs.modules import Alone, Network
+        from moeconv.source.archs.modules import Alone
 
-        for layer in self.tower(model, "decoder").get_submodule("layers").children():
-            whole: Any = layer
-            whole.fc1 = Alone(Network(whole.fc1, whole.activation_fn, whole.fc2))
-            whole.activation_fn, whole.fc2 = nn.Identity(), nn.Identity()
+        for layer in self.layers(model):
+            layer.fc1 = Alone(nn.Sequential(layer.fc1, layer.activation_fn, layer.fc2))
+            layer.activation_fn, layer.fc2 = nn.Identity(), nn.Identity()
         return model
 
     @contextmanager
@@ -85,12 +84,6 @@ class Opt(Family):
         finally:
             del positions.forward
 
-    def expert_weight(self, model: nn.Module, key: ExpertKey, projection: str) -> Tensor:
-        return self.experts_module(model, key.at).get_parameter(f"{projection}.weight").detach()
-
-    def expert_bias(self, model: nn.Module, key: ExpertKey, projection: str) -> Tensor:
-        return self.experts_module(model, key.at).get_parameter(f"{projection}.bias").detach()
-
 
 def _attention(config: Config, d_model: int) -> Attention:
     """Returns the attention of all layers. Raises UnsupportedModel."""
@@ -102,7 +95,3 @@ def _attention(config: Config, d_model: int) -> Attention:
         )
     dim, biases = d_model // heads, config.biases("enable_bias", "qkvo")
     return Attention(heads, heads, dim, dim**-0.5, None, None, rope=None, buckets=None, biases=biases)
-
-
-def _of(last: str) -> OfExpert:
-    return lambda layer, _, projection: Source(f"layers.{layer}.{_PROJECTIONS[projection]}.{last}")
