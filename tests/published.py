@@ -1,7 +1,8 @@
 """What config.json says in published models, also of what no model looks at: numbers of at least one of each family.
 
 Each in published.json is the file without what names people, places and versions. That of switch-xxl-128 says 48 and 12
-layers, and networks without gates; the factors of Phi-3.5-MoE's positions are made up: 64 numbers of that size.
+layers, and networks without gates; the factors of Phi-3.5-MoE's and Phi-4-mini's positions are made up: as many numbers
+of that size.
 """
 
 from __future__ import annotations

@@ -36,6 +36,7 @@ RESTING: dict[str, set[str]] = {
     "qwen2_moe": {"intermediate_size", "sliding_window", "max_window_layers"},
     "qwen2": {"sliding_window", "max_window_layers"},
     "qwen3": {"sliding_window", "max_window_layers"},
+    "phi3": {"original_max_position_embeddings"},
     "smollm3": {"sliding_window"},
     "qwen3_next": {"intermediate_size"},
     "deepseek_v2": {"n_group", "topk_group"},

@@ -87,6 +87,9 @@ FEATURES = {
         "LayerNorms with biases",
         "a tied head",
     ],
+    "SmolLM3-3B": ["no positions in 9 of 36 layers", "one network a layer, which is its only expert", "a tied head"],
+    "Phi-4-mini": ["rotary positions of 96 of 128 features", "windows of 262144 tokens in 32 of 32 layers"],
+    "Gemma-3-4b": ["windows of 1024 tokens in 29 of 34 layers", "norms after attention and experts", "a tied head"],
     "Qwen1.5-MoE-A2.7B": ["a shared expert of width 5632 with a gate"],
 }
 
@@ -190,6 +193,10 @@ def check_parameters(outline: Outline, total: float, active: float | None) -> No
         ("OPT-6.7B", {"do_layer_norm_before": False}, "do_layer_norm_before False"),
         ("switch-c-2048", SWITCH_C_2048_AS_IT_IS, "is_full_sparse True, and only 15 of 27 layers would have experts"),
         ("nllb-moe-54b", {"moe_eval_capacity_token_fraction": 0.25}, "moe_eval_capacity_token_fraction 0.25"),
+        ("Phi-4", {"attention_bias": True}, "attention_bias True: this family"),
+        ("Gemma-3-1b", {"use_bidirectional_attention": True}, "use_bidirectional_attention True: text that sees"),
+        ("Gemma-3-1b", {"attn_logit_softcapping": 50.0}, "attn_logit_softcapping 50.0"),
+        ("SmolLM2-135M", {"rope_interleaved": True}, "rope_interleaved True"),
         ("Mixtral-8x7B", {"is_causal": False}, "is_causal False"),
         ("Mixtral-8x7B", {"num_hidden_layers": 1 << 40}, "num_hidden_layers is 1099511627776, it should be 1 to 4096"),
         ("Mixtral-8x7B", {"num_attention_heads": 0}, "num_attention_heads 0: it should be a whole number from 1 on"),
@@ -222,7 +229,8 @@ def check_notes(name: str, published: Outline) -> None:
     """What transformers never looks at is a note."""
     found = outline_of({**LEFT_BEHIND, **PUBLISHED[name]})
     assert found.spec == published.spec
-    (note,) = found.description.notes
+    *limits, note = found.description.notes
+    assert tuple(limits) == published.description.limits
     assert note.startswith("transformers gives these settings of config.json no effect on the model: ")
     assert {"unsloth_version", "repetition_penalty"} <= set(note.partition(": ")[2].split(", ")) <= set(LEFT_BEHIND)
     assert "_attn_implementation" not in note
@@ -242,6 +250,14 @@ def test_settings_of_published_models_that_change_nothing(name: str, change: Con
     found = outline_of({**PUBLISHED[name], **change})
     assert found.spec == outline_of(PUBLISHED[name]).spec
     assert [note.rpartition(": ")[2] for note in found.description.notes] == ([] if named is None else [named])
+
+
+def test_texts_are_no_longer_than_short_factors_are_for() -> None:
+    found = outline_of(PUBLISHED["Phi-4-mini"])
+    assert found.spec.max_positions == 4096
+    assert [*found.description.limits] == found.description.notes[:1]
+    assert "texts are at most 4096 tokens long" in found.description.notes[0]
+    assert outline_of(PUBLISHED["Phi-4"]).description.limits == ()
 
 
 @pytest.mark.parametrize("infinite", [float("inf"), {"__float__": "Infinity"}])

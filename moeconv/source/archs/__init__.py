@@ -6,7 +6,7 @@ from collections.abc import Mapping
 
 from moeconv.source.archs.config import UnsupportedModel
 from moeconv.source.archs.deepseek import DeepseekV2, DeepseekV3, Dots1, ExaoneMoe, Glm4Moe, Glm4MoeLite, KimiK2
-from moeconv.source.archs.dense import Llama, Mistral, Qwen2, Qwen3, SmolLM3
+from moeconv.source.archs.dense import Gemma3, Gemma3Text, Llama, Mistral, Phi3, Qwen2, Qwen3, SmolLM3
 from moeconv.source.archs.description import Description
 from moeconv.source.archs.family import Family
 from moeconv.source.archs.gemma4 import Gemma4, Gemma4Text
@@ -31,6 +31,7 @@ FAMILIES: Mapping[str, Family] = {
         GraniteMoeShared(), Phimoe(), ExaoneMoe(), Llama4(), Llama4Text(), Gemma4(), Gemma4Text(), KimiK2(),
         Lfm2Moe(), NllbMoe(), Jamba(), Qwen3Next(), Qwen35Moe(), Qwen35MoeText(), GraniteMoeHybrid(),
         NemotronH(), GptsanJapanese(), Opt(), Llama(), Mistral(), Qwen2(), Qwen3(), SmolLM3(),
+        Phi3(), Gemma3(), Gemma3Text(),
     )
 }  # fmt: skip
 """model_type of config.json → its family."""

@@ -393,10 +393,11 @@ class Config:
             raise UnsupportedModel(f"config.json sets rope_parameters {found!r}, which does not say those of {kind}")
         return _checked_rope(found[kind])
 
-    def frequencies(self) -> tuple[F32, float]:
-        """Returns the frequencies [dims / 2] of a rope of a kind other than default, and its factor. Raises
-        ConfigInvalid."""
+    def frequencies(self, of: str | None = None) -> tuple[F32, float]:
+        """Returns the frequencies [dims / 2] of a rope of a kind other than default, and its factor; `of`: see `rope`.
+        Raises ConfigInvalid."""
         said, parsed = self.parsed.rope_parameters, self.parsed
+        said = said if of is None else said[of]
         try:
             dim = getattr(parsed, "head_dim", None) or parsed.hidden_size // parsed.num_attention_heads
             share = said.get("partial_rotary_factor", 1.0)
@@ -405,13 +406,17 @@ class Config:
             why = f"it has no {error.args[0]}" if isinstance(error, KeyError) else str(error)
             raise ConfigInvalid(f"rope_parameters of the kind {said.get('rope_type')}: {why}") from None
 
-    def rope(self, dim: int, partial: bool = False) -> tuple[Rope, F32]:
+    def rope(
+        self, dim: int, partial: bool = False, of: str | None = None, kinds: tuple[str, ...] = FIXED_ROPES
+    ) -> tuple[Rope, F32]:
         """Returns rotary positions of `dim` features, and their frequencies [dims / 2] as transformers computes them.
-        `partial`: the family turns only the share of them that rope_parameters give.
+        `partial`: the family turns only the share of them that rope_parameters give. `of`: the kind of layers, in a
+        family whose rope_parameters are by kind; `kinds`: the kinds of ropes that the family may have.
 
         Raises UnsupportedModel.
         """
-        parameters, self.allowed["rope_type"] = self.rope_parameters(), FIXED_ROPES
+        parameters = self.rope_parameters() if of is None else self.rope_parameters_of(of)
+        self.allowed["rope_type"] = kinds
         kind, share = parameters.get("rope_type", "default"), parameters.get("partial_rotary_factor")
         share = 1.0 if share is None else share
         if share != 1 and not partial:
@@ -426,11 +431,9 @@ class Config:
                     "expected a number above 0 and 2 features or more"
                 )
             return _turning(Rope(dims), turns(theta, dims))
-        if kind not in FIXED_ROPES:
-            raise UnsupportedModel(
-                f"config.json sets the rope type {kind!r}: only {', '.join(FIXED_ROPES)} can be packed"
-            )
-        found, factor = self.frequencies()
+        if kind not in kinds:
+            raise UnsupportedModel(f"config.json sets the rope type {kind!r}: only {', '.join(kinds)} can be packed")
+        found, factor = self.frequencies(of)
         return _turning(Rope(2 * len(found), factor), found)
 
     def unread(self) -> set[str]:

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
-from moeconv.source.archs.config import Config
-from moeconv.source.archs.description import Description, Names, decoder, named
+from moeconv.source.archs.config import Config, text_settings
+from moeconv.source.archs.description import Description, Names, Place, Source, decoder, in_one, named, rows
 from moeconv.source.archs.family import Family
 from moert.pack.codec import F32
-from moert.pack.model_spec import ExpertKey, Layer, StackName, Tokens
+from moert.pack.model_spec import ExpertKey, Head, Join, Layer, StackName, Tokens
 from moert.pack.parts import Attention, Experts, Ffn, Norm, Rope, Router
 
 if TYPE_CHECKING:
@@ -42,14 +43,18 @@ class Dense(Family):
         """Returns the ropes and their frequencies, for heads of `dim` features. Raises UnsupportedModel."""
         return [config.rope(dim)]
 
+    def names(self, config: Config, attention: Attention, network: Ffn) -> Names:
+        """Returns the names of the tensors, of which none is a router's."""
+        expert, biases = (named("mlp.{projection}", self.projections, last) for last in ("weight", "bias"))
+        return Names(expert=expert, bias=biases if network.bias else None, zeros=NO_ROUTERS)
+
     def describe(self, config: Config, tokens: Tokens) -> Description:
         bias = self.biased and bool(config.get("mlp_bias"))
         norm, network = Norm(config.get("rms_norm_eps")), config.network("intermediate_size", bias=bias)
         attentions = self.attentions(config)
         layers = [Layer(norm, attention, None, alone(network)) for attention in attentions]
-        expert, biases = (named("mlp.{projection}", self.projections, last) for last in ("weight", "bias"))
-        names = Names(expert=expert, bias=biases if bias else None, zeros=NO_ROUTERS)
-        return decoder(self.model_type, config, tokens, layers, names, self.ropes(config, attentions[0].dim))
+        names, ropes = self.names(config, attentions[0], network), self.ropes(config, attentions[0].dim)
+        return decoder(self.model_type, config, tokens, layers, names, ropes)
 
     def prepared(self, model: nn.Module) -> nn.Module:
         """Puts the network of each layer behind a module that calls it as other families call their experts."""
@@ -136,3 +141,109 @@ class SmolLM3(Dense):
             config.attention(biases=biases, window=window, rope=0 if turns else None)
             for window, turns in zip(config.windows(), turned, strict=True)
         ]
+
+
+class Phi3(Dense):
+    """Phi-3 and 4: queries, keys and values in one matrix, gate and up in another. Of longrope a pack has the short
+    factors, so that its texts are no longer than those are for."""
+
+    model_type = "phi3"
+    model_class = "Phi3ForCausalLM"
+
+    def describe(self, config: Config, tokens: Tokens) -> Description:
+        config.must_be("attention_bias", False, "this family's attention has no biases in transformers")
+        config.without_effect("resid_pdrop", "embd_pdrop")
+        described, short = super().describe(config, tokens), config.count("original_max_position_embeddings")
+        if config.rope_parameters()["rope_type"] != "longrope":
+            return described
+        note = f"texts are at most {short} tokens long: for longer ones longrope turns all tokens by other factors"
+        most = min(short, described.spec.max_positions or short)
+        return replace(described, spec=replace(described.spec, max_positions=most), limits=(note,))
+
+    def attentions(self, config: Config) -> Sequence[Attention]:
+        return _in_all_layers(config, config.attention(window=config.get("sliding_window")))
+
+    def ropes(self, config: Config, dim: int) -> list[tuple[Rope, F32]]:
+        return [config.rope(dim, partial=True, kinds=("default", "longrope"))]
+
+    def names(self, config: Config, attention: Attention, network: Ffn) -> Names:
+        d_model, q, kv = config.count("hidden_size"), attention.q_features, attention.kv_features
+        parts = {"q": rows(0, q), "k": rows(q, q + kv), "v": rows(q + kv)}
+
+        def of_expert(layer: int, _: int, projection: str) -> Source:
+            return in_one(f"layers.{layer}.mlp.{{}}_proj.weight", projection, network.d_ff, d_model)
+
+        inside = {
+            f"attn.{name}": Place("self_attn.qkv_proj", view, (q + 2 * kv, d_model)) for name, view in parts.items()
+        }
+        return Names(inside, expert=of_expert, zeros=NO_ROUTERS)
+
+    def expert_weight(self, model: nn.Module, key: ExpertKey, projection: str) -> Tensor:
+        if projection == "down":
+            return super().expert_weight(model, key, projection)
+        gate, up = self._of_network(model, key, "gate_up_proj.weight").chunk(2)
+        return gate if projection == "gate" else up
+
+
+_NORMS = {
+    "mixer_norm": "input_layernorm", "mixer_after": "post_attention_layernorm",
+    "ffn_norm": "pre_feedforward_layernorm", "ffn_after": "post_feedforward_layernorm",
+    "attn.q_norm": "self_attn.q_norm", "attn.k_norm": "self_attn.k_norm",
+}  # fmt: skip
+
+
+class Gemma3Text(Dense):
+    """Gemma 3: norms before and behind attention and network, whose weights are stored less 1; a rope for layers with a
+    window, another for those without."""
+
+    model_type = "gemma3_text"
+    model_class = "Gemma3ForCausalLM"
+    root, other_root, head = "model.", "", "lm_head"
+    left_out: Mapping[str, str] = {}
+
+    def describe(self, config: Config, tokens: Tokens) -> Description:
+        config.must_be("attn_logit_softcapping", None, "transformers computes this family's scores without bounds")
+        config.must_be("use_bidirectional_attention", False, "text that sees what follows can't be packed")
+        config.without_effect("sliding_window_pattern", "_sliding_window_pattern")  # layer_types says it
+        config.without_effect("rope_local_base_freq", "cache_implementation")  # the first is in rope_parameters
+        norm, network = Norm(config.get("rms_norm_eps")), config.network("intermediate_size", "hidden_activation")
+        kinds, biases = config.get("layer_types"), config.biases("attention_bias", "qkvo")
+        turning = list(dict.fromkeys(kinds))
+        usual = config.attention(qk_norm="head", biases=biases, scale=config.number("query_pre_attn_scalar") ** -0.5)
+        attentions = [
+            replace(usual, window=window, rope=turning.index(kind))
+            for window, kind in zip(config.windows(), kinds, strict=True)
+        ]
+        layers = [Layer(norm, each, None, alone(network), Join(norm), Join(norm)) for each in attentions]
+        plus = {name: Place(called, plus=1.0) for name, called in _NORMS.items()}
+        names = Names(
+            plus, expert=named("mlp.{projection}", self.projections), zeros=NO_ROUTERS, left_out=self.left_out,
+            root=self.root, other_root=self.other_root, head=self.head,
+            outside={"decoder.norm": Place("norm", plus=1.0)},
+        )  # fmt: skip
+        head = Head(bool(config.get("tie_word_embeddings")), 1.0, softcap=config.get("final_logit_softcapping"))
+        ropes = [config.rope(config.head_dim(), of=kind) for kind in turning]
+        return decoder(
+            self.model_type, config, tokens, layers, names, ropes, head=head,
+            embed_scale=config.count("hidden_size") ** 0.5,
+        )  # fmt: skip
+
+
+class Gemma3(Gemma3Text):
+    """Gemma 3 inside a model for text and images."""
+
+    model_type = "gemma3"
+    config_type = "gemma3_text"
+    loads_by_names = False
+    beside = frozenset({
+        "vision_config", "mm_tokens_per_image", "boi_token_index", "eoi_token_index", "image_token_index",
+        "boi_token_id", "eoi_token_id", "image_token_id",
+    })  # fmt: skip
+    root, other_root, head = "language_model.model.", "model.language_model.", "language_model.lm_head"
+    left_out: Mapping[str, str] = {
+        r"(model\.)?(vision_tower|multi_modal_projector)\.": "images are left out: the pack holds the text model alone",
+    }
+
+    def own(self, config: Mapping[str, Any]) -> Mapping[str, Any]:
+        text = text_settings(config)
+        return {**text, "tie_word_embeddings": config.get("tie_word_embeddings", True)}

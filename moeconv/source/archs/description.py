@@ -177,7 +177,7 @@ class Description:
     it; `repeated`: these pairs in transformers' model. `left_out`: beginnings of tensors' names (regular expressions)
     that a pack leaves out → a note on them. `other_root`: the beginning of names here, and their beginning in other
     checkpoints of the same model, for example in those that were saved without a head. `without_effect`: settings of
-    config.json without effect on the model.
+    config.json without effect on the model. `limits`: notes on texts that the pack refuses.
     """
 
     spec: ModelSpec
@@ -192,12 +192,14 @@ class Description:
     joined: Callable[[ExpertKey, str], Source] | None = None
     other_root: tuple[str, str] | None = None
     without_effect: tuple[str, ...] = ()
+    limits: tuple[str, ...] = ()
 
     @property
     def notes(self) -> list[str]:
         """The notes on config.json for a person, a line each."""
         names = ", ".join(dict.fromkeys(self.without_effect))
-        return [f"transformers gives these settings of config.json no effect on the model: {names}"] if names else []
+        without = f"transformers gives these settings of config.json no effect on the model: {names}"
+        return [*self.limits, *([without] if names else [])]
 
     @property
     def mxfp4(self) -> bool:
@@ -293,13 +295,18 @@ def joined(experts: str, d_ff: int, d_model: int) -> OfExpert:
     and up one after the other in gate_up_proj [experts, 2 · d_ff, d_model], both in the layer's module `experts`."""
 
     def of_expert(layer: int, expert: int, projection: str) -> Source:
-        at = f"layers.{layer}.{experts}"
-        if projection == "down":
-            return Source(f"{at}.down_proj", expert)
-        part = rows(0, d_ff) if projection == "gate" else rows(d_ff)
-        return Source(f"{at}.gate_up_proj", expert, part, (2 * d_ff, d_model))
+        return replace(in_one(f"layers.{layer}.{experts}.{{}}_proj", projection, d_ff, d_model), index=expert)
 
     return of_expert
+
+
+def in_one(name: str, projection: str, d_ff: int, d_model: int) -> Source:
+    """Returns the source of a matrix of a network with gate and up one after the other: `name` with down or gate_up in
+    place of {}."""
+    if projection == "down":
+        return Source(name.format("down"))
+    part = rows(0, d_ff) if projection == "gate" else rows(d_ff)
+    return Source(name.format("gate_up"), None, part, (2 * d_ff, d_model))
 
 
 _EXPERT = named("mlp.experts.{expert}.{projection}_proj")
