@@ -50,17 +50,17 @@ def check(model: str, host: Host, layout: str = DEFAULT_LAYOUT) -> Checked:
     can't have this layout."""
     check_choice("layout", layout, LAYOUTS)
     outline, left = opened(located(model))
-    spec, computed = outline.spec, outline.description.computed
+    spec, described = outline.spec, outline.description
     group_size = group_size_of(DEFAULT_QUANTIZER, Settings.group_size)
-    mxfp4 = outline.description.mxfp4
+    mxfp4 = described.mxfp4
     storage = Storage(group_size, mxfp4, neurons_of(layout, spec, mxfp4))
     denses = [dense_of(spec, bits) for bits in DENSE_BITS]
     unmade = outline.tokenizer_notes if isinstance(outline, Checkpoint) else []
-    left_out = [*dict.fromkeys(outline.description.left_out.values())] if left is None else left
+    left_out = [*dict.fromkeys(described.left_out.values())] if left is None else left
     return Checked(
-        model, spec, parameters(spec, computed), DEFAULT_QUANTIZER, layout,
-        outlooks(spec, storage, denses, computed, host),
-        [*outline.description.notes, *unmade, *absent_notes(outline), *dense_notes(spec)],
+        model, spec, parameters(spec, described.computed), DEFAULT_QUANTIZER, layout,
+        outlooks(spec, storage, denses, described.wide, host),
+        [*described.notes, *unmade, *absent_notes(outline), *dense_notes(spec)],
         left_out, left is not None,
     )  # fmt: skip
 

@@ -149,12 +149,12 @@ def expect(model: str, machine: Mapping[str, Any], place: Where, timed: Timing) 
     a model that can't be converted."""
     path = located(model)
     outline, _ = opened(path)
-    spec, computed = outline.spec, outline.description.computed
-    numbers, like = parameters(spec, computed), nearest(spec, references())
+    spec, wide = outline.spec, outline.description.wide
+    numbers, like = parameters(spec, outline.description.computed), nearest(spec, references())
     group_size = group_size_of(DEFAULT_QUANTIZER, Settings.group_size)
     storage, host = Storage(group_size, outline.description.mxfp4), host_of(dict(machine))
     prospects = [
-        prospect(spec, storage, mixed, dense_of(spec, bits), computed, host)
+        prospect(spec, storage, mixed, dense_of(spec, bits), wide, host)
         for bits in DENSE_BITS
         for mixed in ways(spec, storage)
     ]
@@ -164,7 +164,7 @@ def expect(model: str, machine: Mapping[str, Any], place: Where, timed: Timing) 
     tools = Tools(timed.weights_per_s, timed.flops_per_s, place.drive.bytes_per_s, room)
     subject = Subject(spec, numbers, source, _four_bits(found))
     plain = Storage(group_size_of(TEXTLESS_QUANTIZER, None), storage.mxfp4)
-    textless = prospect(spec, plain, uniform(spec, plain, _ABOUT), None, computed, host).fit.pack_bytes
+    textless = prospect(spec, plain, uniform(spec, plain, _ABOUT), None, wide, host).fit.pack_bytes
     efforts = {
         "without_text": without_text(replace(subject, pack_bytes=textless), tools),
         "with_text": with_text(subject, tools),

@@ -395,10 +395,10 @@ def _share(bench: Bench, plan: Plan, asked: float, account: Account) -> float:
 def _room(coding: Coding, widths: Assignment, memory_bytes: int) -> float:
     spec, names = coding.spec, coding.spec.moe.ffn.projections
     quantization = quantization_of(coding.storage, coding.dense_widths)
-    computed = coding.checkpoint.description.computed
+    wide = coding.checkpoint.description.wide
     try:
         return room_share(
-            spec, quantization, lambda key: dict(zip(names, widths[key], strict=True)), computed, this_host(),
+            spec, quantization, lambda key: dict(zip(names, widths[key], strict=True)), wide, this_host(),
             memory_bytes,
         )  # fmt: skip
     except ValueError as error:

@@ -366,13 +366,13 @@ def ways(spec: ModelSpec, storage: Storage) -> list[Mixture]:
 
 
 def prospect(
-    spec: ModelSpec, storage: Storage, mixed: Mixture, dense: Dense | None, computed: Collection[str], host: Host
+    spec: ModelSpec, storage: Storage, mixed: Mixture, dense: Dense | None, wide: Collection[str], host: Host
 ) -> Prospect:  # fmt: skip
     """Returns the prospect of experts at the widths of `mixed` and all other matrices at those of `dense` (None: in the
     source's 16 bits)."""
     quantization, names = quantization_of(storage, dense), spec.moe.ffn.projections
     widths = {bits: dict.fromkeys(names, bits) for bits in (mixed.low, mixed.high)}
-    fit = Fit.of(spec, quantization, lambda key: widths[mixed.width(key)], computed, host)
+    fit = Fit.of(spec, quantization, lambda key: widths[mixed.width(key)], wide, host)
     return Prospect(mixed, dense_bits_of(dense), fit, _work(spec, storage, mixed, quantization, fit))
 
 

@@ -73,11 +73,12 @@ def parameters(spec: ModelSpec, computed: Collection[str] = ()) -> Parameters:
 
 
 def outlooks(
-    spec: ModelSpec, storage: Storage, denses: Sequence[Dense | None], computed: Collection[str], host: Host
+    spec: ModelSpec, storage: Storage, denses: Sequence[Dense | None], wide: Collection[str], host: Host
 ) -> list[Outlook]:
-    """Returns an outlook for each way to store the matrices outside the experts, and each width."""
+    """Returns an outlook for each way to store the matrices outside the experts, and each width. `wide`: the tensors
+    that have 32 bits whatever the source has."""
     widths = MXFP4_WIDTHS if storage.mxfp4 else WIDTHS
-    return [_outlook(spec, storage, bits, dense, computed, host) for dense in denses for bits in widths]
+    return [_outlook(spec, storage, bits, dense, wide, host) for dense in denses for bits in widths]
 
 
 @dataclass(frozen=True)
@@ -93,11 +94,11 @@ class Fit:
     @classmethod
     def of(
         cls, spec: ModelSpec, quantization: Quantization, widths: Callable[[ExpertKey], Mapping[str, Width]],
-        computed: Collection[str], host: Host,
+        wide: Collection[str], host: Host,
     ) -> Fit:  # fmt: skip
         """Returns the fit of a pack with experts at their `widths`, beside a prompt of PROMPT_TOKENS and NEW_TOKENS
         more."""
-        backbone, files = backbone_bytes(spec, quantization, computed), expert_files(spec, quantization, widths)
+        backbone, files = backbone_bytes(spec, quantization, wide), expert_files(spec, quantization, widths)
         budget = Budget.sized(spec, backbone, files, host.widened, host.thread_bytes)
         budget = replace(budget, tokenizer=vocabulary_takes(spec.vocab_size))
         request = Footprint(spec, host.widened).request([Load(PROMPT_TOKENS, NEW_TOKENS)])
@@ -130,19 +131,19 @@ class Fit:
 
 def room_share(
     spec: ModelSpec, quantization: Quantization, widths: Callable[[ExpertKey], Mapping[str, Width]],
-    computed: Collection[str], host: Host, memory_bytes: int,
+    wide: Collection[str], host: Host, memory_bytes: int,
 ) -> float:  # fmt: skip
     """Returns the share of all experts, each with its `widths`, that stays in memory where moert gets `memory_bytes`:
     see Fit."""
-    return Fit.of(spec, quantization, widths, computed, host).room_share(memory_bytes)
+    return Fit.of(spec, quantization, widths, wide, host).room_share(memory_bytes)
 
 
 def _outlook(
-    spec: ModelSpec, storage: Storage, bits: int, dense: Dense | None, computed: Collection[str], host: Host
+    spec: ModelSpec, storage: Storage, bits: int, dense: Dense | None, wide: Collection[str], host: Host
 ) -> Outlook:
     quantization = quantization_of(storage, dense)
     widths = dict.fromkeys(spec.moe.ffn.projections, bits)
-    fit = Fit.of(spec, quantization, lambda key: widths, computed, host)
+    fit = Fit.of(spec, quantization, lambda key: widths, wide, host)
     return Outlook(
         bits=bits,
         dense_bits=dense_bits_of(dense),
@@ -180,13 +181,13 @@ def expert_files(
     return files
 
 
-def backbone_bytes(spec: ModelSpec, quantization: Quantization, computed: Collection[str] = ()) -> int:
-    """Returns the bytes of the backbone's file, for a source in 16 bits; tensors that are `computed` have 32."""
+def backbone_bytes(spec: ModelSpec, quantization: Quantization, wide: Collection[str] = ()) -> int:
+    """Returns the bytes of the backbone's file, for a source in 16 bits; tensors that are `wide` have 32."""
     header: dict[str, object] = {}
     end = 0
     for name, parts in stored_tensors(spec, quantization).items():
         for part, (dtype, shape) in parts.items():
-            kind = dtype or ("F32" if name in computed else "BF16")
+            kind = dtype or ("F32" if name in wide else "BF16")
             start, end = end, end + DTYPE_BITS[kind] // 8 * math.prod(shape)
             header[part] = {"dtype": kind, "shape": shape, "data_offsets": [start, end]}
     text = len(json.dumps(header, separators=(",", ":")))

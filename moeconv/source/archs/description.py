@@ -111,15 +111,16 @@ class Source:
         if tuple(found.shape) != expected:
             raise ShapeDiffers(f"{self.name} has the shape {tuple(found.shape)}, config.json implies {expected}")
         found = self._viewed(found).reshape(shape)
-        return found if self._as_it_is else found.float() * self.factor + self.plus
+        return found if self.as_it_is else found.float() * self.factor + self.plus
 
     def write(self, tensor: Tensor, weight: Tensor) -> None:
         """Writes the pack's tensor, `weight`, to its place in the tensor called `name`."""
         place = self._viewed(tensor if self.index is None else tensor[self.index])
-        place.copy_((weight if self._as_it_is else (weight - self.plus) / self.factor).reshape(place.shape))
+        place.copy_((weight if self.as_it_is else (weight - self.plus) / self.factor).reshape(place.shape))
 
     @property
-    def _as_it_is(self) -> bool:
+    def as_it_is(self) -> bool:
+        """True if its numbers are the tensor's own."""
         return self.factor == 1 and self.plus == 0
 
     def _viewed(self, tensor: Tensor) -> Tensor:
@@ -200,6 +201,11 @@ class Description:
         names = ", ".join(dict.fromkeys(self.without_effect))
         without = f"transformers gives these settings of config.json no effect on the model: {names}"
         return [*self.limits, *([without] if names else [])]
+
+    @property
+    def wide(self) -> Collection[str]:
+        """The canonical names of tensors that have 32 bits in a pack whatever the source has."""
+        return {*self.computed, *(name for name, source in self.backbone.items() if not source.as_it_is)}
 
     @property
     def mxfp4(self) -> bool:
