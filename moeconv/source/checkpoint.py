@@ -277,7 +277,8 @@ class Checkpoint:
                         f"{self.path}: {source.name} has the shape {found} and no part {source.index}"
                     )
                 found = found[1:]
-            if found != (expected := source.shape or shape):
+            expected = source.shape or shape
+            if found != expected and not (source.either and found == expected[::-1]):
                 raise CheckpointError(
                     f"{self.path}: {source.name} has the shape {found}, config.json implies {expected}"
                 )

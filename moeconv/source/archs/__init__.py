@@ -5,7 +5,21 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from moeconv.source.archs.config import UnsupportedModel
-from moeconv.source.archs.deepseek import DeepseekV2, DeepseekV3, Dots1, ExaoneMoe, Glm4Moe, Glm4MoeLite, KimiK2
+from moeconv.source.archs.deepseek import (
+    DeepseekV2,
+    DeepseekV3,
+    DeepseekV32,
+    Dots1,
+    ExaoneMoe,
+    Glm4Moe,
+    Glm4MoeLite,
+    GlmMoeDsa,
+    HyV3,
+    KimiK2,
+    KimiK25,
+    Mistral4,
+    SolarOpen,
+)
 from moeconv.source.archs.dense import Gemma3, Gemma3Text, Llama, Mistral, Phi3, Qwen2, Qwen3, SmolLM3
 from moeconv.source.archs.description import Description
 from moeconv.source.archs.family import Family
@@ -17,8 +31,8 @@ from moeconv.source.archs.hybrids import GraniteMoeHybrid, Jamba, Lfm2Moe, Nemot
 from moeconv.source.archs.llama4 import Llama4, Llama4Text
 from moeconv.source.archs.nllb_moe import NllbMoe
 from moeconv.source.archs.opt import Opt
-from moeconv.source.archs.plain import Ernie45Moe, HunyuanV1Moe, MiniMaxM2, Mixtral, Olmoe, Phimoe
-from moeconv.source.archs.qwen import Qwen2Moe, Qwen3Moe, Qwen3Next, Qwen35Moe, Qwen35MoeText
+from moeconv.source.archs.plain import Afmoe, Ernie45Moe, HunyuanV1Moe, MiniMaxM2, Mixtral, Olmoe, Phimoe
+from moeconv.source.archs.qwen import Qwen2Moe, Qwen3Moe, Qwen3Next, Qwen3VlMoe, Qwen35Moe, Qwen35MoeText
 from moeconv.source.archs.switch import SwitchTransformers
 
 __all__ = ["FAMILIES", "Description", "Family", "UnsupportedModel"]
@@ -31,7 +45,8 @@ FAMILIES: Mapping[str, Family] = {
         GraniteMoeShared(), Phimoe(), ExaoneMoe(), Llama4(), Llama4Text(), Gemma4(), Gemma4Text(), KimiK2(),
         Lfm2Moe(), NllbMoe(), Jamba(), Qwen3Next(), Qwen35Moe(), Qwen35MoeText(), GraniteMoeHybrid(),
         NemotronH(), GptsanJapanese(), Opt(), Llama(), Mistral(), Qwen2(), Qwen3(), SmolLM3(),
-        Phi3(), Gemma3(), Gemma3Text(),
+        Phi3(), Gemma3(), Gemma3Text(), Qwen3VlMoe(), KimiK25(), Mistral4(), SolarOpen(), HyV3(), Afmoe(),
+        DeepseekV32(), GlmMoeDsa(),
     )
 }  # fmt: skip
 """model_type of config.json → its family."""

@@ -423,7 +423,7 @@ class Config:
             raise UnsupportedModel(
                 f"config.json sets partial_rotary_factor {share!r}: this family turns whole heads in transformers"
             )
-        if kind == "default":
+        if kind == "default" and kind in kinds:
             dims, theta = int(dim * share), parameters.get("rope_theta")
             if not 1 < dims <= dim or not theta or theta < 0:
                 raise UnsupportedModel(

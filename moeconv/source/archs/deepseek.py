@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+import re
+from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING, Any
 
-from moeconv.source.archs.config import Config
+from moeconv.source.archs.config import Config, count_of, number_of, text_settings
 from moeconv.source.archs.description import (
     Description,
     Inside,
@@ -15,25 +17,35 @@ from moeconv.source.archs.description import (
     decoder,
     halves,
     in_turn,
+    joined,
+    limited,
     of_heads,
     rows,
     transposed,
 )
 from moeconv.source.archs.family import Family
+from moert.pack.codec import F32
 from moert.pack.model_spec import Layer, Tokens
-from moert.pack.parts import Experts, Ffn, Groups, Latent, Norm, Router
+from moert.pack.parts import Experts, Ffn, Groups, Latent, Norm, Rope, Router
+
+if TYPE_CHECKING:
+    from torch import nn
 
 _COUNTS = ("n_routed_experts", "num_experts", "num_local_experts")
 MORE_PREDICTED = "the layers that predict several tokens at once are left out"
+IMAGES_LEFT_OUT = "images are left out: the pack holds the text model alone"
 _EPS = 1e-6  # of the norms within latent attention, whatever config.json sets for the other norms
 
 
-def latent(config: Config) -> Latent:
-    """Returns latent attention: see moert.pack.parts.Latent. Raises UnsupportedModel."""
+def latent(config: Config, whole: bool | None = False) -> Latent:
+    """Returns latent attention: see moert.pack.parts.Latent. `whole`: head_dim counts all features of a head, not those
+    alone that turn; None: it has no effect. Raises UnsupportedModel."""
     heads = config.count("num_attention_heads")
     config.must_be("num_key_value_heads", heads, "latent attention has as many heads of keys as of queries")
     nope, turning = config.count("qk_nope_head_dim"), config.count("qk_rope_head_dim")
-    config.only(head_dim=(turning,), qk_head_dim=(nope + turning,))
+    if whole is not None:
+        config.only(head_dim=(turning + whole * nope,))
+    config.only(qk_head_dim=(nope + turning,))
     return Latent(
         heads, config.get("q_lora_rank"), config.count("kv_lora_rank"), nope, turning, config.count("v_head_dim"),
         (nope + turning) ** -0.5 * _stretch(config) ** 2, Norm(_EPS), rope=0, bias=bool(config.get("attention_bias")),
@@ -97,11 +109,11 @@ def dense_first(config: Config, dense: Ffn, routed: Experts) -> list[Ffn | Exper
     return [dense if at < first else routed for at in range(config.count("num_hidden_layers"))]
 
 
-def no_more_predicted(config: Config) -> dict[str, str]:
-    """Returns the names to leave out of layers behind the last one, which predict tokens after the next, with a
-    note."""
+def no_more_predicted(config: Config, root: str = "model.") -> dict[str, str]:
+    """Returns the names to leave out of layers behind the last one, which predict tokens after the next, with a note.
+    `root`: the beginning of all names."""
     last = config.count("num_hidden_layers")
-    return {rf"model\.layers\.{last}\.": MORE_PREDICTED}
+    return {rf"{re.escape(root)}layers\.{last}\.": MORE_PREDICTED}
 
 
 class DeepseekV2(Family):
@@ -137,14 +149,41 @@ class DeepseekV3(Family):
 
     model_type = "deepseek_v3"
     model_class = "DeepseekV3ForCausalLM"
+    root, head = "model.", "lm_head"
+    left_out: Mapping[str, str] = {}
+    in_one = False
+    """True if checkpoints have all experts of a layer in one tensor."""
+
+    def router(self, config: Config) -> Router:
+        """Raises UnsupportedModel."""
+        return sigmoid_router(config)
+
+    def ropes(self, config: Config) -> list[tuple[Rope, F32]]:
+        """Raises UnsupportedModel."""
+        return [config.rope(config.count("qk_rope_head_dim"))]
+
+    def pairs(self, config: Config) -> bool:
+        """Returns whether rotary positions turn pairs, not halves. Raises UnsupportedModel."""
+        return bool(config.get("rope_interleave"))
+
+    def attention(self, config: Config) -> Latent:
+        """Raises UnsupportedModel."""
+        return latent(config)
+
+    def networks(self, config: Config, dense: Ffn, routed: Experts) -> list[Ffn | Experts]:
+        """Returns the feed-forward part of each layer. Raises UnsupportedModel."""
+        return dense_first(config, dense, routed)
 
     def describe(self, config: Config, tokens: Tokens) -> Description:
         config.without_effect("ep_size", "seq_aux", "aux_loss_alpha")
-        norm, routed = Norm(config.get("rms_norm_eps")), experts(config, sigmoid_router(config))
-        dense = config.network("intermediate_size")
-        layers = [Layer(norm, latent(config), None, ffn) for ffn in dense_first(config, dense, routed)]
-        inside = latent_names(config, pairs=bool(config.get("rope_interleave")))
-        return decoder(self.model_type, config, tokens, layers, Names(inside, left_out=no_more_predicted(config)))
+        routed, dense = experts(config, self.router(config)), config.network("intermediate_size")
+        norm, attention = Norm(config.get("rms_norm_eps")), self.attention(config)
+        layers = [Layer(norm, attention, None, ffn) for ffn in self.networks(config, dense, routed)]
+        inside = latent_names(config, self.pairs(config))
+        left_out = {**no_more_predicted(config, self.root), **self.left_out}
+        of_expert = joined("mlp.experts", routed.ffn.d_ff, config.count("hidden_size")) if self.in_one else None
+        names = Names(inside, expert=of_expert, left_out=left_out, root=self.root, head=self.head)
+        return decoder(self.model_type, config, tokens, layers, names, self.ropes(config))
 
 
 class KimiK2(DeepseekV3):
@@ -153,6 +192,155 @@ class KimiK2(DeepseekV3):
     model_type = "kimi_k2"
     config_type = "deepseek_v3"
     loads_by_names = False
+
+
+class KimiK25(KimiK2):
+    """Kimi K2.5 and after: Kimi K2 inside a model for text and images."""
+
+    model_type = "kimi_k25"
+    beside = frozenset({
+        "vision_config", "projection_hidden_size", "projection_layer_norm_eps", "image_token_id", "video_token_id",
+        "vision_start_token_id", "vision_end_token_id", "ignore_index", "media_placeholder_token_id",
+        "use_unified_vision_chunk", "video_placeholder",
+    })  # fmt: skip
+    root, head = "language_model.model.", "language_model.lm_head"
+    left_out: Mapping[str, str] = {r"(model\.)?(vision_tower|mm_projector)\.": IMAGES_LEFT_OUT}
+
+    def own(self, config: Mapping[str, Any]) -> Mapping[str, Any]:
+        return {**text_settings(config), "tie_word_embeddings": config.get("tie_word_embeddings", True)}
+
+
+class Mistral4(DeepseekV3):
+    """Mistral Small 4: DeepSeek-V3's layers with softmax routers. Queries look more sharply from the positions on that
+    a first training had, so that the texts of a pack end there."""
+
+    model_type = "mistral4"
+    model_class = "Mistral4ForCausalLM"
+    in_one = True
+
+    def router(self, config: Config) -> Router:
+        groups = Groups(config.count("n_group"), config.count("topk_group"), 2)
+        return Router(
+            config.count("num_experts_per_tok"), bool(config.get("norm_topk_prob")), None, groups=groups,
+            factor=config.number("routed_scaling_factor"),
+        )  # fmt: skip
+
+    def attention(self, config: Config) -> Latent:
+        return latent(config, whole=True)
+
+    def ropes(self, config: Config) -> list[tuple[Rope, F32]]:
+        return [config.rope(config.parsed.head_dim, partial=True, kinds=("yarn",))]  # others fail in transformers
+
+    def describe(self, config: Config, tokens: Tokens) -> Description:
+        config.without_effect_on_text("llama_4_scaling_beta", "max_position_embeddings")
+        described, said = super().describe(config, tokens), config.rope_parameters()
+        number_of("llama_4_scaling_beta", config.get("rope_parameters").get("llama_4_scaling_beta"))
+        short = count_of("original_max_position_embeddings", said.get("original_max_position_embeddings"))
+        note = f"texts are at most {short} tokens long: queries further on look more sharply, which a pack can't say"
+        return limited(described, short, note)
+
+
+_INDEXERS = "the indexers, which choose among the tokens of longer texts, are left out"
+_OF_INDEXERS = (
+    "index_head_dim", "index_n_heads", "indexer_types", "index_share_for_mtp_iteration", "index_skip_topk_offset",
+    "index_topk_freq", "index_topk_pattern", "indexer_rope_interleave",
+)  # fmt: skip
+
+
+class DeepseekV32(DeepseekV3):
+    """DeepSeek-V3.2: DeepSeek-V3 with an indexer, by which each token attends to index_topk others at most. Texts with
+    no more tokens need none, and a pack's texts are no longer."""
+
+    model_type = "deepseek_v32"
+    model_class = "DeepseekV32ForCausalLM"
+    left_out: Mapping[str, str] = {r"model\.layers\.\d+\.self_attn\.indexer\.": _INDEXERS}
+
+    def describe(self, config: Config, tokens: Tokens) -> Description:
+        config.without_effect(*_OF_INDEXERS, "moe_router_dtype", "head_dim")  # routers have 32 bits in a pack
+        config.must_be("mlp_bias", False, "networks with biases can't be packed for this family")
+        config.of_layers("layer_types", {"indexed_attention": None})
+        kept = config.count("index_topk")
+        note = f"texts are at most {kept} tokens long: in longer ones an indexer chooses tokens, which a pack can't say"
+        return limited(super().describe(config, tokens), kept, note)
+
+    def pairs(self, config: Config) -> bool:
+        config.only(rope_interleave=(True,))
+        return True
+
+    def attention(self, config: Config) -> Latent:
+        return latent(config, None)
+
+    def networks(self, config: Config, dense: Ffn, routed: Experts) -> list[Ffn | Experts]:
+        config.without_effect("first_k_dense_replace")  # mlp_layer_types says it
+        return config.of_layers("mlp_layer_types", {"dense": dense, "sparse": routed})
+
+    def prepared(self, model: nn.Module) -> nn.Module:
+        """Puts a module that chooses all tokens in place of each indexer."""
+        from moeconv.source.archs.modules import AllTokens
+
+        for layer in self.tower(model, "decoder").get_submodule(self.layer_list).children():
+            attention: Any = layer.get_submodule("self_attn")
+            attention.indexer = AllTokens()
+        return model
+
+
+class GlmMoeDsa(DeepseekV32):
+    """GLM-5: as DeepSeek-V3.2; some layers share the choice of an indexer."""
+
+    model_type = "glm_moe_dsa"
+    model_class = "GlmMoeDsaForCausalLM"
+    more_results = 1
+
+
+class SolarOpen(Family):
+    """Solar Open: Llama's attention, DeepSeek-V3's routers and a shared expert in all layers."""
+
+    model_type = "solar_open"
+    model_class = "SolarOpenForCausalLM"
+
+    def describe(self, config: Config, tokens: Tokens) -> Description:
+        config.without_effect("intermediate_size", "first_k_dense_replace")  # all layers have experts
+        config.only(use_qk_norm=(False,))
+        norm, attention = (
+            Norm(config.get("rms_norm_eps")),
+            config.attention(biases=config.biases("attention_bias", "qkv")),
+        )
+        layer = Layer(norm, attention, None, experts(config, sigmoid_router(config)))
+        return decoder(self.model_type, config, tokens, [layer] * config.count("num_hidden_layers"))
+
+
+_HY_INSIDE = {
+    "router": "mlp.router.gate", "router.choice_bias": "mlp.expert_bias",
+    **{f"shared.{name}": f"mlp.shared_mlp.{name}_proj" for name in ("gate", "up", "down")},
+}  # fmt: skip
+_HY_IN_MEMORY = {
+    "router": "mlp.gate", "router.choice_bias": "mlp.e_score_correction_bias",
+    **{f"shared.{name}": f"mlp.shared_experts.{name}_proj" for name in ("gate", "up", "down")},
+}  # fmt: skip
+
+
+class HyV3(Family):
+    """Hunyuan 3 (Hy3): heads normed one by one, DeepSeek-V3's routers without groups, a shared expert; mlp_layer_types
+    names the layers with experts."""
+
+    model_type = "hy_v3"
+    model_class = "HYV3ForCausalLM"
+
+    def describe(self, config: Config, tokens: Tokens) -> Description:
+        config.must_be("mlp_bias", False, "networks with biases can't be packed for this family")
+        config.without_effect("enable_moe_fp32_combine")  # a pack sums in float32
+        config.only(qk_norm=(True,), use_qk_norm=(True,), scoring_func=("sigmoid",))
+        norm, dense = Norm(config.get("rms_norm_eps")), config.network("intermediate_size")
+        attention = config.attention(qk_norm="head", biases=config.biases("attention_bias", "qkvo"))
+        router = Router(
+            config.count("num_experts_per_tok"), True, None, score="sigmoid", choice_bias=True,
+            factor=config.number("router_scaling_factor"),
+        )  # fmt: skip
+        routed = experts(config, router, shorter=True)
+        known: Mapping[str, Ffn | Experts] = {"dense": dense, "sparse": routed}
+        layers = [Layer(norm, attention, None, ffn) for ffn in config.of_layers("mlp_layer_types", known)]
+        names = Names(_HY_INSIDE, _HY_IN_MEMORY, left_out=no_more_predicted(config))
+        return decoder(self.model_type, config, tokens, layers, names)
 
 
 class Glm4Moe(Family):

@@ -7,7 +7,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from moeconv.source.archs.config import Config, text_settings
-from moeconv.source.archs.description import Description, Names, Place, Source, decoder, in_one, named, rows
+from moeconv.source.archs.description import Description, Names, Place, Source, decoder, in_one, limited, named, rows
 from moeconv.source.archs.family import Family
 from moert.pack.codec import F32
 from moert.pack.model_spec import ExpertKey, Head, Join, Layer, StackName, Tokens
@@ -157,8 +157,7 @@ class Phi3(Dense):
         if config.rope_parameters()["rope_type"] != "longrope":
             return described
         note = f"texts are at most {short} tokens long: for longer ones longrope turns all tokens by other factors"
-        most = min(short, described.spec.max_positions or short)
-        return replace(described, spec=replace(described.spec, max_positions=most), limits=(note,))
+        return limited(described, short, note)
 
     def attentions(self, config: Config) -> Sequence[Attention]:
         return _in_all_layers(config, config.attention(window=config.get("sliding_window")))

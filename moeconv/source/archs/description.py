@@ -79,7 +79,7 @@ class Source:
     `factor`, plus `plus`.
 
     `form`: the coding of its numbers; None if it holds them as they are. `shape`: the shape of the decoded tensor, or
-    of one index of it; None for the shape of the pack's tensor.
+    of one index of it; None for the shape of the pack's tensor. `either`: some checkpoints have it transposed.
     """
 
     name: str
@@ -89,6 +89,7 @@ class Source:
     form: Form | None = None
     factor: float = 1.0
     plus: float = 0.0
+    either: bool = False
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -108,6 +109,8 @@ class Source:
 
             found = DECODERS[self.form](*(fetch(name, self.index) for name in self.names))
         expected = self.shape or shape
+        if self.either and tuple(found.shape) == expected[::-1] != expected:
+            found = transposed(found)
         if tuple(found.shape) != expected:
             raise ShapeDiffers(f"{self.name} has the shape {tuple(found.shape)}, config.json implies {expected}")
         found = self._viewed(found).reshape(shape)
@@ -296,12 +299,17 @@ def named(pattern: str, projections: Mapping[str, str] | None = None, last: str 
     return of_expert
 
 
-def joined(experts: str, d_ff: int, d_model: int) -> OfExpert:
+def joined(experts: str, d_ff: int, d_model: int, turned: bool = False, either: bool = False) -> OfExpert:
     """Returns the sources of experts with one tensor for all of a layer: down_proj [experts, d_model, d_ff], and gate
-    and up one after the other in gate_up_proj [experts, 2 · d_ff, d_model], both in the layer's module `experts`."""
+    and up one after the other in gate_up_proj [experts, 2 · d_ff, d_model], both in the layer's module `experts`.
+    `turned`: each matrix is transposed; `either`: it may be."""
 
     def of_expert(layer: int, expert: int, projection: str) -> Source:
-        return replace(in_one(f"layers.{layer}.{experts}.{{}}_proj", projection, d_ff, d_model), index=expert)
+        found = in_one(f"layers.{layer}.{experts}.{{}}_proj", projection, d_ff, d_model)
+        if turned:
+            view, shape = found.view, found.shape or (d_model, d_ff)
+            found = replace(found, view=transposed if view is None else in_turn(transposed, view), shape=shape[::-1])
+        return replace(found, index=expert, either=either)
 
     return of_expert
 
@@ -379,6 +387,13 @@ def decoder(
         spec, backbone, rooted(names.expert or _EXPERT), parameters, computed, copies, repeated, biases,
         names.left_out, at_once, (names.root, names.other_root) if names.other_root else None,
     )  # fmt: skip
+
+
+def limited(described: Description, most: int, note: str) -> Description:
+    """Returns the description of a model for texts of at most `most` tokens, with a note on the reason."""
+    most = min(most, described.spec.max_positions or most)
+    spec = replace(described.spec, max_positions=most)
+    return replace(described, spec=spec, limits=(*described.limits, note))
 
 
 def _source(canonical: str, inside: Inside, root: str, head: str) -> Source:

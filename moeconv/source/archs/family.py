@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import sys
 from collections.abc import Iterator, Mapping, Sequence, Set
 from contextlib import contextmanager
@@ -122,6 +123,8 @@ class Family:
     """The name by which transformers finds the class of its settings; None: `model_type`."""
     towers: Mapping[StackName, str] = {"decoder": "model"}
     layer_list = "layers"
+    more_results = 0
+    """How many results a layer of the model returns beside the hidden states."""
     reads_mxfp4 = False
     beside: Set[str] = frozenset()
     """Settings of the larger model that it is published in, which do not touch the text."""
@@ -173,7 +176,8 @@ class Family:
         in."""
         import torch
 
-        config = self._config_class.from_pretrained(config_dir, local_files_only=True)
+        settings = json.loads((config_dir / "config.json").read_text("utf-8"))
+        config = Config(self.own(settings), self._config_class).parsed
         model: nn.Module = self._class._from_config(config, dtype=torch.float32, experts_implementation="eager")
         return self.prepared(model.requires_grad_(False).eval())
 
@@ -192,7 +196,7 @@ class Family:
         from moeconv.source.archs.modules import Skipped
 
         last = len(layers) if stop is None else stop
-        return [layer if start <= at < last else Skipped() for at, layer in enumerate(layers)]
+        return [layer if start <= at < last else Skipped(self.more_results) for at, layer in enumerate(layers)]
 
     @contextmanager
     def resuming(self, tower: nn.Module) -> Iterator[None]:

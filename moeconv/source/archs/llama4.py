@@ -8,18 +8,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from moeconv.source.archs.config import Config, UnsupportedModel, text_settings
-from moeconv.source.archs.description import (
-    Description,
-    Inside,
-    Names,
-    Place,
-    Source,
-    decoder,
-    halves,
-    in_turn,
-    rows,
-    transposed,
-)
+from moeconv.source.archs.description import Description, Inside, Names, Place, decoder, halves, joined
 from moeconv.source.archs.family import Family
 from moert.pack.model_spec import ExpertKey, Layer, StackName, Tokens
 from moert.pack.parts import Attention, Experts, Norm, Router, Stretch
@@ -55,15 +44,8 @@ class Llama4Text(Family):
             Layer(norm, attention, None, experts if at in with_experts else dense)
             for at, attention in enumerate(_attentions(config))
         ]
-        d_ff, d_model = network.d_ff, config.get("hidden_size")
-
-        def of_expert(layer: int, expert: int, projection: str) -> Source:
-            at = f"layers.{layer}.feed_forward.experts"
-            if projection == "down":
-                return Source(f"{at}.down_proj", expert, transposed, (d_ff, d_model))
-            part = rows(0, d_ff) if projection == "gate" else rows(d_ff)
-            return Source(f"{at}.gate_up_proj", expert, in_turn(transposed, part), (d_model, 2 * d_ff))
-
+        d_model = config.get("hidden_size")
+        of_expert = joined("feed_forward.experts", network.d_ff, d_model, turned=True)
         attention = layers[0].attention
         assert attention is not None
         inside: dict[str, str | Place] = {

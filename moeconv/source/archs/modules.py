@@ -64,10 +64,14 @@ DECODERS: Mapping[str, Callable[..., Tensor]] = {
 
 
 class Skipped(nn.Module):
-    """A stand-in for a layer that does not run: it returns its input."""
+    """A stand-in for a layer that does not run: it returns its input, and `more` times None."""
 
-    def forward(self, hidden: Tensor, *_: Any, **__: Any) -> Tensor:
-        return hidden
+    def __init__(self, more: int = 0) -> None:
+        super().__init__()
+        self.more = more
+
+    def forward(self, hidden: Tensor, *_: Any, **__: Any) -> Any:
+        return (hidden, *[None] * self.more) if self.more else hidden
 
 
 class Network(nn.Module):
@@ -96,3 +100,12 @@ class Alone(nn.Module):
         chosen = torch.zeros((len(tokens), 1), dtype=torch.int64)
         found: Tensor = self.experts(tokens, chosen, torch.ones((len(tokens), 1), dtype=x.dtype))
         return found.reshape(x.shape)
+
+
+class AllTokens(nn.Module):
+    """An indexer's stand-in, which chooses all tokens."""
+
+    def forward(self, hidden: Tensor, _asked: Tensor, _turns: Any, mask: Tensor, *_: Any, **__: Any) -> Tensor:
+        """Returns the places of all keys for each query, [sequences, queries, keys]; mask [..., keys]."""
+        keys = torch.arange(mask.shape[-1], dtype=torch.int32)
+        return keys.expand(*hidden.shape[:2], -1)

@@ -2,12 +2,19 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
+
 from moeconv.source.archs.config import FIXED_ROPES, Config, UnsupportedModel, turns
 from moeconv.source.archs.description import EXPERTS_W123, Description, Names, Place, decoder, halves
 from moeconv.source.archs.family import Family
 from moert.pack.codec import F32
-from moert.pack.model_spec import Head, Layer, Tokens
+from moert.pack.model_spec import Head, Join, Layer, Tokens
 from moert.pack.parts import Attention, Experts, Ffn, Norm, Rope, Router
+
+if TYPE_CHECKING:
+    from torch import nn
 
 _NAMES = Names({"router": "block_sparse_moe.gate"}, {"router": "mlp.gate"}, EXPERTS_W123)
 
@@ -232,3 +239,56 @@ class Ernie45Moe(Family):
         names = Names(inside, in_memory, left_out={r".*mtp": "the layers that predict several tokens are left out"})
         head = Head(bool(config.get("tie_word_embeddings")), 1.0, bias=bias)
         return decoder(self.model_type, config, tokens, layers, names, head=head)
+
+
+_AFMOE_INSIDE = {
+    "mixer_after": "post_attention_layernorm", "ffn_norm": "pre_mlp_layernorm", "ffn_after": "post_mlp_layernorm",
+    "attn.gate": "self_attn.gate_proj", "router": "mlp.router.gate",
+    "router.choice_bias": "mlp.expert_bias",
+}  # fmt: skip
+
+
+class Afmoe(Family):
+    """AFMoE (Trinity): heads with a gate, normed one by one; layers with windows and rotary positions, and between them
+    layers with neither; norms before and behind each half, DeepSeek-V3's routers without groups, shared experts."""
+
+    model_type = "afmoe"
+    model_class = "AfmoeForCausalLM"
+
+    def describe(self, config: Config, tokens: Tokens) -> Description:
+        config.without_effect("global_attn_every_n_layers")  # layer_types says it
+        config.only(score_func=("sigmoid",), route_norm=(True,), n_group=(1,), topk_group=(1,))
+        config.without_effect("use_grouped_mm", "load_balance_coeff", "num_expert_groups", "num_limited_groups")
+        norm, dense = Norm(config.get("rms_norm_eps")), config.network("intermediate_size")
+        router = Router(
+            config.count("num_experts_per_tok"), True, None, score="sigmoid", choice_bias=True,
+            factor=config.number("route_scale"),
+        )  # fmt: skip
+        shared = config.network("moe_intermediate_size", times=config.count("num_shared_experts"))
+        experts = Experts(config.count("num_experts"), config.network("moe_intermediate_size"), router, shared)
+        biases, first = config.biases("attention_bias", "qkvo"), config.count("num_dense_layers", least=0)
+        layers = [
+            Layer(
+                norm, config.attention(qk_norm="head", biases=biases, window=window, gate=True, rope=_turns(window)),
+                None, dense if at < first else experts, Join(norm), Join(norm),
+            )
+            for at, window in enumerate(config.windows())
+        ]  # fmt: skip
+        scale = config.count("hidden_size") ** 0.5 if config.get("mup_enabled") else 1.0
+        ropes = [config.rope(config.head_dim())]
+        names = Names(_AFMOE_INSIDE)
+        return decoder(self.model_type, config, tokens, layers, names, ropes, embed_scale=scale)
+
+    @contextmanager
+    def resuming(self, tower: nn.Module) -> Iterator[None]:
+        """Keeps the tower from multiplying hidden states as it multiplies embeddings, inside a with block."""
+        config: Any = tower.config
+        before, config.mup_enabled = config.mup_enabled, False
+        try:
+            yield
+        finally:
+            config.mup_enabled = before
+
+
+def _turns(window: int | None) -> int | None:
+    return None if window is None else 0

@@ -7,7 +7,7 @@ from itertools import accumulate, pairwise
 from typing import Any
 
 from moeconv.source.archs.config import Config, text_settings
-from moeconv.source.archs.deepseek import MORE_PREDICTED
+from moeconv.source.archs.deepseek import IMAGES_LEFT_OUT, MORE_PREDICTED
 from moeconv.source.archs.description import Description, Inside, Names, Place, decoder, joined, of_heads, rows
 from moeconv.source.archs.family import Family
 from moert.pack.model_spec import Layer, Tokens
@@ -17,6 +17,9 @@ _QWEN2_INSIDE = {
     "shared_gate": "mlp.shared_expert_gate",
     **{f"shared.{name}": f"mlp.shared_expert.{name}_proj" for name in ("gate", "up", "down")},
 }
+SEES = frozenset({"vision_config", "image_token_id", "video_token_id", "vision_start_token_id", "vision_end_token_id"})
+"""Settings of models for text and images that do not touch the text."""
+_VL_DEFAULTS = {"rope_theta": 500000.0, "head_dim": None, "norm_topk_prob": True}  # where Qwen3-MoE has others
 
 
 class Qwen2Moe(Family):
@@ -52,6 +55,9 @@ class Qwen3Moe(Family):
     model_type = "qwen3_moe"
     model_class = "Qwen3MoeForCausalLM"
 
+    def names(self, experts: Experts, d_model: int) -> Names:
+        return Names()
+
     def describe(self, config: Config, tokens: Tokens) -> Description:
         config.must_be("attention_bias", False, "attention with biases can't be packed")
         config.only(use_qk_norm=(True,))
@@ -67,7 +73,31 @@ class Qwen3Moe(Family):
             Layer(norm, attention, None, dense if at in without or (at + 1) % step else experts)
             for at in range(config.count("num_hidden_layers"))
         ]
-        return decoder(self.model_type, config, tokens, layers)
+        return decoder(self.model_type, config, tokens, layers, self.names(experts, config.count("hidden_size")))
+
+
+class Qwen3VlMoe(Qwen3Moe):
+    """Qwen3-VL with experts: Qwen3-MoE inside a model for text and images, with experts that always sum to 1."""
+
+    model_type = "qwen3_vl_moe"
+    config_type = "qwen3_moe"
+    loads_by_names = False
+    beside = SEES
+
+    def own(self, config: Mapping[str, Any]) -> Mapping[str, Any]:
+        tied = config.get("tie_word_embeddings", False)
+        return {**_VL_DEFAULTS, **text_settings(config), "tie_word_embeddings": tied}
+
+    def describe(self, config: Config, tokens: Tokens) -> Description:
+        config.without_effect_on_text("mrope_section", "mrope_interleaved")  # a word's place has one number, not three
+        config.only(norm_topk_prob=(True,))
+        return super().describe(config, tokens)
+
+    def names(self, experts: Experts, d_model: int) -> Names:
+        return Names(
+            expert=joined("mlp.experts", experts.ffn.d_ff, d_model, either=True), root="model.language_model.",
+            left_out={r"model\.visual\.": IMAGES_LEFT_OUT},
+        )  # fmt: skip
 
 
 _NORMS = {
@@ -199,12 +229,10 @@ class Qwen35Moe(Qwen35MoeText):
 
     model_type = "qwen3_5_moe"
     config_type = "qwen3_5_moe_text"
-    beside = frozenset(
-        {"vision_config", "image_token_id", "video_token_id", "vision_start_token_id", "vision_end_token_id"}
-    )
+    beside = SEES
     root, other_root = "model.language_model.", ""
     left_out: Mapping[str, str] = {
-        **Qwen35MoeText.left_out, r"model\.visual\.": "images are left out: the pack holds the text model alone",
+        **Qwen35MoeText.left_out, r"model\.visual\.": IMAGES_LEFT_OUT,
     }  # fmt: skip
 
     def own(self, config: Mapping[str, Any]) -> Mapping[str, Any]:
