@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -26,7 +27,11 @@ INT4 = {
         }
     },
 }
+GPTQ = {"quant_method": "gptq", "bits": 4, "group_size": 32, "desc_act": True, "sym": False}
+FP8_ROWS = {"quant_method": "modelopt", "quant_algo": "FP8_PER_CHANNEL_PER_TOKEN"}
 SIZES = {
+    "mixtral": {"hidden_size": 64, "intermediate_size": 96},
+    "qwen3_moe": {"hidden_size": 64, "moe_intermediate_size": 32},
     "kimi_k2": {"hidden_size": 64, "moe_intermediate_size": 32},
     "deepseek_v3": {"hidden_size": 136, "moe_intermediate_size": 132},  # more than a block each way
     "qwen3_next": {"hidden_size": 136, "moe_intermediate_size": 132},
@@ -76,13 +81,51 @@ def in_int4(tensors: Tensors) -> tuple[Tensors, Tensors]:
         out, inputs = weight.shape
         codes = torch.randint(0, 16, (out, inputs), generator=chance)
         scale = 2.0 ** -torch.randint(3, 6, (out, inputs // 32), generator=chance)
-        shifted = codes.view(out, -1, 8) << torch.arange(0, 32, 4)
-        coded[f"{name}_packed"] = (shifted.sum(-1) + 2**31) % 2**32 - 2**31
-        coded[f"{name}_packed"] = coded[f"{name}_packed"].to(torch.int32)
+        coded[f"{name}_packed"] = in_words(codes)
         coded[f"{name}_scale"], coded[f"{name}_shape"] = scale.to(torch.bfloat16), torch.tensor([out, inputs])
         plain[name] = ((codes - 8) * scale.repeat_interleave(32, 1)).to(torch.bfloat16)
         del coded[name]
     return coded, plain
+
+
+def in_gptq(tensors: Tensors) -> tuple[Tensors, Tensors]:
+    """Experts and the matrices of attention in groups of 32 inputs in any order, with zero points; and what these
+    are."""
+    coded, plain, chance = dict(tensors), dict(tensors), torch.Generator().manual_seed(8)
+    for name, weight in tensors.items():
+        if not re.search(r"(_proj|\.w[123])\.weight$", name):
+            continue
+        out, inputs = weight.shape
+        order = torch.arange(inputs)[torch.randperm(inputs, generator=chance)] // 32
+        codes = torch.randint(0, 16, (out, inputs), generator=chance)
+        zeros = torch.randint(1, 16, (out, inputs // 32), generator=chance)
+        scale = 2.0 ** -torch.randint(5, 8, (out, inputs // 32), generator=chance)
+        base = name.removesuffix(".weight")
+        coded |= {f"{base}.qweight": in_words(codes).T, f"{base}.qzeros": in_words(zeros.T - 1)}
+        coded |= {f"{base}.scales": scale.half().T, f"{base}.g_idx": order.int()}
+        plain[name] = ((codes - zeros[:, order]) * scale[:, order]).half()
+        del coded[name]
+    return {name: tensor.contiguous() for name, tensor in coded.items()}, plain
+
+
+def in_fp8_rows(tensors: Tensors) -> tuple[Tensors, Tensors]:
+    """Experts in FP8 with a scale for each row, and a scale of their activations; and what these are."""
+    coded, plain, chance = dict(tensors), dict(tensors), torch.Generator().manual_seed(9)
+    for name, weight in tensors.items():
+        if ".experts." not in name:
+            continue
+        scale = 2.0 ** torch.randint(-3, 3, (len(weight), 1), generator=chance)
+        coded[name] = (weight.float() / scale).to(torch.float8_e4m3fn)
+        coded[f"{name}_scale"] = scale
+        coded[f"{name.removesuffix('.weight')}.input_scale"] = torch.tensor(0.25)
+        plain[name] = (coded[name].float() * scale).to(torch.bfloat16)
+    return coded, plain
+
+
+def in_words(codes: torch.Tensor) -> torch.Tensor:
+    """Returns codes of 4 bits, eight to a number. int32 [..., codes / 8]"""
+    whole = (codes.reshape(*codes.shape[:-1], -1, 8) << torch.arange(0, 32, 4)).sum(-1)
+    return ((whole + 2**31) % 2**32 - 2**31).to(torch.int32)
 
 
 def written(source: Path, out: Path, tensors: Tensors, coding: Any) -> Path:

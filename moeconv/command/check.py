@@ -85,7 +85,7 @@ def opened(path: Path) -> tuple[Checkpoint | Outline, list[str] | None]:
 def absent_notes(outline: Checkpoint | Outline) -> list[str]:
     """Returns a note on files of weights that are missing, so that only the names of their tensors were checked; empty
     without any."""
-    tensors = outline.tensors if isinstance(outline, Checkpoint) else None
+    tensors = outline.files if isinstance(outline, Checkpoint) else None
     if not isinstance(tensors, FileTensors) or not (absent := tensors.absent):
         return []
     more = f" and {len(absent) - _NAMED} more" if len(absent) > _NAMED else ""

@@ -17,6 +17,7 @@ from moeconv.sentencepiece import TokenizerDamaged
 from moeconv.source.archs import Description, Family
 from moeconv.source.archs.config import ShapeDiffers
 from moeconv.source.archs.description import Source
+from moeconv.source.decoded import DecodedTensors
 from moeconv.source.outline import CONFIG, GENERATION_CONFIG, CheckpointError, Outline, find
 from moeconv.source.tensors import FileTensors, Tensors, add_file
 from moeconv.tokenizers import made
@@ -62,11 +63,13 @@ class Checkpoint:
         """Returns the checkpoint of some tensors; `path` has its config and its tokenizer. Raises CheckpointError."""
         _check_sizes(path)
         outline = Outline.read(path / CONFIG)
+        if outline.description.scheme is not None:
+            tensors = DecodedTensors.of(tensors, outline.description.scheme, path)
         description = outline.description.as_stored(tensors.names)
         checkpoint = cls(path, outline.config, outline.generation_config, outline.family, description, tensors)
         checkpoint._check_names()
-        if isinstance(tensors, FileTensors):
-            checkpoint._check_shapes(tensors.shapes)
+        if isinstance(checkpoint.files, FileTensors):
+            checkpoint._check_shapes(checkpoint.files.shapes)
         if not names_only:
             checkpoint._check_equal()
         return checkpoint
@@ -76,9 +79,25 @@ class Checkpoint:
         return self.description.spec
 
     @property
+    def files(self) -> Tensors:
+        """The tensors as they are stored."""
+        return self.tensors.stored if isinstance(self.tensors, DecodedTensors) else self.tensors
+
+    @property
     def notes(self) -> list[str]:
         """The notes for a person before the conversion, a line each."""
-        return [*self.description.notes, *self.left_out, *self.tokenizer_notes]
+        return [*self.description.notes, *self.coding_notes, *self.left_out, *self.tokenizer_notes]
+
+    @property
+    def coding_notes(self) -> list[str]:
+        """The notes on a checkpoint whose numbers are coded."""
+        if not isinstance(self.tensors, DecodedTensors):
+            return []
+        name = self.tensors.scheme.name
+        notes = [f"the weights are coded by {name}: a loss is against the numbers that these codes stand for"]
+        if self.tensors.of_activations:
+            notes.append("scales for the rounding of activations are left out: moert rounds them in its own way")
+        return notes
 
     @property
     def tokenizer_notes(self) -> list[str]:
@@ -121,11 +140,13 @@ class Checkpoint:
 
     @cached_property
     def source_dtype(self) -> str:
-        """The type of the stored experts: "BF16", "F16" or "F32"; "BF16" if their numbers are coded."""
+        """The type of the stored experts: "BF16", "F16" or "F32"; if their numbers are coded, the one of their scales,
+        or "BF16" for scales in more or fewer bits."""
         first = self.description.experts(self.spec.expert_keys()[0], "up")
-        if first.form is not None:
-            return "BF16"
-        dtype = str(self.tensors.fetch(first.name, first.index).dtype)
+        if isinstance(self.tensors, DecodedTensors) and self.tensors.is_coded(first.name):
+            dtype = str(self.tensors.dtype16(first.name))
+        else:
+            dtype = str(self.tensors.fetch(first.name, first.index).dtype)
         if dtype not in _DTYPES:
             raise CheckpointError(
                 f"{self.path}: {first.name} is stored as {dtype}; expected bfloat16, float16 or float32"
@@ -152,8 +173,9 @@ class Checkpoint:
 
         for projection in self.spec.moe.ffn.projections:
             source = self.description.experts(key, projection)
-            for name in source.names:
-                self.tensors.fetch(name, source.index).contiguous().view(torch.uint8).flatten()[::_PAGE].sum()
+            parts = self.tensors.parts(source.name) if isinstance(self.tensors, DecodedTensors) else [source.name]
+            for name in parts:
+                self.files.fetch(name, source.index).contiguous().view(torch.uint8).flatten()[::_PAGE].sum()
 
     def biases(self, key: ExpertKey) -> dict[str, F32]:
         """Returns projection → bias [out] of one expert; empty if experts have none. Raises CheckpointError."""
@@ -175,7 +197,7 @@ class Checkpoint:
         from moeconv.source.archs.weights import fill_backbone
 
         saved = not isinstance(self.tensors, FileTensors) or self.tensors.as_saved
-        if self.family.loads_by_names and saved and not any(source.form for source in self._sources()):
+        if self.family.loads_by_names and saved and not isinstance(self.tensors, DecodedTensors):
             return self.family.load(self.path, dtype)
         model = self.family.empty(self.path).to(dtype)
         tensors = self.spec.tensors
@@ -207,10 +229,12 @@ class Checkpoint:
         return self._shaped(self.description.backbone[canonical], shape)
 
     def stored_tensor(self, canonical: str, shape: tuple[int, ...]) -> torch.Tensor:
-        """Returns a tensor of the backbone as a pack stores it without a width: in its own dtype, or bfloat16 if its
+        """Returns a tensor of the backbone as a pack stores it without a width: in its own dtype, or in 16 bits if its
         numbers are coded in the checkpoint."""
         tensor, source = self.backbone_tensor(canonical, shape), self.description.backbone.get(canonical)
-        return tensor if source is None or source.form is None else tensor.bfloat16()
+        if source is None or not isinstance(self.tensors, DecodedTensors) or not self.tensors.is_coded(source.name):
+            return tensor
+        return tensor.to(self.tensors.dtype16(source.name))
 
     @cached_property
     def sha256(self) -> str:
@@ -227,6 +251,9 @@ class Checkpoint:
             return source.read(self.tensors.fetch, shape)
         except ShapeDiffers as error:
             raise CheckpointError(f"{self.path}: {error}") from None
+
+    def _is_coded(self, source: Source) -> bool:
+        return isinstance(self.tensors, DecodedTensors) and self.tensors.is_coded(source.name)
 
     def _sources(self) -> Iterator[Source]:
         described = self.description
@@ -246,7 +273,7 @@ class Checkpoint:
                 f"{self.path}: config.json implies {matrices} matrices of experts, there are {len(self.tensors.names)} "
                 "tensors in all: the checkpoint is incomplete, or config.json is another's"
             )
-        wanted = dict.fromkeys(name for source in self._sources() for name in source.names)
+        wanted = dict.fromkeys(source.name for source in self._sources())
         missing = [name for name in wanted if name not in self.tensors.names]
         if missing:
             more = f" and {len(missing) - 1} more" if len(missing) > 1 else ""
@@ -269,7 +296,7 @@ class Checkpoint:
         memory is taken for sizes that config.json claims."""
         for source, shape in self._placed():
             found = shapes.get(source.name)
-            if found is None or source.form is not None:
+            if found is None or self._is_coded(source):
                 continue
             if source.index is not None:
                 if not found or not 0 <= source.index < found[0]:

@@ -241,14 +241,10 @@ class Outline:
         config = json_object(file)
         if config is None:
             raise CheckpointError(f"{file.parent} has no {file.name}: give a directory with a Hugging Face model")
-        found = cls.of(config, json_object(file.parent / GENERATION_CONFIG) or {}, file)
         said = (json_object(file.parent / CODED) or {}).get("quantization")
-        if isinstance(said, dict) and said.get("quant_algo"):
-            raise CheckpointError(
-                f"{file.parent / CODED} says that the weights are coded by {brief(said['quant_algo'])}, which can't be "
-                "read: take a checkpoint in bf16"
-            )
-        return found
+        if isinstance(said, dict) and said.get("quant_algo") and not config.get("quantization_config"):
+            config = {**config, "quantization_config": {**said, "quant_method": "modelopt"}}
+        return cls.of(config, json_object(file.parent / GENERATION_CONFIG) or {}, file)
 
     @classmethod
     def of(cls, config: Mapping[str, Any], generation_config: Mapping[str, Any], file: Path) -> Outline:

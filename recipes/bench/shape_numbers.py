@@ -17,7 +17,7 @@ import numpy.typing as npt
 import torch
 
 from moeconv.source.archs import Description
-from moeconv.source.archs.description import FP8_SCALES, Source
+from moeconv.source.archs.description import Source
 from moeconv.source.outline import CONFIG, Outline
 from moert.pack.parts import Router
 from recipes.bench.sized import SMOKE
@@ -132,15 +132,14 @@ def _parts(source: Source, shape: tuple[int, ...], kind: Kind, description: Desc
     """The tensors that one source is made of; one index of the first dimension becomes all experts of a layer."""
     stack = () if source.index is None else (description.spec.moe.n,)
     inputs = shape[-1] if len(shape) > 1 else 1
-    if source.form == "mxfp4":
+    if description.mxfp4 and kind == "expert":
         groups = (*stack, shape[0], shape[1] // _GROUP)
-        blocks, scales = source.names
-        yield Stored(blocks, (*groups, _GROUP // 2), kind, "fp4", inputs)
-        yield Stored(scales, groups, kind, "fp4 scales", inputs)
+        yield Stored(f"{source.name}_blocks", (*groups, _GROUP // 2), kind, "fp4", inputs)
+        yield Stored(f"{source.name}_scales", groups, kind, "fp4 scales", inputs)
     elif fp8 and kind in _MATRICES:
         yield Stored(source.name, shape, kind, "fp8", inputs)
         blocks_each_way = (-(-shape[0] // _BLOCK), -(-shape[1] // _BLOCK))
-        yield Stored(source.name + FP8_SCALES, blocks_each_way, kind, "fp8 scales", inputs)
+        yield Stored(f"{source.name}_scale_inv", blocks_each_way, kind, "fp8 scales", inputs)
     else:
         yield Stored(source.name, (*stack, *shape), kind, None, inputs)
 

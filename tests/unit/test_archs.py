@@ -223,7 +223,7 @@ def run(model: Any, spec: ModelSpec) -> torch.Tensor:
         ("olmoe", {"rope_parameters": {"rope_type": "default", "rope_theta": 5e-324}}, "turns heads by up to inf"),
         ("olmoe", {"rope_parameters": {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 1e4}}, "dynamic"),
         ("qwen3_moe", {"attention_bias": True}, "attention_bias"),
-        ("mixtral", {"quantization_config": {"quant_method": "fp8"}}, "coded by 'fp8'"),
+        ("mixtral", {"quantization_config": {"quant_method": "eetq"}}, "coded by 'eetq'"),
         ("mixtral", {"hidden_act": "gelu_fast"}, "gelu_fast"),
         ("olmoe", {"head_dim": 12}, "head_dim"),
         ("olmoe", {"sliding_window": 8}, "sliding_window"),

@@ -211,14 +211,14 @@ def test_what_is_not_supported_is_one_line(
     assert printed.err.count("\n") == 1
 
 
-@pytest.mark.parametrize("algorithm", ["NVFP4", "FP8", "MIXED_PRECISION"])
+@pytest.mark.parametrize("algorithm", ["NVFP4_AWQ", "W4A8_AWQ", "MIXED_PRECISION"])
 def test_a_coding_that_another_file_names_is_refused(algorithm: str, tmp_path: Path) -> None:
     file = written(tmp_path, MIXTRAL_8X7B)
     for asked in (file, tmp_path):
         (tmp_path / "hf_quant_config.json").write_text('{"quantization": {"quant_algo": null}}')
         check(str(asked), HOST)
         (tmp_path / "hf_quant_config.json").write_text(json.dumps({"quantization": {"quant_algo": algorithm}}))
-        with one_line(CheckpointError, f"says that the weights are coded by '{algorithm}'"):
+        with one_line(CheckpointError, f"coded by 'modelopt', which can't be read .its quant_algo '{algorithm}'"):
             check(str(asked), HOST)
 
 

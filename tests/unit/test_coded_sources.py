@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -9,7 +10,22 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from coded_sources import FP8, INT4, MXFP4, SIZES, Tensors, coded_and_plain, in_fp8, in_int4, in_mxfp4, written
+from coded_sources import (
+    FP8,
+    FP8_ROWS,
+    GPTQ,
+    INT4,
+    MXFP4,
+    SIZES,
+    Tensors,
+    coded_and_plain,
+    in_fp8,
+    in_fp8_rows,
+    in_gptq,
+    in_int4,
+    in_mxfp4,
+    written,
+)
 from safetensors.torch import load_file
 from tiny import TINY, reconfigure
 
@@ -38,6 +54,7 @@ def pack_of(path: Path, out: Path) -> dict[str, str]:
     [
         ("deepseek_v3", in_fp8, FP8), ("qwen3_next", in_fp8, FP8), ("qwen3_5_moe", in_fp8, FP8),
         ("kimi_k2", in_int4, INT4), ("gpt_oss", in_mxfp4, MXFP4),
+        ("mixtral", in_gptq, GPTQ), ("qwen3_moe", in_fp8_rows, FP8_ROWS),
     ],
 )  # fmt: skip
 def test_a_coded_checkpoint_gives_the_pack_of_its_numbers(
@@ -59,22 +76,32 @@ def test_a_coded_checkpoint_gives_the_pack_of_its_numbers(
 
 
 @pytest.mark.parametrize(
-    "coding",
+    ("coding", "named"),
     [
-        {"quant_method": "gptq", "bits": 4},
-        {"quant_method": "fp8", "weight_block_size": [64, 64]},
-        {"quant_method": "mxfp4"},
-        {"quant_method": "fp8"},
-        {"quant_method": "compressed-tensors", "format": "nvfp4-pack-quantized"},
-        {**INT4, "config_groups": {}},
-        {**INT4, "config_groups": {"group_0": {"weights": {"num_bits": 8, "type": "int", "symmetric": True}}}},
+        ({"quant_method": "hqq"}, "weights are coded by 'hqq', which can't be read"),
+        ({"quant_method": "mxfp4"}, "which only gpt_oss is known for"),
+        (GPTQ, "weights are coded by gptq with 4 bits, and no tensor is"),
     ],
 )
-def test_other_codings_are_refused_by_name(coding: Any, tmp_path: Path) -> None:
+def test_other_codings_are_refused_by_name(coding: Any, named: str, tmp_path: Path) -> None:
     source = TINY["mixtral"][0](tmp_path)
     reconfigure(source, quantization_config=coding)
-    with pytest.raises(CheckpointError, match="weights are coded by"):
+    with pytest.raises(CheckpointError, match=named):
         Checkpoint.open(source)
+
+
+def test_notes_say_what_a_loss_is_against(tmp_path: Path) -> None:
+    """And the coding may be named in another file."""
+    coded_at, _ = coded_and_plain("qwen3_moe", in_fp8_rows, FP8_ROWS, tmp_path)
+    notes = Checkpoint.open(coded_at).notes
+    assert any("coded by modelopt FP8_PER_CHANNEL_PER_TOKEN: a loss is against" in note for note in notes)
+    assert any("rounding of activations are left out" in note for note in notes)
+    reconfigure(coded_at, quantization_config=None)
+    with pytest.raises(CheckpointError):
+        Checkpoint.open(coded_at)
+    other = {"producer": {"name": "modelopt"}, "quantization": {**FP8_ROWS, "kv_cache_quant_algo": None}}
+    (coded_at / "hf_quant_config.json").write_text(json.dumps(other))
+    assert Checkpoint.open(coded_at).notes == notes
 
 
 def test_a_damaged_scale_is_refused(tmp_path: Path) -> None:

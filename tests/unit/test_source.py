@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import pytest
 import torch
-from hypothesis import given
-from hypothesis import strategies as st
 
 from moeconv.source.archs.config import ShapeDiffers
 from moeconv.source.archs.description import Source, View, halves, in_turn, of_heads, rows, transposed
@@ -45,7 +43,7 @@ def test_what_is_written_is_what_is_read(view: View, factor: float) -> None:
     """And the rest stays as it is."""
     tensor = torch.randn(12, 5)
     before, shape = tensor.clone(), (view(tensor).numel() // 5, 5)
-    source = Source("t", None, view, (12, 5), None, factor)
+    source = Source("t", None, view, (12, 5), factor)
     weight = torch.randn(shape)
     source.write(tensor, weight)
     assert torch.allclose(source.read(lambda _name, _index: tensor, shape), weight)
@@ -59,28 +57,6 @@ def test_pairs_become_halves() -> None:
     source = Source("t", None, halves(2), (12, 1))
     found = source.read(lambda _name, _index: features, (12, 1))[:, 0].tolist()
     assert found == [0, 2, 4, 1, 3, 5, 6, 8, 10, 7, 9, 11]
-
-
-def test_blocks_of_fp8_have_a_scale_each() -> None:
-    source = Source("w", form="fp8 blocks")
-    assert source.names == ("w", "w_scale_inv")
-    found = source.read(fetch, (200, 300))
-    for row, column in ((0, 0), (127, 299), (128, 128), (199, 255), (199, 256)):
-        scale = STORED["w_scale_inv"][row // 128, column // 128]
-        assert found[row, column] == STORED["w"][row, column].float() * scale
-
-
-@given(row=st.integers(0, 4), column=st.integers(0, 63), expert=st.integers(0, 2))
-def test_four_bits_with_powers_of_two(row: int, column: int, expert: int) -> None:
-    source = Source("m", expert, form="mxfp4")
-    assert source.names == ("m_blocks", "m_scales")
-    group, place = divmod(column, 32)
-    byte = int(STORED["m_blocks"][expert, row, group, place // 2])
-    code = byte >> 4 if place % 2 else byte & 15
-    exponent, mantissa = code >> 1 & 3, code & 1
-    magnitude = mantissa / 2 if exponent == 0 else 2.0 ** (exponent - 1) * (1 + mantissa / 2)
-    expected = (-magnitude if code & 8 else magnitude) * 2.0 ** (int(STORED["m_scales"][expert, row, group]) - 127)
-    assert source.read(fetch, (5, 64))[row, column] == expected
 
 
 def test_what_is_there_is_asked_for() -> None:

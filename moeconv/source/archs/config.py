@@ -208,7 +208,6 @@ _ACTIVATIONS = {
     "gelu_pytorch_tanh": "gelu_new", "relu2": "relu2",
 }  # fmt: skip
 _ROPE_SETTINGS = ("rope_parameters", "rope_scaling", "rope_theta", "partial_rotary_factor")
-Coding = Literal["fp8", "int4", "mxfp4"]
 _LAYERS = ("num_hidden_layers", "num_layers", "num_decoder_layers")
 _OF_LAYERS = ("layers", "_layer")
 _MOST_LABELS = 1 << 20
@@ -278,24 +277,11 @@ class Config:
         if (found or None) != (value or None):
             raise UnsupportedModel(f"config.json sets {name} {found!r}: {why}")
 
-    def coding(self) -> Coding | None:
-        """Returns the coding of the checkpoint's numbers in quantization_config; None for no coding. Raises
-        UnsupportedModel."""
+    @property
+    def quantization(self) -> Any:
+        """quantization_config, as it stands (see `coding.scheme_of`); None without."""
         self._known.add("quantization_config")
-        said = self._raw.get("quantization_config")
-        if not said:
-            return None
-        method = said.get("quant_method") if isinstance(said, dict) else said
-        if method == "mxfp4":
-            return "mxfp4"
-        if method == "fp8" and list(said.get("weight_block_size") or ()) == [128, 128] and said.get("fmt") != "e5m2":
-            return "fp8"
-        if method == "compressed-tensors" and _is_int4(said):
-            return "int4"
-        raise UnsupportedModel(
-            f"config.json says that its weights are coded by {method!r}: only mxfp4, fp8 (e4m3) with blocks of 128 × "
-            "128, and compressed-tensors with symmetric groups of 4 bits can be read; take a checkpoint in bf16"
-        )
+        return self._raw.get("quantization_config")
 
     def without_effect(self, *names: str) -> None:
         """Notes settings that this family's model in transformers never uses."""
@@ -460,25 +446,6 @@ def unread(settings: Mapping[str, Any], read: Set[str], config_class: Any, where
             "change what the model computes, and a pack could not say so"
         )
     return idle
-
-
-def _is_int4(said: Mapping[str, Any]) -> bool:
-    """Returns whether all coded matrices have whole numbers of 4 bits around 0 with a scale for each group or row."""
-    groups = said.get("config_groups")
-    if said.get("format") != "pack-quantized" or not isinstance(groups, dict) or not groups:
-        return False
-    wanted: dict[str, tuple[Any, ...]] = {
-        "num_bits": (4,), "type": ("int",), "symmetric": (True,), "strategy": ("group", "channel"),
-        "actorder": (None, False, "weight"), "dynamic": (None, False),
-    }  # fmt: skip
-    return all(
-        isinstance(group, dict)
-        and isinstance(weights := group.get("weights"), dict)
-        and not group.get("input_activations")
-        and not group.get("output_activations")
-        and all(weights.get(name) in values for name, values in wanted.items())
-        for group in groups.values()
-    )
 
 
 def count_of(name: str, found: Any, least: int = 1) -> int:

@@ -6,10 +6,11 @@ import math
 import re
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Protocol, TypeAlias
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, TypeAlias
 
 import numpy as np
 
+from moeconv.source.archs.coding import Scheme
 from moeconv.source.archs.config import Config, ShapeDiffers, UnsupportedModel, check_computed
 from moert.pack.codec import F32
 from moert.pack.model_spec import ExpertKey, Head, Layer, ModelSpec, Tokens, stack_of
@@ -58,14 +59,6 @@ def in_turn(*views: View) -> View:
 
 # The source of a pack's tensor: its place in a checkpoint, and its form there.
 
-Form = Literal["fp8 blocks", "mxfp4", "int4 groups"]
-
-FP8_SCALES, INT4_CODES = "_scale_inv", "_packed"
-_SUFFIXES: Mapping[Form, tuple[str, ...]] = {
-    "fp8 blocks": ("", FP8_SCALES), "mxfp4": ("_blocks", "_scales"), "int4 groups": (INT4_CODES, "_scale", "_shape"),
-}  # fmt: skip
-"""Form of a coded matrix → the endings of its tensors' names."""
-
 
 class Fetch(Protocol):
     """A reader of a checkpoint's tensor by its name, or of one index of its first dimension."""
@@ -78,36 +71,22 @@ class Source:
     """The source of a pack's tensor: the tensor `name` or one `index` of its first dimension, through a `view`, times
     `factor`, plus `plus`.
 
-    `form`: the coding of its numbers; None if it holds them as they are. `shape`: the shape of the decoded tensor, or
-    of one index of it; None for the shape of the pack's tensor. `either`: some checkpoints have it transposed.
+    `shape`: the shape of the tensor, or of one index of it; None for the shape of the pack's tensor. `either`: some
+    checkpoints have it transposed.
     """
 
     name: str
     index: int | None = None
     view: View | None = None
     shape: tuple[int, ...] | None = None
-    form: Form | None = None
     factor: float = 1.0
     plus: float = 0.0
     either: bool = False
 
-    @property
-    def names(self) -> tuple[str, ...]:
-        """The names of the tensors that it is made of."""
-        suffixes = ("",) if self.form is None else _SUFFIXES[self.form]
-        return tuple(self.name + suffix for suffix in suffixes)
-
     def read(self, fetch: Fetch, shape: tuple[int, ...]) -> Tensor:
-        """Returns the pack's tensor of this shape, in the checkpoint's type; in float32 if it is coded, multiplied or
-        added to.
-
-        Raises ShapeDiffers."""
-        if self.form is None:
-            found = fetch(self.name, self.index)
-        else:
-            from moeconv.source.archs.modules import DECODERS
-
-            found = DECODERS[self.form](*(fetch(name, self.index) for name in self.names))
+        """Returns the pack's tensor of this shape, in the checkpoint's type, or in float32 if it is multiplied or
+        added to. Raises ShapeDiffers."""
+        found = fetch(self.name, self.index)
         expected = self.shape or shape
         if self.either and tuple(found.shape) == expected[::-1] != expected:
             found = transposed(found)
@@ -148,7 +127,7 @@ class Place(NamedTuple):
 
     def source(self, before: str, suffix: str) -> Source:
         shape = self.shape[:1] if self.shape is not None and suffix == ".bias" else self.shape
-        return Source(f"{before}{self.name}{suffix}", None, self.view, shape, None, self.factor, self.plus)
+        return Source(f"{before}{self.name}{suffix}", None, self.view, shape, self.factor, self.plus)
 
 
 Inside = Mapping[str, "str | Place"]
@@ -166,9 +145,6 @@ USUAL: Inside = {
 OfExpert = Callable[[int, int, str], Source]
 """(layer, expert, projection) → the source of this matrix, with a name behind the root of all names."""
 
-_CODED: Mapping[str, Form] = {FP8_SCALES: "fp8 blocks", INT4_CODES: "int4 groups"}
-"""Ending of a tensor's name that shows a coded matrix → the matrix's form."""
-
 
 @dataclass(frozen=True)
 class Description:
@@ -182,6 +158,7 @@ class Description:
     that a pack leaves out → a note on them. `other_root`: the beginning of names here, and their beginning in other
     checkpoints of the same model, for example in those that were saved without a head. `without_effect`: settings of
     config.json without effect on the model. `limits`: notes on texts that the pack refuses.
+    config.json without effect on the model. `scheme`: the coding of the checkpoint's numbers; None for plain ones.
     """
 
     spec: ModelSpec
@@ -197,6 +174,7 @@ class Description:
     other_root: tuple[str, str] | None = None
     without_effect: tuple[str, ...] = ()
     limits: tuple[str, ...] = ()
+    scheme: Scheme | None = None
 
     @property
     def notes(self) -> list[str]:
@@ -212,29 +190,17 @@ class Description:
 
     @property
     def mxfp4(self) -> bool:
-        """True if the experts have four bits in the checkpoint, as OCP's MXFP4."""
-        key, projections = self.spec.expert_keys()[0], self.spec.moe.ffn.projections
-        return all(self.experts(key, name).form == "mxfp4" for name in projections)
+        """True if the experts have four bits in the checkpoint, as OCP's MXFP4, which a pack can keep."""
+        return self.scheme is not None and self.scheme.mxfp4
 
     def as_stored(self, names: Collection[str]) -> Description:
         """Returns the description of a checkpoint with tensors of these names: experts of a layer may lie in one
-        tensor, coded matrices, in FP8 or four bits, have other names, and so have all tensors of a checkpoint that was
-        saved without a head."""
+        tensor, and all tensors of a checkpoint that was saved without a head have other names."""
         if self.other_root and _begin_otherwise(names, *self.other_root):
             return self._rooted(*self.other_root).as_stored(names)
         if self.joined is not None and self.joined(self.spec.expert_keys()[0], "down").name in names:
             return replace(self, experts=self.joined, joined=None).as_stored(names)
-
-        def coded(source: Source) -> Source:
-            for suffix, form in _CODED.items():
-                if source.form is None and source.name + suffix in names:
-                    return replace(source, form=form)
-            return source
-
-        if not any(name.endswith(tuple(_CODED)) for name in names):
-            return self
-        backbone = {name: coded(source) for name, source in self.backbone.items()}
-        return replace(self, backbone=backbone, experts=lambda key, name: coded(self.experts(key, name)))
+        return self
 
     def _rooted(self, root: str, other: str) -> Description:
         """Returns the description with names in checkpoints that begin with `other` in place of `root`."""

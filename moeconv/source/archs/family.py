@@ -11,6 +11,7 @@ from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from moeconv.source.archs.coding import scheme_of
 from moeconv.source.archs.config import Config, UnsupportedModel, beside_text
 from moeconv.source.archs.description import Description
 from moert.pack.model_spec import ExpertKey, LayerKey, ModelSpec, StackName, Tokens
@@ -150,12 +151,13 @@ class Family:
     ) -> tuple[Description, Config]:  # fmt: skip
         """Returns the description, and the settings with a record of those that were read."""
         asked = Config(self.own(config), self._config_class)
-        coding = asked.coding()
-        if coding == "mxfp4" and not self.reads_mxfp4:
+        scheme = scheme_of(asked.quantization)
+        if scheme is not None and scheme.name == "mxfp4" and not self.reads_mxfp4:
             raise UnsupportedModel(
                 "config.json says that its weights are coded by mxfp4, which only gpt_oss is known for"
             )
         found = self.describe(asked, special_tokens(config, generation_config))
+        found = replace(found, scheme=scheme)
         outer = beside_text(config, self.beside, self._config_class) if self.beside else ()
         return replace(found, without_effect=(*outer, *asked.check_all_read())), asked
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+from moeconv.source.archs.coding import scheme_of
 from moeconv.source.archs.config import Config
 from moeconv.source.archs.description import Description, Names, Source, decoder, in_turn, rows, transposed
 from moeconv.source.archs.family import Family
@@ -37,7 +38,7 @@ class GptOss(Family):
             Layer(norm, config.attention(biases=biases, window=window, sinks=True), None, experts)
             for window in config.windows()
         ]
-        coded = config.coding() == "mxfp4"
+        coded = scheme_of(config.quantization) is not None
         d_ff, d_model = network.d_ff, config.count("hidden_size")
 
         def of_expert(layer: int, expert: int, projection: str) -> Source:
@@ -45,7 +46,7 @@ class GptOss(Family):
             name = f"{at}.{'down' if view is None else 'gate_up'}_proj"
             shape = (d_model, d_ff) if view is None else (2 * d_ff, d_model)
             if coded:
-                return Source(name, expert, view, shape, "mxfp4")
+                return Source(name, expert, view, shape)
             turned = transposed if view is None else in_turn(transposed, view)
             return Source(name, expert, turned, shape[::-1])
 
