@@ -29,6 +29,11 @@ INT4 = {
 }
 GPTQ = {"quant_method": "gptq", "bits": 4, "group_size": 32, "desc_act": True, "sym": False}
 FP8_ROWS = {"quant_method": "modelopt", "quant_algo": "FP8_PER_CHANNEL_PER_TOKEN"}
+PACKED_MXFP4 = {
+    "quant_method": "compressed-tensors",
+    "format": "mxfp4-pack-quantized",
+    "config_groups": {"group_0": {"weights": {"num_bits": 4, "type": "float", "strategy": "group", "group_size": 32}}},
+}
 SIZES = {
     "mixtral": {"hidden_size": 64, "intermediate_size": 96},
     "qwen3_moe": {"hidden_size": 64, "moe_intermediate_size": 32},
@@ -68,6 +73,22 @@ def in_mxfp4(tensors: Tensors) -> tuple[Tensors, Tensors]:
         coded[f"{name}_scales"] = exponents.to(torch.uint8)
         values = FP4[codes & 7] * torch.where(codes >= 8, -1.0, 1.0) * 2.0 ** (exponents - 127)[..., None]
         plain[name] = values.flatten(2).transpose(1, 2).contiguous().to(torch.bfloat16)
+        del coded[name]
+    return coded, plain
+
+
+def in_packed_mxfp4(tensors: Tensors) -> tuple[Tensors, Tensors]:
+    """Experts as compressed-tensors stores MXFP4; and what these are."""
+    coded, plain, chance = dict(tensors), dict(tensors), torch.Generator().manual_seed(10)
+    for name, weight in tensors.items():
+        if ".experts." not in name:
+            continue
+        codes = torch.randint(0, 16, weight.shape, generator=chance)
+        exponents = torch.randint(120, 124, (len(weight), weight.shape[1] // 32), generator=chance)
+        coded[f"{name}_packed"] = (codes[:, 0::2] | codes[:, 1::2] << 4).to(torch.uint8)
+        coded[f"{name}_scale"] = exponents.to(torch.uint8)
+        scale = 2.0 ** (exponents - 127).repeat_interleave(32, 1)
+        plain[name] = (FP4[codes & 7] * torch.where(codes >= 8, -1.0, 1.0) * scale).to(torch.bfloat16)
         del coded[name]
     return coded, plain
 

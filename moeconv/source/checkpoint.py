@@ -90,14 +90,11 @@ class Checkpoint:
 
     @property
     def coding_notes(self) -> list[str]:
-        """The notes on a checkpoint whose numbers are coded."""
-        if not isinstance(self.tensors, DecodedTensors):
-            return []
-        name = self.tensors.scheme.name
-        notes = [f"the weights are coded by {name}: a loss is against the numbers that these codes stand for"]
-        if self.tensors.of_activations:
-            notes.append("scales for the rounding of activations are left out: moert rounds them in its own way")
-        return notes
+        """The note on tensors of a coded checkpoint that a pack has no use for."""
+        coded = isinstance(self.tensors, DecodedTensors) and self.tensors.of_activations
+        return (
+            ["scales for the rounding of activations are left out: moert rounds them in its own way"] if coded else []
+        )
 
     @property
     def tokenizer_notes(self) -> list[str]:

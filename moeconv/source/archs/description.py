@@ -179,9 +179,13 @@ class Description:
     @property
     def notes(self) -> list[str]:
         """The notes on config.json for a person, a line each."""
-        names = ", ".join(dict.fromkeys(self.without_effect))
-        without = f"transformers gives these settings of config.json no effect on the model: {names}"
-        return [*self.limits, *([without] if names else [])]
+        notes, names = [*self.limits], ", ".join(dict.fromkeys(self.without_effect))
+        if names:
+            notes.append(f"transformers gives these settings of config.json no effect on the model: {names}")
+        if self.scheme is not None:
+            coded = f"the weights are coded by {self.scheme.name}"
+            notes.append(f"{coded}: a loss is against the numbers that these codes stand for")
+        return notes
 
     @property
     def wide(self) -> Collection[str]:
