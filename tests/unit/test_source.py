@@ -62,3 +62,22 @@ def test_pairs_become_halves() -> None:
 def test_what_is_there_is_asked_for() -> None:
     with pytest.raises(KeyError, match="other"):
         Source("other").read(fetch, (1,))
+
+
+def test_zeros_follow_where_a_pack_has_more_room() -> None:
+    stored = STORED["fused"][0].clone()  # [6, 4]: two heads of three rows
+    source = Source("fused", 0, of_heads(2), (6, 4), factor=2.0, room=(1, 5))
+    found = source.read(fetch, (10, 4)).reshape(2, 5, 4)
+    assert torch.equal(found[:, :3].reshape(6, 4), 2 * stored)
+    assert not found[:, 3:].any()
+    written = torch.zeros(1, 6, 4)
+    source.write(written, found.reshape(10, 4))
+    assert torch.equal(written[0], stored)
+
+
+def test_a_matrix_may_lie_either_way() -> None:
+    whole = STORED["fused"][0]
+    assert torch.equal(Source("fused", 0, either=True).read(fetch, (4, 6)), whole.T)
+    assert torch.equal(Source("fused", 0, either=True).read(fetch, (6, 4)), whole)
+    with pytest.raises(ShapeDiffers):
+        Source("fused", 0, either=True).read(fetch, (3, 8))

@@ -29,6 +29,7 @@ from moeconv.source.archs.gptsan_japanese import GptsanJapanese
 from moeconv.source.archs.granite import GraniteMoe, GraniteMoeShared
 from moeconv.source.archs.hybrids import GraniteMoeHybrid, Jamba, Lfm2Moe, NemotronH
 from moeconv.source.archs.llama4 import Llama4, Llama4Text
+from moeconv.source.archs.mimo import MiMoV2Flash
 from moeconv.source.archs.nllb_moe import NllbMoe
 from moeconv.source.archs.opt import Opt
 from moeconv.source.archs.plain import Afmoe, Ernie45Moe, HunyuanV1Moe, MiniMaxM2, Mixtral, Olmoe, Phimoe
@@ -46,7 +47,7 @@ FAMILIES: Mapping[str, Family] = {
         Lfm2Moe(), NllbMoe(), Jamba(), Qwen3Next(), Qwen35Moe(), Qwen35MoeText(), GraniteMoeHybrid(),
         NemotronH(), GptsanJapanese(), Opt(), Llama(), Mistral(), Qwen2(), Qwen3(), SmolLM3(),
         Phi3(), Gemma3(), Gemma3Text(), Qwen3VlMoe(), KimiK25(), Mistral4(), SolarOpen(), HyV3(), Afmoe(),
-        DeepseekV32(), GlmMoeDsa(),
+        DeepseekV32(), GlmMoeDsa(), MiMoV2Flash(),
     )
 }  # fmt: skip
 """model_type of config.json → its family."""

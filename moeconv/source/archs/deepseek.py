@@ -82,10 +82,13 @@ def latent_names(config: Config, pairs: bool) -> Inside:
     }  # fmt: skip
 
 
-def sigmoid_router(config: Config, scores: tuple[str, ...] = ("sigmoid",)) -> Router:
+def sigmoid_router(
+    config: Config, scores: tuple[str, ...] = ("sigmoid",), every: tuple[Any, ...] = (1,)
+) -> Router:  # fmt: skip
     """Returns DeepSeek-V3's router (arXiv 2412.19437, 2.1.2): groups by the sum of their two best, a bias for the
-    choice. `scores`: the names of these scores in config.json. Raises UnsupportedModel."""
-    config.only(scoring_func=scores, topk_method=("noaux_tc",), moe_layer_freq=(1,))
+    choice. `scores`: the names of these scores in config.json; `every`: the values of moe_layer_freq. Raises
+    UnsupportedModel."""
+    config.only(scoring_func=scores, topk_method=("noaux_tc",), moe_layer_freq=every)
     groups, best = config.count("n_group"), config.count("topk_group")
     return Router(
         config.count("num_experts_per_tok"), bool(config.get("norm_topk_prob")), None, score="sigmoid",

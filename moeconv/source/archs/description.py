@@ -39,6 +39,11 @@ def of_heads(heads: int, start: int | None = None, stop: int | None = None) -> V
     return lambda tensor: tensor.reshape(heads, -1, *tensor.shape[1:])[:, start:stop]
 
 
+def of_columns(heads: int) -> View:
+    """Returns the view of the columns of each head of a matrix [out, heads · dim]: [out, heads, dim]."""
+    return lambda tensor: tensor.reshape(len(tensor), heads, -1)
+
+
 def halves(heads: int, start: int | None = None, stop: int | None = None) -> View:
     """Returns the view of `of_heads` for rotary positions that turn pairs (2i, 2i + 1): the first of all pairs, then
     the second, as a pack has them. Heads all turned alike give the same scores in any order."""
@@ -72,7 +77,7 @@ class Source:
     `factor`, plus `plus`.
 
     `shape`: the shape of the tensor, or of one index of it; None for the shape of the pack's tensor. `either`: some
-    checkpoints have it transposed.
+    checkpoints have it transposed. `room`: a dimension of the view and its size in the pack, where zeros follow.
     """
 
     name: str
@@ -82,6 +87,7 @@ class Source:
     factor: float = 1.0
     plus: float = 0.0
     either: bool = False
+    room: tuple[int, int] | None = None
 
     def read(self, fetch: Fetch, shape: tuple[int, ...]) -> Tensor:
         """Returns the pack's tensor of this shape, in the checkpoint's type, or in float32 if it is multiplied or
@@ -92,12 +98,15 @@ class Source:
             found = transposed(found)
         if tuple(found.shape) != expected:
             raise ShapeDiffers(f"{self.name} has the shape {tuple(found.shape)}, config.json implies {expected}")
-        found = self._viewed(found).reshape(shape)
+        found = self._roomy(self._viewed(found)).reshape(shape)
         return found if self.as_it_is else found.float() * self.factor + self.plus
 
     def write(self, tensor: Tensor, weight: Tensor) -> None:
         """Writes the pack's tensor, `weight`, to its place in the tensor called `name`."""
         place = self._viewed(tensor if self.index is None else tensor[self.index])
+        if self.room is not None:
+            dim, size = self.room
+            weight = weight.reshape(*place.shape[:dim], size, *place.shape[dim + 1 :]).narrow(dim, 0, place.shape[dim])
         place.copy_((weight if self.as_it_is else (weight - self.plus) / self.factor).reshape(place.shape))
 
     @property
@@ -107,6 +116,17 @@ class Source:
 
     def _viewed(self, tensor: Tensor) -> Tensor:
         return tensor if self.view is None else self.view(tensor)
+
+    def _roomy(self, tensor: Tensor) -> Tensor:
+        """Returns a view with zeros where the pack has more room."""
+        if self.room is None:
+            return tensor
+        dim, size = self.room
+        shape = [*tensor.shape]
+        shape[dim] = size
+        found = tensor.new_zeros(shape)
+        found.narrow(dim, 0, tensor.shape[dim]).copy_(tensor)
+        return found
 
 
 # A family's description of one checkpoint: the model as a tree of parts, and the source of each of its tensors.
@@ -124,10 +144,12 @@ class Place(NamedTuple):
     shape: tuple[int, ...] | None = None
     factor: float = 1.0
     plus: float = 0.0
+    room: tuple[int, int] | None = None
 
     def source(self, before: str, suffix: str) -> Source:
         shape = self.shape[:1] if self.shape is not None and suffix == ".bias" else self.shape
-        return Source(f"{before}{self.name}{suffix}", None, self.view, shape, self.factor, self.plus)
+        name = f"{before}{self.name}{suffix}"
+        return Source(name, None, self.view, shape, self.factor, self.plus, room=self.room)
 
 
 Inside = Mapping[str, "str | Place"]
