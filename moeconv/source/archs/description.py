@@ -180,7 +180,7 @@ class Description:
     that a pack leaves out → a note on them. `other_root`: the beginning of names here, and their beginning in other
     checkpoints of the same model, for example in those that were saved without a head. `without_effect`: settings of
     config.json without effect on the model. `limits`: notes on texts that the pack refuses.
-    config.json without effect on the model. `scheme`: the coding of the checkpoint's numbers; None for plain ones.
+    `scheme`: the coding of the checkpoint's numbers; None for plain ones.
     """
 
     spec: ModelSpec
