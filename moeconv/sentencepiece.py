@@ -184,7 +184,7 @@ def tokenizer_json(found: Pieces, config: Table, family: str, added: Mapping[int
         "added_tokens": [tokens[number] for number in sorted(tokens)],
         "normalizer": {"type": "Sequence", "normalizers": list(_normalizers(found, prefix))},
         "pre_tokenizer": {"type": "Sequence", "pretokenizers": list(_cuts(found, prefix, every))},
-        "post_processor": _template(*_around(found, kind, config), ids),
+        "post_processor": template(*_around(found, kind, config), ids),
         "decoder": {"type": "Sequence", "decoders": list(_decoders(found, prefix))},
         "model": _model(found, pieces),
     }
@@ -295,7 +295,10 @@ def _around(found: Pieces, kind: str, config: Table) -> tuple[list[str], list[st
     return before, [last] if last and config.get("add_eos_token") else []
 
 
-def _template(before: Iterable[str], behind: Iterable[str], ids: Mapping[str, int]) -> dict[str, Any] | None:
+def template(before: Iterable[str], behind: Iterable[str], ids: Mapping[str, int]) -> dict[str, Any] | None:
+    """Returns the rule of a tokenizer.json that puts tokens around each text; None without any. `ids`: of all tokens.
+    Raises TokenizerUnfit."""
+
     def around(text: str) -> list[dict[str, Any]]:
         special = lambda name: {"SpecialToken": {"id": name, "type_id": 0}}  # noqa: E731
         return [*map(special, before), {"Sequence": {"id": text, "type_id": 0}}, *map(special, behind)]

@@ -14,6 +14,7 @@ from moeconv.plan.problem import Storage
 from moeconv.quantizers import group_size_of
 from moeconv.report.page import many, size
 from moeconv.source.checkpoint import Checkpoint
+from moeconv.source.gguf.folder import is_gguf
 from moeconv.source.outline import CONFIG, Outline, features, find
 from moeconv.source.tensors import FileTensors, has_weights
 from moert.pack.model_spec import ModelSpec
@@ -45,9 +46,9 @@ class Checked:
 
 
 def check(model: str, host: Host, layout: str = DEFAULT_LAYOUT) -> Checked:
-    """Checks a model without its weights. `model`: a directory, a config.json, or a hub id; `layout`: how its experts
-    would lie in a pack. Raises CheckpointError for a model that can't be converted, SettingsError for experts that
-    can't have this layout."""
+    """Checks a model without its weights. `model`: a directory, a GGUF file, a config.json, or a hub id; `layout`: how
+    its experts would lie in a pack. Raises CheckpointError for a model that can't be converted, SettingsError
+    for experts that can't have this layout."""
     check_choice("layout", layout, LAYOUTS)
     outline, left = opened(located(model))
     spec, described = outline.spec, outline.description
@@ -74,6 +75,9 @@ def located(model: str) -> Path:
 def opened(path: Path) -> tuple[Checkpoint | Outline, list[str] | None]:
     """Returns the outline of a model, and the notes on left out tensors; None for these if the names of tensors can't
     be read."""
+    if is_gguf(path):
+        checkpoint = Checkpoint.open(path, names_only=True)
+        return checkpoint, checkpoint.left_out
     if path.is_file():
         return Outline.read(path), None
     if not has_weights(path):

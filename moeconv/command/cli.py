@@ -55,7 +55,9 @@ EXIT_USER, EXIT_MISSED, EXIT_INTERRUPTED = USAGE, 3, 130
 @app.command(cls=options.grouped("quantize"))
 @options.taking("quantize")
 def quantize(
-    model: Annotated[str, typer.Argument(metavar="MODEL", help="A folder with a Hugging Face model, or a hub id.")],
+    model: Annotated[
+        str, typer.Argument(metavar="MODEL", help="A folder with a Hugging Face model, a GGUF file, or a hub id.")
+    ],
     loss: Loss = None,
     size: Size = None,
     bits_per_weight: BitsPerWeight = None,
@@ -167,8 +169,9 @@ def quantize(
 @app.command()
 def check(
     model: Annotated[
-        str, typer.Argument(metavar="MODEL_OR_CONFIG", help="A folder with a Hugging Face model, a config.json, or a "
-                                                            "hub id (only its settings and index are fetched).")
+        str, typer.Argument(metavar="MODEL_OR_CONFIG", help="A folder with a Hugging Face model, a GGUF file, a "
+                                                            "config.json, or a hub id (only its settings and index are "
+                                                            "fetched).")
     ],
     layout: Annotated[str, typer.Option(help="Order of the experts' bytes, as in moeconv quantize.")] = "expert",
     as_json: Json = False,

@@ -36,7 +36,8 @@ from moeconv.plan.problem import Storage
 from moeconv.quantizers import group_size_of
 from moeconv.report.page import duration, many, size
 from moeconv.source.checkpoint import Checkpoint
-from moeconv.source.outline import CONFIG, Outline, json_object
+from moeconv.source.gguf.tensors import GgufTensors
+from moeconv.source.outline import CONFIG, GGUF, Outline, json_object
 from moeconv.tuned import said
 from moert.pack.documents import MAX_BYTES
 from moert.pack.messages import NotASize, parse_size
@@ -89,7 +90,7 @@ def is_model(what: str, given: Collection[str]) -> bool:
     for arguments that do not go with it."""
     path = Path(what)
     there = path.is_file() or (path / CONFIG).is_file()
-    found = there or (not path.exists() and what.count("/") == 1 and not OF_WORK & set(given))
+    found = there or (not path.exists() and (what.count("/") == 1 or what.endswith(GGUF)) and not OF_WORK & set(given))
     for name in given:
         if name in (OF_WORK if found else OF_MODEL):
             option = _OPTIONS.get(name, said(name))
@@ -101,7 +102,7 @@ _REFUSED = {
     True: "{option} asks what a conversion has measured, and {what} is a model: give the --work directory of a "
     "`moeconv quantize`, or only --memory and --drive",
     False: "{option} asks what a pack of a model would be, and {what} is not one: give a directory with config.json, a "
-    "config.json, or a hub id",
+    "GGUF file, a config.json, or a hub id",
 }  # fmt: skip
 
 
@@ -145,8 +146,8 @@ def asked(model: str, memory: str | None, drive: str | None) -> Expected:
 
 
 def expect(model: str, machine: Mapping[str, Any], place: Where, timed: Timing) -> Expected:
-    """Returns the expectations of a model. `model`: a directory, a config.json, or a hub id. Raises CheckpointError for
-    a model that can't be converted."""
+    """Returns the expectations of a model. `model`: a directory, a GGUF file, a config.json, or a hub id. Raises
+    CheckpointError for a model that can't be converted."""
     path = located(model)
     outline, _ = opened(path)
     spec, wide = outline.spec, outline.description.wide
@@ -181,6 +182,8 @@ def _four_bits(found: Sequence[Forecast]) -> int:
 
 def source_bytes(path: Path, outline: Checkpoint | Outline, numbers: Parameters) -> int:
     """Returns the bytes of the checkpoint's weights: of its files, by its index, or as config.json makes likely."""
+    if isinstance(outline, Checkpoint) and isinstance(outline.tensors, GgufTensors):
+        return outline.tensors.nbytes
     if path.is_dir():
         lying = sum(file.stat().st_size for file in path.glob("*.safetensors"))
         about = (json_object(path / _INDEX) or {}).get("metadata")

@@ -144,8 +144,9 @@ class Conversion:
         coding = Coding.open(settings)
         if note := check_replaced(settings, coding.checkpoint.path):
             say(note)
-        for left_out in coding.checkpoint.notes:
-            say(f"note: {left_out}")
+        for note in coding.checkpoint.notes:
+            kept = note == coding.checkpoint.description.coding_note
+            self.account.note(note) if kept else say(f"note: {note}")
         if note := end_note(coding.checkpoint):
             say(note)
         if settings.laid_out == "auto":

@@ -157,7 +157,7 @@ def deliver(
     files = {REPORT: body, **outcome.learnt}
     preferences = tuple(sorted(outcome.preferences, key=lambda one: one.share))
     label = Label(
-        f"moeconv {moeconv.__version__}",
+        f"moeconv {moeconv.__version__}{'' if (coded := coder.checkpoint.coded_as) is None else f' of GGUF ({coded})'}",
         outcome.importance() or {},
         quality,
         files,

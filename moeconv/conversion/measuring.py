@@ -162,7 +162,7 @@ class Bench:
         address, kept = self.settings.cluster, self.coder.kept
         if address is None or kept is None:
             return None
-        model = self.coding.checkpoint.path.absolute()
+        model = self.coding.checkpoint.given.absolute()
         job = CodingJob(
             model, self.settings.coded_by, self.settings.group_size, kept.folder.absolute(), kept.about,
             self.coding.neurons,
@@ -507,7 +507,7 @@ def job_of(coding: Coding, material: Material, moments: Path | None, memory: Mem
     settings = material.settings
     blocks = 1 if memory.layered else blocks_for(coding.spec, material.ranked, memory.sweep_bytes)
     return SweepJob(
-        coding.checkpoint.path.absolute(), settings.coded_by, settings.group_size, moments, material.ranking,
+        coding.checkpoint.given.absolute(), settings.coded_by, settings.group_size, moments, material.ranking,
         material.metric_name, material.extent(settings.sweep_samples), blocks, BASE_BITS,
         coding.dense_widths, coding.neurons,
     )  # fmt: skip

@@ -216,7 +216,7 @@ def verify(pack: Pack, source: Checkpoint | None, show: Progress = unseen) -> Ve
     if source is None:
         return Verified(files, len(keys), None)
     if source.spec != pack.manifest.model:
-        raise VerifyFailed(f"{source.path} is not the model that {pack.root} was made from: their shapes differ")
+        raise VerifyFailed(f"{source.given} is not the model that {pack.root} was made from: their shapes differ")
     worst = max(_backbone_error(pack, source), *(_expert_error(pack, source, key, order) for key in keys))
     return Verified(files, len(keys), worst)
 
@@ -249,8 +249,8 @@ def _backbone_error(pack: Pack, source: Checkpoint) -> float:
         if dense is not None and dense_width(source.spec, dense, name) is not None:
             stored = dense_projection(pack, tensors, name)
             worst = max(worst, _checked(name, stored, original.float().numpy(), dense.quantizer == MIN_MAX))
-        elif not torch.equal(tensors[name], original):
-            raise VerifyFailed(f"{name} differs from {source.path}: the pack was made from other weights")
+        elif not torch.equal(tensors[name], source.stored_tensor(name, shape)):
+            raise VerifyFailed(f"{name} differs from {source.given}: the pack was made from other weights")
     return worst
 
 

@@ -18,6 +18,8 @@ from moeconv.source.archs import Description, Family
 from moeconv.source.archs.config import ShapeDiffers
 from moeconv.source.archs.description import Source
 from moeconv.source.decoded import DecodedTensors
+from moeconv.source.gguf.folder import is_gguf, opened
+from moeconv.source.gguf.tensors import GgufTensors
 from moeconv.source.outline import CONFIG, GENERATION_CONFIG, CheckpointError, Outline, find
 from moeconv.source.tensors import FileTensors, Tensors, add_file
 from moeconv.tokenizers import made
@@ -31,6 +33,7 @@ if TYPE_CHECKING:
 
 F32 = npt.NDArray[np.float32]
 
+Coded = DecodedTensors | GgufTensors
 _PAGE = 4096  # bytes that come into memory together
 TOKENIZER_FILES = (
     TOKENIZER, "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json", "vocab.json",
@@ -42,7 +45,8 @@ _DTYPES = {"torch.bfloat16": "BF16", "torch.float16": "F16", "torch.float32": "F
 
 @dataclass
 class Checkpoint:
-    """An open checkpoint. `Checkpoint.open` makes one of files on disk, `Checkpoint.of` one of other tensors."""
+    """An open checkpoint. `Checkpoint.open` makes one of files on disk, `Checkpoint.of` one of other tensors. `path`:
+    the folder of its config and its tokenizer."""
 
     path: Path
     config: Mapping[str, Any]
@@ -56,16 +60,21 @@ class Checkpoint:
         """Opens a local directory, or fetches (or finds in the cache) a model of the hub. `names_only`: no tensor is
         read, and files that an index names may be missing. Raises CheckpointError."""
         path = find(str(path_or_hub_id))
+        if is_gguf(path):
+            return cls.of(*opened(path), names_only)
         return cls.of(path, FileTensors(path, names_only), names_only)
 
     @classmethod
     def of(cls, path: Path, tensors: Tensors, names_only: bool = False) -> Checkpoint:
         """Returns the checkpoint of some tensors; `path` has its config and its tokenizer. Raises CheckpointError."""
         _check_sizes(path)
-        outline = Outline.read(path / CONFIG)
-        if outline.description.scheme is not None:
-            tensors = DecodedTensors.of(tensors, outline.description.scheme, path)
-        description = outline.description.as_stored(tensors.names)
+        outline = Outline.read(path / CONFIG, tensors.path if isinstance(tensors, GgufTensors) else None)
+        description = outline.description
+        if isinstance(tensors, GgufTensors):
+            description = tensors.described(description)
+        elif description.scheme is not None:
+            tensors = DecodedTensors.of(tensors, description.scheme, path)
+        description = description.as_stored(tensors.names)
         checkpoint = cls(path, outline.config, outline.generation_config, outline.family, description, tensors)
         checkpoint._check_names()
         if isinstance(checkpoint.files, FileTensors):
@@ -82,6 +91,16 @@ class Checkpoint:
     def files(self) -> Tensors:
         """The tensors as they are stored."""
         return self.tensors.stored if isinstance(self.tensors, DecodedTensors) else self.tensors
+
+    @property
+    def given(self) -> Path:
+        """The path by which the checkpoint is opened again: a folder, or a GGUF file."""
+        return self.tensors.path if isinstance(self.tensors, GgufTensors) else self.path
+
+    @property
+    def coded_as(self) -> str | None:
+        """The types of a GGUF file's matrices, as words; None for a folder."""
+        return self.tensors.types if isinstance(self.tensors, GgufTensors) else None
 
     @property
     def notes(self) -> list[str]:
@@ -126,7 +145,7 @@ class Checkpoint:
         try:
             return made(self.path), ""
         except TokenizerDamaged as error:
-            raise CheckpointError(f"{self.path}: {error}") from None
+            raise CheckpointError(f"{self.given}: {error}") from None
         except TokenizerUnfit as error:
             return None, f"{TOKENIZER} {error}"
 
@@ -140,13 +159,13 @@ class Checkpoint:
         """The type of the stored experts: "BF16", "F16" or "F32"; if their numbers are coded, the one of their scales,
         or "BF16" for scales in more or fewer bits."""
         first = self.description.experts(self.spec.expert_keys()[0], "up")
-        if isinstance(self.tensors, DecodedTensors) and self.tensors.is_coded(first.name):
+        if isinstance(self.tensors, Coded) and self.tensors.is_coded(first.name):
             dtype = str(self.tensors.dtype16(first.name))
         else:
             dtype = str(self.tensors.fetch(first.name, first.index).dtype)
         if dtype not in _DTYPES:
             raise CheckpointError(
-                f"{self.path}: {first.name} is stored as {dtype}; expected bfloat16, float16 or float32"
+                f"{self.given}: {first.name} is stored as {dtype}; expected bfloat16, float16 or float32"
             )
         return _DTYPES[dtype]
 
@@ -170,7 +189,7 @@ class Checkpoint:
 
         for projection in self.spec.moe.ffn.projections:
             source = self.description.experts(key, projection)
-            parts = self.tensors.parts(source.name) if isinstance(self.tensors, DecodedTensors) else [source.name]
+            parts = self.tensors.parts(source.name) if isinstance(self.tensors, Coded) else [source.name]
             for name in parts:
                 self.files.fetch(name, source.index).contiguous().view(torch.uint8).flatten()[::_PAGE].sum()
 
@@ -194,7 +213,7 @@ class Checkpoint:
         from moeconv.source.archs.weights import fill_backbone
 
         saved = not isinstance(self.tensors, FileTensors) or self.tensors.as_saved
-        if self.family.loads_by_names and saved and not isinstance(self.tensors, DecodedTensors):
+        if self.family.loads_by_names and saved and not isinstance(self.tensors, Coded):
             return self.family.load(self.path, dtype)
         model = self.family.empty(self.path).to(dtype)
         tensors = self.spec.tensors
@@ -229,7 +248,7 @@ class Checkpoint:
         """Returns a tensor of the backbone as a pack stores it without a width: in its own dtype, or in 16 bits if its
         numbers are coded in the checkpoint."""
         tensor, source = self.backbone_tensor(canonical, shape), self.description.backbone.get(canonical)
-        if source is None or not isinstance(self.tensors, DecodedTensors) or not self.tensors.is_coded(source.name):
+        if source is None or not isinstance(self.tensors, Coded) or not self.tensors.is_coded(source.name):
             return tensor
         return tensor.to(self.tensors.dtype16(source.name))
 
@@ -247,10 +266,10 @@ class Checkpoint:
         try:
             return source.read(self.tensors.fetch, shape)
         except ShapeDiffers as error:
-            raise CheckpointError(f"{self.path}: {error}") from None
+            raise CheckpointError(f"{self.given}: {error}") from None
 
     def _is_coded(self, source: Source) -> bool:
-        return isinstance(self.tensors, DecodedTensors) and self.tensors.is_coded(source.name)
+        return isinstance(self.tensors, Coded) and self.tensors.is_coded(source.name)
 
     def _sources(self) -> Iterator[Source]:
         described = self.description
@@ -267,14 +286,14 @@ class Checkpoint:
         matrices = len(spec.experts) * spec.moe.n * len(spec.moe.ffn.projections)
         if first.index is None and matrices > len(self.tensors.names):
             raise CheckpointError(
-                f"{self.path}: config.json implies {matrices} matrices of experts, there are {len(self.tensors.names)} "
-                "tensors in all: the checkpoint is incomplete, or config.json is another's"
+                f"{self.given}: config.json implies {matrices} matrices of experts, there are "
+                f"{len(self.tensors.names)} tensors in all: the checkpoint is incomplete, or config.json is another's"
             )
         wanted = dict.fromkeys(source.name for source in self._sources())
         missing = [name for name in wanted if name not in self.tensors.names]
         if missing:
             more = f" and {len(missing) - 1} more" if len(missing) > 1 else ""
-            raise CheckpointError(f"{self.path} has no tensor {missing[0]!r}{more}: the checkpoint is incomplete")
+            raise CheckpointError(f"{self.given} has no tensor {missing[0]!r}{more}: the checkpoint is incomplete")
         known = {*wanted, *(copy for _, copy in described.copies)}
         left_out = [re.compile(pattern) for pattern in described.left_out]
         unknown = [
@@ -284,7 +303,7 @@ class Checkpoint:
         ]
         if unknown:
             raise CheckpointError(
-                f"{self.path} holds the tensor {unknown[0]!r}, which a {self.family.model_type} model of this "
+                f"{self.given} holds the tensor {unknown[0]!r}, which a {self.family.model_type} model of this "
                 "config.json has no place for: what it is for would be left out of the pack"
             )
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
@@ -215,6 +216,10 @@ CONFIG, GENERATION_CONFIG, CODED = "config.json", "generation_config.json", "hf_
 MAX_JSON_BYTES = 1 << 27  # of any JSON file; the index of the largest model published has an eighth of it
 MOST_EXPERTS = 1 << 20  # of a model: no manifest could list more
 _LONGEST = 600
+GGUF = ".gguf"
+_GGUF_OF_HUB = re.compile(rf"([\w-][\w.-]*/[\w-][\w.-]*)[:/]([\w-][\w./-]*{re.escape(GGUF)})")
+_SPLIT = re.compile(rf"(.+)-\d{{5}}-of-(\d{{5}}){re.escape(GGUF)}")
+_MOST_FILES = 1 << 10  # of a model in GGUF files
 INDEX, SINGLE = "model.safetensors.index.json", "model.safetensors"
 _SETTINGS = (CONFIG, GENERATION_CONFIG, CODED)
 _OF_TEXT = ("*.json", "*.model", "*.tiktoken", "*.txt", "*.jinja", "tokenization_*.py")
@@ -236,15 +241,17 @@ class Outline:
     description: Description
 
     @classmethod
-    def read(cls, file: Path) -> Outline:
-        """Returns the outline of a config.json, and of a generation_config.json beside it. Raises CheckpointError."""
+    def read(cls, file: Path, made_of: Path | None = None) -> Outline:
+        """Returns the outline of a config.json, and of a generation_config.json beside it. `made_of`: the file that
+        both were made of, for messages. Raises CheckpointError."""
         config = json_object(file)
         if config is None:
             raise CheckpointError(f"{file.parent} has no {file.name}: give a directory with a Hugging Face model")
         said = (json_object(file.parent / CODED) or {}).get("quantization")
         if isinstance(said, dict) and said.get("quant_algo") and not config.get("quantization_config"):
             config = {**config, "quantization_config": {**said, "quant_method": "modelopt"}}
-        return cls.of(config, json_object(file.parent / GENERATION_CONFIG) or {}, file)
+        named = file if made_of is None else made_of / file.name
+        return cls.of(config, json_object(file.parent / GENERATION_CONFIG) or {}, named)
 
     @classmethod
     def of(cls, config: Mapping[str, Any], generation_config: Mapping[str, Any], file: Path) -> Outline:
@@ -288,18 +295,42 @@ def _check(spec: ModelSpec, file: Path) -> None:
 
 
 def find(path_or_hub_id: str, weights: bool = True) -> Path:
-    """Returns a local directory, or the directory of a hub model, which is fetched (or found in the cache): without
-    `weights` only its settings and index. Raises CheckpointError."""
+    """Returns a local directory or GGUF file, or those of a hub model, which are fetched (or found in the cache):
+    without `weights` only its settings and index, or the whole GGUF file. Raises CheckpointError."""
     path = Path(path_or_hub_id)
     if path.is_dir():
         if (link := stray(path)) is not None:
             raise CheckpointError(f"{link} is a link that leads out of {path}: put the file itself there")
         return path
+    if path.suffix.lower() == GGUF:
+        return _gguf(path_or_hub_id)
     if path.exists():
         raise CheckpointError(f"{path} is a file: give the directory that holds config.json and the weights")
     if path_or_hub_id.count("/") > 1 or path_or_hub_id.startswith((".", "/", "~")) or not path_or_hub_id:
         raise CheckpointError(f"there is no directory {path_or_hub_id!r}: give a local model or a hub id")
     return _from_hub(path_or_hub_id, weights)
+
+
+def _gguf(path_or_hub_id: str) -> Path:
+    """Returns the path of a local GGUF file, or of one that is fetched from the hub, with the others of a model in
+    several: owner/name/FILE or owner/name:FILE. Raises CheckpointError."""
+    if Path(path_or_hub_id).is_file():
+        return Path(path_or_hub_id)
+    named = _GGUF_OF_HUB.fullmatch(path_or_hub_id)
+    if named is None:
+        raise CheckpointError(f"there is no file {path_or_hub_id!r}: give a local model or a hub id")
+    from huggingface_hub import hf_hub_download
+
+    split = _SPLIT.fullmatch(named[2])
+    count = min(int(split[2]), _MOST_FILES) if split is not None else 1
+    files = [f"{split[1]}-{part:05}-of-{split[2]}{GGUF}" for part in range(1, count + 1)] if split else [named[2]]
+    try:
+        fetched = [Path(hf_hub_download(named[1], file)) for file in files]
+    except Exception as error:
+        raise CheckpointError(
+            f"{path_or_hub_id!r} is neither a local file nor a file of the hub that can be fetched now ({line(error)})"
+        ) from None
+    return fetched[0]
 
 
 def _from_hub(hub_id: str, weights: bool) -> Path:

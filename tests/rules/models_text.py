@@ -22,6 +22,8 @@ from tiny import TINY  # noqa: E402
 from moeconv.plan.outlook import parameters  # noqa: E402
 from moeconv.source.archs import FAMILIES  # noqa: E402
 from moeconv.source.archs.config import Config as Asked  # noqa: E402
+from moeconv.source.gguf.families import ARCHS  # noqa: E402
+from moeconv.source.gguf.tokenizer import CUTS  # noqa: E402
 from moeconv.source.outline import features  # noqa: E402
 from moert.pack.model_spec import ModelSpec  # noqa: E402
 
@@ -59,9 +61,25 @@ _REFUSED_LAST = (
     "was compared with the numbers that its own library reads (`tests/golden/codings.py`). A loss is against these "
     "numbers; scales for the rounding of activations are left out. gpt-oss and MXFP4 of compressed-tensors keep their "
     "four bits if the plan gives at least four.",
-    "Checkpoints without safetensors files, and GGUF. If several files have a tensor, the index decides which counts.",
+    "Checkpoints in other files than safetensors and GGUF. If several files have a tensor, the index decides which "
+    "counts.",
     "A tensor without a place in the pack, except those that a note names as left out: layers that predict several "
     "tokens at once.",
+)
+
+
+_GGUF = (
+    "A GGUF file of llama.cpp stands for a folder, alone or as one of several files: `moeconv quantize model.gguf`, "
+    "also `check` and `plan`, and `owner/name/model.gguf` of the hub. Its weights are the numbers that its types mean, "
+    "exactly; experts in MXFP4 stay as they are. A loss is one against the file, not against the model "
+    "that the file was made of. The settings and the tokenizer come from the file's metadata. Where these do not say "
+    "a setting, it is the one that llama.cpp takes for granted for all models of the architecture: files of a model "
+    "with another one can't be told apart.",
+    f"Architectures: {', '.join(f'`{name}`' for name in ARCHS)}. Tokenizers: `gpt2`, `llama`, `t5` and `gemma4`. Ways "
+    f"to cut text into words before pairs of tokens merge: {', '.join(f'`{name}`' for name in CUTS)}. All others are "
+    "refused by their names.",
+    "Files that llama.cpp's own program makes of a tiny model of each family give the packs that its safetensors give, "
+    "byte for byte in 16 bits (`tests/unit/test_gguf.py` has such files, written anew).",
 )
 
 
@@ -79,6 +97,9 @@ def text() -> str:
     lines += ["", *map(_bullet, _CHECKED), "", "## Refused for every family", ""]
     lines += ["Each of these is refused in one line, before any long work starts:", ""]
     lines += map(_bullet, (*_REFUSED_FIRST, *refused, *_REFUSED_LAST))
+    lines += ["", "## GGUF files"]
+    for paragraph in _GGUF:
+        lines += ["", *textwrap.wrap(paragraph, 120, break_on_hyphens=False)]
     lines += ["", *sizes()]
     for name in sorted(FAMILIES):
         own = {setting: values for setting, values in allowed[name].items() if common.get(setting) != values}

@@ -69,7 +69,7 @@ def rows(name: str) -> list[tuple[str, str, str, str]]:
         return [(key, kind(hints[key]), *LIMITS[key]) for key in hints]
     options = {option.name: option.help for option in typer.main.get_command(app).commands["quantize"].params}  # type: ignore[attr-defined]
     options |= {setting.name: setting.help for setting in TUNED}
-    options |= {"model": "A folder with a Hugging Face model, or a hub id."} | _SAID
+    options |= {"model": "A folder with a Hugging Face model, a GGUF file, or a hub id."} | _SAID
     hints = get_type_hints(Options) | {"model": str, "profile_paths": bool, "expect": Mapping}
     placed = [*(key for key in EXAMPLES if key in KEYS), *sorted(KEYS - {*EXAMPLES})]
     return [(key, "table" if key == "expect" else kind(hints[key]), EXAMPLES[key], options[key]) for key in placed]

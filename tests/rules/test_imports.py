@@ -69,7 +69,10 @@ STAGES = ("moeconv.sweep", "moeconv.plan", "moeconv.promise", "moeconv.packing",
 # Inside a room: what stands above the rest of it, from the bottom up; each may import from below itself. The room's
 # __init__ may show all of it.
 INSIDE = {
-    "moeconv.source": [("outline", "decoders"), ("tensors",), ("decoded",), ("checkpoint", "experts", "skeleton")],
+    "moeconv.source": [
+        ("outline", "decoders"), ("tensors",), ("decoded", "gguf"), ("checkpoint", "experts", "skeleton"),
+    ],
+    "moeconv.source.gguf": [("container",), ("families", "tokenizer"), ("tensors",), ("folder",)],
     "moeconv.calibration": [("samples",), ("apart",), ("rendering",), ("load",)],
     "moeconv.quantizers": [("quantizer",), ("group", "moments"), ("gptq", "coder"), ("trellis",)],
     "moeconv.measure": [

@@ -204,10 +204,14 @@ class Description:
         notes, names = [*self.limits], ", ".join(dict.fromkeys(self.without_effect))
         if names:
             notes.append(f"transformers gives these settings of config.json no effect on the model: {names}")
-        if self.scheme is not None:
-            coded = f"the weights are coded by {self.scheme.name}"
-            notes.append(f"{coded}: a loss is against the numbers that these codes stand for")
-        return notes
+        return notes if self.coding_note is None else [*notes, self.coding_note]
+
+    @property
+    def coding_note(self) -> str | None:
+        """The note on the numbers that a loss is against; None for plain ones."""
+        if self.scheme is None:
+            return None
+        return f"the weights are coded by {self.scheme.name}: a loss is against the numbers that these codes stand for"
 
     @property
     def wide(self) -> Collection[str]:

@@ -1,0 +1,89 @@
+"""A GGUF file opened as a checkpoint: its tensors, and a folder of small files for its config and tokenizer."""
+
+from __future__ import annotations
+
+import atexit
+import json
+import os
+import shutil
+from collections.abc import Mapping
+from pathlib import Path
+from tempfile import mkdtemp
+from typing import Any
+
+from moeconv.source.gguf.container import read_container
+from moeconv.source.gguf.families import ARCHS, EMBED, Facts, usual
+from moeconv.source.gguf.tensors import GgufTensors
+from moeconv.source.gguf.tokenizer import KEY, Vocabulary, begins, special, tokenizer_of, vocabulary
+from moeconv.source.outline import CONFIG, GENERATION_CONFIG, GGUF, CheckpointError
+from moert.pack.tensors import TOKENIZER
+
+_TOKENIZER_CONFIG = "tokenizer_config.json"
+_ENDS = ("eos", "eot", "eom")  # of a text, of a turn, of a message
+
+
+def is_gguf(path: Path) -> bool:
+    """Returns whether a path is called as GGUF files are, and is no folder."""
+    return path.name.lower().endswith(GGUF) and not path.is_dir()
+
+
+def opened(file: Path) -> tuple[Path, GgufTensors]:
+    """Returns a folder with the config and the tokenizer of a GGUF file, which is removed when the process ends, and
+    the file's tensors. Raises CheckpointError."""
+    if not file.is_file():
+        raise CheckpointError(f"there is no file {str(file)!r}: give a local model or a hub id")
+    tensors = GgufTensors(read_container(file))
+    bodies = _files(tensors)
+    around = Path(mkdtemp(prefix="moeconv-gguf-"))
+    atexit.register(_remove, around, os.getpid())
+    folder = around / file.name
+    folder.mkdir()
+    for name, body in bodies.items():
+        (folder / name).write_text(body, encoding="utf-8")
+    return folder, tensors
+
+
+def _remove(folder: Path, owner: int) -> None:
+    """Removes a folder, in the process that made it."""
+    if os.getpid() == owner:
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+def _files(tensors: GgufTensors) -> Mapping[str, str]:
+    """Returns name → text of the folder's files. Raises CheckpointError."""
+    metadata = tensors.container.metadata
+    facts = Facts(tensors.container, tensors.numbers)
+    arch = ARCHS.get(facts.arch)
+    if arch is None:
+        raise CheckpointError(
+            f"{tensors.path}: the architecture {facts.arch[:60]!r} is not supported; supported: {', '.join(ARCHS)}"
+        )
+    try:
+        model_type = arch.model_type if isinstance(arch.model_type, str) else arch.model_type(facts)
+        config = {**usual(facts), **arch.settings(facts), "model_type": model_type}
+    except (ArithmeticError, ValueError) as error:  # of sizes that fit nothing
+        raise CheckpointError(f"{tensors.path}: its metadata fit no model ({error})") from None
+    rows = tensors.shapes[EMBED][0]
+    found = vocabulary(metadata, rows)
+    files: dict[str, Any] = {CONFIG: config}
+    if found is None:
+        return {CONFIG: json.dumps(config)}
+    ends = dict.fromkeys(each for name in _ENDS if (each := special(metadata, name, found.tokens)) is not None)
+    ids = {"bos": special(metadata, "bos", found.tokens), "pad": special(metadata, "padding", found.tokens)}
+    named = {f"{name}_token_id": each for name, each in ids.items() if each is not None}
+    files[GENERATION_CONFIG] = {**named, **({"eos_token_id": [*ends]} if ends else {})}
+    files[_TOKENIZER_CONFIG] = _tokenizer_config(tensors, found, ids)
+    texts = {name: json.dumps(value) + "\n" for name, value in files.items()}
+    return {**texts, TOKENIZER: tokenizer_of(metadata, found)}
+
+
+def _tokenizer_config(tensors: GgufTensors, found: Vocabulary, ids: Mapping[str, int | None]) -> dict[str, Any]:
+    metadata = tensors.container.metadata
+    all_ids = {**ids, "eos": special(metadata, "eos", found.tokens), "unk": special(metadata, "unknown", found.tokens)}
+    chat = metadata.get("tokenizer.chat_template", str)
+    return {
+        "tokenizer_class": "PreTrainedTokenizerFast", "add_bos_token": begins(metadata),
+        "add_eos_token": bool(metadata.get(KEY + "add_eos_token", bool, False)),
+        **{f"{name}_token": found.tokens[number] for name, number in all_ids.items() if number is not None},
+        **({} if chat is None else {"chat_template": chat}),
+    }  # fmt: skip

@@ -1,0 +1,389 @@
+"""GGUF files of tiny checkpoints, written as llama.cpp's converter writes them: with the package's own table of names,
+and without anything of moeconv."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import gguf
+import numpy as np
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+Config = dict[str, Any]
+Tensors = dict[str, Tensor]
+
+ARCHS = {
+    "mixtral": "LLAMA", "olmoe": "OLMOE", "qwen2_moe": "QWEN2MOE", "qwen3_moe": "QWEN3MOE", "gpt_oss": "GPT_OSS",
+    "deepseek_v2": "DEEPSEEK2", "deepseek_v3": "DEEPSEEK2", "glm4_moe": "GLM4_MOE", "minimax_m2": "MINIMAXM2",
+    "ernie4_5_moe": "ERNIE4_5_MOE", "hunyuan_v1_moe": "HUNYUAN_MOE", "dots1": "DOTS1", "granitemoe": "GRANITE_MOE",
+    "granitemoeshared": "GRANITE_MOE", "phimoe": "PHIMOE", "exaone_moe": "EXAONE_MOE", "llama4_text": "LLAMA4",
+    "gemma4_text": "GEMMA4", "lfm2_moe": "LFM2MOE", "jamba": "JAMBA", "qwen3_next": "QWEN3NEXT",
+    "llama": "LLAMA", "qwen2": "QWEN2", "qwen3": "QWEN3", "smollm3": "SMOLLM3", "phi3": "PHI3", "gemma3_text": "GEMMA3",
+    "qwen3_5_moe_text": "QWEN35MOE", "granitemoehybrid": "GRANITE_HYBRID", "nemotron_h": "NEMOTRON_H_MOE",
+}  # fmt: skip
+"""model_type → the architecture's name in the package."""
+AS_LLAMA_CPP: Mapping[str, dict[str, Any]] = {
+    "qwen3_moe": {"norm_topk_prob": True}, "dots1": {"sliding_window": None, "max_window_layers": 2},
+    "llama4_text": {"no_rope_layer_interval": 4, "attention_chunk_size": 8192, "floor_scale": 8192},
+    "gemma3_text": {"sliding_window_pattern": 6, "query_pre_attn_scalar": 8, "num_hidden_layers": 7},
+    "lfm2_moe": {"routed_scaling_factor": 1.0}, "nemotron_h": {"head_dim": 8},
+}  # fmt: skip
+"""Settings of tiny models that llama.cpp takes for granted, so that no file says them."""
+_ALWAYS_F32 = (
+    "ffn_gate_inp.weight", "ffn_gate_inp_shexp.weight", "ssm_conv1d.weight", "shortconv.conv.weight", "_norm.weight",
+)  # fmt: skip
+
+
+def in_16_bits(folder: Path) -> None:
+    """Stores a checkpoint as files of llama.cpp have it: matrices in float16, all else in float32."""
+    config, tensors = _config(folder), load_file(folder / "model.safetensors")
+    names = _names(config)
+    wide = {
+        name for name, tensor in tensors.items()
+        if tensor.dim() < 2 or _mapped(names, name).endswith(_ALWAYS_F32) or _odd(name)
+    }  # fmt: skip
+    kept = {name: tensor.float() if name in wide else tensor.half() for name, tensor in tensors.items()}
+    save_file(kept, folder / "model.safetensors", {"format": "pt"})
+
+
+def _odd(name: str) -> bool:
+    return not name.endswith(("weight", "_proj", "_blocks", "_scales")) or "norm" in name.rsplit(".", 2)[-2]
+
+
+def write_gguf(folder: Path, file: Path, kind: str | None = None, **metadata: Any) -> Path:
+    """Writes a checkpoint's GGUF file. `kind`: the type of matrices other than routers, as the package calls it (None:
+    as they are); `metadata`: more keys, or other values (None: without the key)."""
+    config = _config(folder)
+    writer = gguf.GGUFWriter(file, gguf.MODEL_ARCH_NAMES[gguf.MODEL_ARCH[ARCHS[config["model_type"]]]])
+    tokens = json.loads((folder / "tokenizer.json").read_text())
+    for key, value in {**_metadata(config), **_tokenizer(tokens), **metadata}.items():
+        _add(writer, key.replace("ARCH", writer.arch), value)
+    for name, tensor in sorted(_stored(config, load_file(folder / "model.safetensors"))):
+        array, wanted = tensor.contiguous().numpy(), None if kind is None else gguf.GGMLQuantizationType[kind]
+        if wanted is not None and tensor.dim() > 1 and tensor.dtype == torch.float16 and not name.endswith(_ALWAYS_F32):
+            writer.add_tensor(name, gguf.quants.quantize(array.astype(np.float32), wanted), raw_dtype=wanted)
+        else:
+            writer.add_tensor(name, array)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    return file
+
+
+def _add(writer: gguf.GGUFWriter, key: str, value: Any) -> None:
+    if value is None:
+        return
+    if isinstance(value, bool):
+        writer.add_bool(key, value)
+    elif isinstance(value, int):
+        writer.add_uint32(key, value)
+    elif isinstance(value, float):
+        writer.add_float32(key, value)
+    elif isinstance(value, str):
+        writer.add_string(key, value)
+    else:
+        writer.add_array(key, value)
+
+
+def _config(folder: Path) -> Config:
+    found: Config = json.loads((folder / "config.json").read_text())
+    return found
+
+
+def _layers(config: Config) -> int:
+    return int(config.get("num_hidden_layers") or len(config["layers_block_type"]))
+
+
+def _tokenizer(table: dict[str, Any]) -> dict[str, Any]:
+    vocabulary = table["model"]["vocab"]
+    special = {token["content"] for token in table["added_tokens"]}
+    ordered = sorted(vocabulary, key=vocabulary.__getitem__)
+    key = "tokenizer.ggml."
+    return {
+        f"{key}model": "gpt2", f"{key}pre": "gpt-2", f"{key}tokens": ordered,
+        f"{key}token_type": [3 if token in special else 1 for token in ordered],
+        f"{key}eos_token_id": 1, f"{key}padding_token_id": 0,
+    }  # fmt: skip
+
+
+# Metadata: the converter's set_gguf_parameters.
+
+
+def _metadata(config: Config) -> dict[str, Any]:
+    get, kind = config.get, config["model_type"]
+    rope = get("rope_parameters") or {}
+    whole = rope.get("full_attention", rope)
+    layers, heads, d_model = _layers(config), config["num_attention_heads"], config["hidden_size"]
+    named = ("n_routed_experts", "num_local_experts", "num_experts", "moe_num_experts")
+    experts = next((config[name] for name in named if name in config), None)
+    found: dict[str, Any] = {
+        "block_count": layers, "context_length": get("max_position_embeddings"), "embedding_length": d_model,
+        "feed_forward_length": get("intermediate_size"), "attention.head_count": heads,
+        "attention.head_count_kv": get("num_key_value_heads"), "attention.key_length": get("head_dim"),
+        "rope.freq_base": whole.get("rope_theta"),
+        "attention.layer_norm_rms_epsilon": get("rms_norm_eps", get("norm_eps")),
+        "expert_count": experts, "expert_used_count": get("num_experts_per_tok", get("top_k_experts", get("moe_k"))),
+        "expert_group_count": get("n_group"), "expert_group_used_count": get("topk_group"),
+    }  # fmt: skip
+    if whole.get("rope_type") in ("linear", "yarn"):
+        found |= {"rope.scaling.type": whole["rope_type"], "rope.scaling.factor": whole["factor"]}
+        if "original_max_position_embeddings" in whole:
+            found["rope.scaling.original_context_length"] = whole["original_max_position_embeddings"]
+        found |= {f"rope.scaling.yarn_{n}": float(whole[n]) for n in ("beta_fast", "beta_slow") if whole.get(n)}
+    found |= _OF_FAMILY[kind](config) if kind in _OF_FAMILY else {}
+    return {f"ARCH.{key}": value for key, value in found.items()}
+
+
+def _qwen(c: Config) -> Config:
+    return {
+        "expert_feed_forward_length": c["moe_intermediate_size"],
+        "expert_shared_feed_forward_length": c.get("shared_expert_intermediate_size"),
+    }
+
+
+def _deepseek(c: Config) -> Config:
+    rope = c.get("rope_parameters") or {}
+    wide, c_kv = rope.get("mscale_all_dim"), c["kv_lora_rank"]
+    return {
+        **_shared(c), "attention.head_count_kv": 1, "attention.q_lora_rank": c["q_lora_rank"],
+        "attention.kv_lora_rank": c_kv, "attention.key_length": c_kv + c["qk_rope_head_dim"],
+        "attention.value_length": c_kv, "attention.key_length_mla": c["qk_nope_head_dim"] + c["qk_rope_head_dim"],
+        "attention.value_length_mla": c["v_head_dim"], "rope.dimension_count": c["qk_rope_head_dim"],
+        "expert_gating_func": 2 if c["model_type"] == "deepseek_v3" else 1,
+        "rope.scaling.yarn_log_multiplier": None if wide is None else 0.1 * wide,
+    }  # fmt: skip
+
+
+def _shared(c: Config) -> Config:
+    return {
+        "expert_feed_forward_length": c["moe_intermediate_size"],
+        "leading_dense_block_count": c.get("first_k_dense_replace"), "expert_weights_norm": c.get("norm_topk_prob"),
+        "expert_shared_count": c.get("n_shared_experts", c.get("num_shared_experts")),
+        "expert_weights_scale": c["routed_scaling_factor"],
+    }  # fmt: skip
+
+
+def _turning(c: Config) -> Config:
+    share = (c.get("rope_parameters") or {}).get("partial_rotary_factor", c.get("partial_rotary_factor", 1.0))
+    return {"rope.dimension_count": int(c["head_dim"] * share)}
+
+
+def _granite(c: Config) -> Config:
+    names = {"attention.scale": "attention", "embedding_scale": "embedding", "residual_scale": "residual"}
+    found = {key: c[f"{name}_multiplier"] for key, name in names.items()}
+    return {
+        **found,
+        "logit_scale": c["logits_scaling"],
+        "expert_shared_feed_forward_length": c.get("shared_intermediate_size") or None,
+    }
+
+
+def _attends(c: Config) -> list[bool]:
+    kinds = c.get("layer_types") or c.get("layers_block_type") or []
+    return ["attention" in kind and "linear" not in kind for kind in kinds]
+
+
+def _kv(c: Config) -> Config:
+    return {"attention.head_count_kv": [c["num_key_value_heads"] * each for each in _attends(c)]}
+
+
+def _mamba2(c: Config, heads: str, dim: str, state: str, groups: str, taps: str) -> Config:
+    return {
+        **_kv(c), "ssm.conv_kernel": c[taps], "ssm.state_size": c[state], "ssm.group_count": c[groups],
+        "ssm.inner_size": c[heads] * c[dim], "ssm.time_step_rank": c[heads], "context_length": 1 << 20,
+    }  # fmt: skip
+
+
+def _delta(c: Config) -> Config:
+    return {
+        **_qwen(c), **_turning(c), "ssm.conv_kernel": c["linear_conv_kernel_dim"],
+        "ssm.state_size": c["linear_key_head_dim"],
+        "ssm.group_count": c["linear_num_key_heads"], "ssm.time_step_rank": c["linear_num_value_heads"],
+        "ssm.inner_size": c["linear_value_head_dim"] * c["linear_num_value_heads"], "full_attention_interval": 2,
+    }  # fmt: skip
+
+
+def _gemma4(c: Config) -> Config:
+    slides = [kind == "sliding_attention" for kind in c["layer_types"]]
+    own = next(iter((c.get("per_layer_config") or {}).values()), {})
+    whole = c.get("num_global_key_value_heads") or own["num_key_value_heads"]
+    kv = [c["num_key_value_heads"] if each else whole for each in slides]
+    return {
+        "attention.sliding_window": c["sliding_window"], "attention.sliding_window_pattern": slides,
+        "attention.key_length": c.get("global_head_dim", own["head_dim"]), "attention.key_length_swa": c["head_dim"],
+        "expert_feed_forward_length": c["moe_intermediate_size"], "attention.head_count_kv": kv,
+        "rope.freq_base_swa": c["rope_parameters"]["sliding_attention"]["rope_theta"],
+        "embedding_length_per_layer_input": 0, "attention.shared_kv_layers": 0,
+        "final_logit_softcapping": c["final_logit_softcapping"],
+    }  # fmt: skip
+
+
+def _jamba(c: Config) -> Config:
+    period, offset = c["attn_layer_period"], c["attn_layer_offset"]
+    kv = [c["num_key_value_heads"] * (at % period == offset) for at in range(c["num_hidden_layers"])]
+    return {
+        "attention.head_count_kv": kv, "ssm.conv_kernel": c["mamba_d_conv"], "ssm.state_size": c["mamba_d_state"],
+        "ssm.inner_size": c["mamba_expand"] * c["hidden_size"], "ssm.time_step_rank": c["mamba_dt_rank"],
+        "rope.freq_base": None,
+    }  # fmt: skip
+
+
+_OF_FAMILY: Mapping[str, Callable[[Config], Config]] = {
+    "qwen2_moe": _qwen, "qwen3_moe": _qwen, "qwen3_next": _delta, "qwen3_5_moe_text": _delta,
+    "gpt_oss": lambda c: {"attention.sliding_window": c["sliding_window"],
+                          "expert_feed_forward_length": c["intermediate_size"]},
+    "deepseek_v2": _deepseek, "deepseek_v3": _deepseek, "glm4_moe": lambda c: {**_shared(c), **_turning(c)},
+    "dots1": _shared,
+    "exaone_moe": lambda c: {**_shared(c), "attention.sliding_window": c["sliding_window"],
+                             "attention.sliding_window_pattern": [k == "sliding_attention" for k in c["layer_types"]]},
+    "minimax_m2": lambda c: {"expert_feed_forward_length": c["intermediate_size"], **_turning(c)},
+    "ernie4_5_moe": lambda c: {
+        "expert_feed_forward_length": c["moe_intermediate_size"], "expert_shared_count": c["moe_num_shared_experts"],
+        "interleave_moe_layer_step": c["moe_layer_interval"], "leading_dense_block_count": c["moe_layer_start_index"]},
+    "hunyuan_v1_moe": lambda c: {"expert_feed_forward_length": c["intermediate_size"], "expert_shared_count": 1,
+                                 "expert_used_count": c["moe_topk"]},
+    "phi3": lambda c: {"rope.dimension_count": c["hidden_size"] // c["num_attention_heads"],
+                       "rope.scaling.original_context_length": c["original_max_position_embeddings"],
+                       "attention.sliding_window": c["sliding_window"] or 0},
+    "gemma3_text": lambda c: {"attention.sliding_window": c["sliding_window"],
+                              "final_logit_softcapping": c["final_logit_softcapping"]},
+    "granitemoe": _granite, "granitemoeshared": _granite,
+    "granitemoehybrid": lambda c: {
+        **_granite(c), **_mamba2(c, *(f"mamba_{n}" for n in ("n_heads", "d_head", "d_state", "n_groups", "d_conv"))),
+        "rope.scaling.finetuned": False},
+    "nemotron_h": lambda c: {
+        **_shared(c), **_mamba2(c, "mamba_num_heads", "mamba_head_dim", "ssm_state_size", "n_groups", "conv_kernel"),
+        "attention.layer_norm_rms_epsilon": None, "attention.layer_norm_epsilon": c["layer_norm_epsilon"],
+        "expert_shared_feed_forward_length": c["moe_shared_expert_intermediate_size"],
+        "moe_latent_size": c["moe_latent_size"], "rope.freq_base": None,
+        "feed_forward_length": [20 * (kind == "moe") for kind in c["layers_block_type"]]},
+    "llama4_text": lambda c: {"expert_feed_forward_length": c["intermediate_size"],
+                              "feed_forward_length": c["intermediate_size_mlp"]},
+    "lfm2_moe": lambda c: {**_kv(c), "shortconv.l_cache": c["conv_L_cache"], "expert_gating_func": 2,
+                           "expert_feed_forward_length": c["moe_intermediate_size"],
+                           "leading_dense_block_count": c["num_dense_layers"]},
+    "jamba": _jamba, "gemma4_text": _gemma4,
+}  # fmt: skip
+
+
+# Tensors: the converter's modify_tensors.
+
+_PERMUTED = ("mixtral", "llama", "smollm3", "granitemoe", "granitemoeshared", "granitemoehybrid", "nemotron_h")
+_PARTS = {"gate_proj": "gate", "up_proj": "up", "down_proj": "down", "w1": "gate", "w3": "up", "w2": "down"}
+
+
+def _names(config: Config) -> gguf.TensorNameMap:
+    return gguf.get_tensor_name_map(gguf.MODEL_ARCH[ARCHS[config["model_type"]]], _layers(config))
+
+
+def _mapped(names: gguf.TensorNameMap, name: str) -> str:
+    renamed = (
+        name.replace(".dt_bias", ".dt_proj.bias").replace("e_score_correction_bias", "e_score_correction.bias")
+        .replace(".expert_bias", ".expert_bias.bias").replace(".layer_scalar", ".layer_scalar.weight")
+        .replace(".sinks", ".sinks.weight")
+    )  # fmt: skip
+    return names.get_name(renamed, (".weight", ".bias")) or name
+
+
+def _stored(config: Config, tensors: Tensors) -> Iterator[tuple[str, Tensor]]:
+    names, kind, experts = _names(config), config["model_type"], dict[str, dict[int, Tensor]]()
+    for name, tensor in tensors.items():
+        layer = re.search(r"layers\.(\d+)\.", name)
+        at = "" if layer is None else f"blk.{layer[1]}."
+        if found := re.search(r"\.experts\.(\d+)\.(\w+)\.weight$", name):
+            experts.setdefault(f"{at}ffn_{_PARTS[found[2]]}_exps.weight", {})[int(found[1])] = tensor
+        elif ".experts." in name or "block_sparse_moe.input_linear" in name or "block_sparse_moe.output_linear" in name:
+            yield from _joined(kind, at, name, tensor)
+        elif "shared_mlp.input_linear" in name:
+            for part, half in zip(("gate", "up"), tensor.chunk(2), strict=True):
+                yield f"{at}ffn_{part}_shexp.weight", half
+        elif name.endswith("kv_b_proj.weight"):
+            nope, v = config["qk_nope_head_dim"], config["v_head_dim"]
+            keys, values = tensor.unflatten(0, (-1, nope + v)).split((nope, v), 1)
+            yield f"{at}attn_k_b.weight", keys.transpose(1, 2)
+            yield f"{at}attn_v_b.weight", values
+        elif name.endswith("router.scale"):
+            yield f"{at}ffn_gate_inp.scale", tensor
+        elif name.endswith("per_expert_scale"):
+            yield f"{at}ffn_down_exps.scale", tensor
+        elif name.endswith("in_proj_qkvz.weight"):
+            yield from _apart(config, at, tensor)
+        elif not (config.get("tie_word_embeddings") and name == "lm_head.weight"):
+            yield _mapped(names, name), _changed(config, name, tensor)
+    for name, each in experts.items():
+        yield name, torch.stack([each[number] for number in range(len(each))])
+    rope = (config.get("rope_parameters") or {}).get("full_attention")
+    if kind == "gemma4_text":
+        dim = _gemma4(config)["attention.key_length"]
+        half, turning = dim // 2, int(dim * rope["partial_rotary_factor"] / 2)
+        yield "rope_freqs.weight", torch.tensor([1.0] * turning + [1e30] * (half - turning))
+
+
+def _joined(kind: str, at: str, name: str, tensor: Tensor) -> Iterator[tuple[str, Tensor]]:
+    """Yields the tensors of experts that lie in one tensor already."""
+    end = "bias" if name.endswith("_bias") else "weight"
+    turned = kind == "llama4_text" or (kind == "gpt_oss" and end == "weight")
+    tensor = tensor.transpose(-1, -2) if turned else tensor
+    if "down" in name or "output" in name:
+        yield f"{at}ffn_down_exps.{end}", tensor
+    elif kind == "gpt_oss":
+        yield f"{at}ffn_gate_exps.{end}", tensor[:, ::2]
+        yield f"{at}ffn_up_exps.{end}", tensor[:, 1::2]
+    elif kind == "gemma4_text":
+        yield f"{at}ffn_gate_up_exps.{end}", tensor
+    else:
+        for part, half in zip(("gate", "up"), tensor.chunk(2, 1), strict=True):
+            yield f"{at}ffn_{part}_exps.{end}", half
+
+
+def _apart(config: Config, at: str, tensor: Tensor) -> Iterator[tuple[str, Tensor]]:
+    keys, dim, v = (config[f"linear_{n}"] for n in ("num_key_heads", "key_head_dim", "value_head_dim"))
+    share = config["linear_num_value_heads"] // keys
+    parts = tensor.unflatten(0, (keys, -1)).split((dim, dim, share * v, share * v), 1)
+    q, k, values, z = (part.flatten(0, 1) for part in parts)
+    yield f"{at}attn_qkv.weight", torch.cat((q, k, values))
+    yield f"{at}attn_gate.weight", z
+
+
+def _changed(config: Config, name: str, tensor: Tensor) -> Tensor:
+    kind = config["model_type"]
+    if kind == "qwen3_5_moe_text" and ".linear_attn." in name:
+        tensor = _tiled(config, name, tensor)
+    if kind in _PERMUTED and (found := re.search(r"\.([qk])_proj\.(weight|bias)$", name)):
+        heads = config["num_attention_heads" if found[1] == "q" else "num_key_value_heads"]
+        tensor = tensor.unflatten(0, (heads, 2, -1)).transpose(1, 2).flatten(0, 2)
+    if "conv1d.weight" in name or "conv.conv.weight" in name:
+        tensor = tensor.squeeze(1)
+    if name.endswith("A_log"):
+        tensor = -tensor.exp()
+    if kind in ("granitemoehybrid", "nemotron_h"):
+        if name.endswith(("A_log", ".D")):
+            return tensor[:, None]
+        if name.endswith(("mamba.norm.weight", "mixer.norm.weight")):
+            return tensor.unflatten(0, (config.get("n_groups", config.get("mamba_n_groups")), -1))
+    less_one = ("qwen3_next", "qwen3_5_moe_text", "gemma3_text")  # norms, which a file has as they are
+    if kind in less_one and "norm.weight" in name and "linear_attn" not in name:
+        return tensor + 1
+    return tensor
+
+
+def _tiled(config: Config, name: str, tensor: Tensor) -> Tensor:
+    keys, dim, v = (config[f"linear_{n}"] for n in ("num_key_heads", "key_head_dim", "value_head_dim"))
+
+    def tiled(part: Tensor, size: int) -> Tensor:
+        return part.unflatten(0, (keys, -1, size)).transpose(0, 1).flatten(0, 2)
+
+    if "in_proj_qkv" in name or "conv1d" in name:
+        return torch.cat((tensor[: 2 * keys * dim], tiled(tensor[2 * keys * dim :], v)))
+    if "out_proj" in name:
+        return tiled(tensor.T, v).T
+    if "in_proj_z" in name:
+        return tiled(tensor, v)
+    return tensor if name.endswith("norm.weight") else tiled(tensor, 1)

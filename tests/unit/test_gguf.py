@@ -1,0 +1,338 @@
+"""GGUF files give the packs that safetensors files give, and their tokenizers and configs."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import unicodedata
+from pathlib import Path
+from typing import Any
+
+import gguf
+import numpy as np
+import pytest
+import torch
+from gguf_files import ARCHS, AS_LLAMA_CPP, in_16_bits, write_gguf
+from tiny import tiny_of
+from tokenizers import Tokenizer, pre_tokenizers
+from transformers import GPT2Tokenizer, Qwen2Tokenizer
+
+from moeconv.artifacts import uniform
+from moeconv.conversion.conversion import Conversion
+from moeconv.conversion.settings import Settings
+from moeconv.packing.emit import Label, emit
+from moeconv.packing.packed import verify
+from moeconv.progress import unseen
+from moeconv.quantizers import QUANTIZERS
+from moeconv.quantizers.coder import ExpertCoder
+from moeconv.sentencepiece import Piece
+from moeconv.source.checkpoint import Checkpoint
+from moeconv.source.gguf.tokenizer import CUTS, KEY
+from moeconv.source.outline import CheckpointError
+from moert.pack.reader import Pack
+
+TEXTS = (
+    "Hello world, it's 2024!! I've 12345 apples & they're GOOD. DON'T", "  two\n\n\n and\ttabs \t x  \n",
+    "naïve café déjà vu — “quotes” №5 ½",
+    "中文分词 ひらがな 한국어", "🦙🦙 👨‍👩‍👧", "e\u0301 \u1100\u1161\u11a8", "a <|x|> b</s>c", "",
+)  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def mixtral(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("gguf") / "mixtral"
+    tiny_of("mixtral")(folder)
+    in_16_bits(folder)
+    return folder
+
+
+def pack_of(source: Path, out: Path, bits: int = 4) -> Pack:
+    checkpoint = Checkpoint.open(source)
+    coder = ExpertCoder(checkpoint, QUANTIZERS["group"](32), None)
+    emit(coder, uniform(checkpoint.spec, bits), out, seed=0, label=Label("tests"))
+    return Pack.open(out)
+
+
+def weights_of(pack: Pack) -> dict[str, bytes]:
+    """Returns the bytes of the files with weights."""
+    return {str(file.relative_to(pack.root)): file.read_bytes() for file in pack.root.rglob("*.safetensors")}
+
+
+@pytest.mark.parametrize("family", ARCHS)
+def test_a_file_gives_the_pack_of_its_safetensors(family: str, tmp_path: Path) -> None:
+    tiny_of(family)(tmp_path / "m", **AS_LLAMA_CPP.get(family, {}))
+    in_16_bits(tmp_path / "m")
+    file = write_gguf(tmp_path / "m", tmp_path / "m.gguf")
+    theirs, ours = pack_of(tmp_path / "m", tmp_path / "a"), pack_of(file, tmp_path / "b")
+    assert weights_of(ours) == weights_of(theirs)
+    with_mamba2 = ("granitemoehybrid", "nemotron_h")  # whose files say that any text is short enough
+    spec = theirs.manifest.model
+    assert ours.manifest.model.max_positions == (1 << 20 if family in with_mamba2 else spec.max_positions)
+    changed = {name: value for name, value in vars(spec).items() if getattr(ours.manifest.model, name) != value}
+    assert set(changed) - {"max_positions"} == {"tokens"} & set(changed)
+    assert verify(ours, Checkpoint.open(file)).worst is not None
+
+
+@pytest.mark.parametrize("family", ["mixtral", "qwen2_moe", "gpt_oss"])
+def test_transformers_computes_the_same(family: str, tmp_path: Path) -> None:
+    tiny_of(family)(tmp_path / "m")
+    file = (
+        write_gguf(tmp_path / "m", tmp_path / "m.gguf", **{"tokenizer.ggml.pre": "gpt-2"})
+        if in_16_bits(tmp_path / "m") is None
+        else tmp_path
+    )
+    ids = torch.tensor([[5, 9, 12, 30, 2, 7]])
+    with torch.inference_mode():
+        ours, theirs = (Checkpoint.open(each).model(torch.float32)(ids).logits for each in (file, tmp_path / "m"))
+    assert torch.equal(ours, theirs)
+
+
+@pytest.mark.parametrize("kind", ["Q8_0", "Q4_1", "BF16"])
+def test_coded_matrices_are_those_of_the_package(kind: str, tmp_path: Path) -> None:
+    tiny_of("mixtral")(tmp_path / "m", hidden_size=64, intermediate_size=32)
+    in_16_bits(tmp_path / "m")
+    file = write_gguf(tmp_path / "m", tmp_path / "m.gguf", kind)
+    checkpoint, spec = Checkpoint.open(file), Checkpoint.open(tmp_path / "m").spec
+    reader = {tensor.name: tensor for tensor in gguf.GGUFReader(file).tensors}
+    for key in spec.expert_keys():
+        for projection, weight in checkpoint.expert(key).items():
+            tensor = reader[f"blk.{key.layer}.ffn_{projection}_exps.weight"]
+            whole = gguf.quants.dequantize(tensor.data, tensor.tensor_type).reshape(spec.moe.n, *weight.shape)
+            np.testing.assert_array_equal(weight, whole[key.expert])
+    dtype = checkpoint.stored_tensor("decoder.0.attn.o.weight", (64, 64)).dtype
+    assert dtype == (torch.bfloat16 if kind == "BF16" else torch.float16)
+    assert checkpoint.coded_as is not None
+    assert checkpoint.coded_as.startswith(kind)
+    assert verify(pack_of(file, tmp_path / "p"), checkpoint).worst is not None
+
+
+def test_experts_in_mxfp4_stay_as_they_are(tmp_path: Path) -> None:
+    tiny_of("gpt_oss")(tmp_path / "m", hidden_size=64, intermediate_size=32, head_dim=8)
+    in_16_bits(tmp_path / "m")
+    file = write_gguf(tmp_path / "m", tmp_path / "m.gguf", "MXFP4")
+    reader = {tensor.name: tensor for tensor in gguf.GGUFReader(file).tensors}
+    pack, checkpoint = pack_of(file, tmp_path / "p", 16), Checkpoint.open(file)
+    assert pack.manifest.quantization.mxfp4
+    for key in checkpoint.spec.expert_keys():
+        for projection, weight in checkpoint.expert(key).items():
+            tensor = reader[f"blk.{key.layer}.ffn_{projection}_exps.weight"]
+            whole = gguf.quants.dequantize(tensor.data, tensor.tensor_type)
+            np.testing.assert_array_equal(weight, whole.reshape(checkpoint.spec.moe.n, *weight.shape)[key.expert])
+    verify(pack, checkpoint)
+
+
+def test_a_conversion_says_what_losses_are_against(tmp_path: Path) -> None:
+    said: list[str] = []
+    tiny_of("mixtral")(tmp_path / "m", hidden_size=64, intermediate_size=32)
+    in_16_bits(tmp_path / "m")
+    file = write_gguf(tmp_path / "m", tmp_path / "m.gguf", "Q8_0")
+    settings = Settings(str(file), tmp_path / "p", tmp_path / "w", bits=(4,))
+    manifest, _ = Conversion(settings, said.append, unseen).run()
+    assert "note: the weights are coded by Q8_0, F32: a loss is against the numbers that these codes stand for" in said
+    assert manifest.creator.endswith("of GGUF (Q8_0, F32)")
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["m", "m.gguf", "p"]
+
+
+@pytest.mark.parametrize("given", [1, 2, 3])
+def test_a_model_in_several_files(mixtral: Path, tmp_path: Path, given: int) -> None:
+    whole = write_gguf(mixtral, tmp_path / "m.gguf")
+    names = [f"m-{number:05}-of-00003.gguf" for number in (1, 2, 3)]
+    split(whole, [tmp_path / name for name in names])
+    ours, theirs = Checkpoint.open(tmp_path / names[given - 1]), Checkpoint.open(whole)
+    assert ours.spec == theirs.spec
+    for key in theirs.spec.expert_keys():
+        for name, weight in theirs.expert(key).items():
+            np.testing.assert_array_equal(ours.expert(key)[name], weight)
+
+
+def split(whole: Path, files: list[Path]) -> None:
+    """Writes a model in several files, as llama.cpp's program for this does: metadata in the first."""
+    reader = gguf.GGUFReader(whole)
+    for number, file in enumerate(files):
+        writer = gguf.GGUFWriter(file, "llama" if number == 0 else "", endianess=gguf.GGUFEndian.LITTLE)
+        if number:
+            writer.kv_data[0].clear()
+        for field in reader.fields.values() if number == 0 else ():
+            if not field.name.startswith("GGUF.") and field.name != "general.architecture":
+                inner = field.types[-1] if len(field.types) > 1 else None
+                writer.add_key_value(field.name, field.contents(), field.types[0], inner)
+        for key, value in (("no", number), ("count", len(files))):
+            writer.add_uint16(f"split.{key}", value)
+        writer.add_int32("split.tensors.count", len(reader.tensors))
+        for tensor in reader.tensors[number :: len(files)]:
+            writer.add_tensor(tensor.name, tensor.data, raw_dtype=tensor.tensor_type)
+        writer.write_header_to_file()
+        writer.write_kv_data_to_file()
+        writer.write_tensors_to_file()
+        writer.close()
+
+
+@pytest.mark.parametrize(("rope", "said"), [
+    ({"rope_type": "linear", "factor": 4.0}, {"scaling.type": "linear", "scaling.factor": 4.0}),
+    ({"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
+      "original_max_position_embeddings": 64}, None),
+])  # fmt: skip
+def test_scaled_positions(rope: dict[str, Any], said: dict[str, Any] | None, tmp_path: Path) -> None:
+    tiny_of("mixtral")(tmp_path / "m", rope_parameters={"rope_theta": 10000.0, **rope}, head_dim=16)
+    in_16_bits(tmp_path / "m")
+    theirs = Checkpoint.open(tmp_path / "m")
+    plain = 1 / 10000.0 ** (np.arange(0, 16, 2, dtype=np.float32) / 16)
+    found = theirs.backbone_tensor("rope.0.frequencies", (8,)).numpy()
+    file = write_gguf(tmp_path / "m", tmp_path / "m.gguf", **{f"ARCH.rope.{k}": v for k, v in (said or {}).items()})
+    if said is None:  # as factors of turns
+        with_factors(file, (plain / found).astype(np.float32))
+    np.testing.assert_array_equal(Checkpoint.open(file).backbone_tensor("rope.0.frequencies", (8,)).numpy(), found)
+
+
+def with_factors(file: Path, factors: np.ndarray) -> None:
+    """Writes a file again with factors of its turns."""
+    reader, tensors = gguf.GGUFReader(file), gguf.GGUFWriter(file.with_suffix(".new"), "llama")
+    for field in reader.fields.values():
+        if not field.name.startswith("GGUF.") and field.name != "general.architecture":
+            inner = field.types[-1] if len(field.types) > 1 else None
+            tensors.add_key_value(field.name, field.contents(), field.types[0], inner)
+    tensors.add_tensor("rope_freqs.weight", factors)
+    for tensor in reader.tensors:
+        tensors.add_tensor(tensor.name, tensor.data, raw_dtype=tensor.tensor_type)
+    tensors.write_header_to_file()
+    tensors.write_kv_data_to_file()
+    tensors.write_tensors_to_file()
+    tensors.close()
+    shutil.move(file.with_suffix(".new"), file)
+
+
+# Tokenizers.
+
+
+def of_bytes(merges: list[str]) -> list[str]:
+    """Returns a vocabulary of GPT-2's letters for bytes, and the results of merges."""
+    return [
+        *dict.fromkeys(
+            [*sorted(pre_tokenizers.ByteLevel.alphabet()), *(pair.replace(" ", "") for pair in merges), "<|x|>", "</s>"]
+        )
+    ]
+
+
+MERGES = ["Ġ t", "h e", "Ġt he", "i n", "l l", "e l", "ll o", "' s", "1 2", "12 3", "Ġ Ġ", "ĠĠ ĠĠ", "Ġ a", "n d", "Ã ©"]
+
+
+def tokenizer_of(mixtral: Path, out: Path, model: str, pre: str, **more: Any) -> Tokenizer:
+    tokens = of_bytes(MERGES)
+    kinds = [3 if token in ("<|x|>", "</s>") else 1 for token in tokens]
+    file = widened(mixtral, out, tokens, {
+        "model": model, "pre": pre, "merges": MERGES, "token_type": kinds, "eos_token_id": len(tokens) - 1,
+        "padding_token_id": None, **more,
+    })  # fmt: skip
+    return Tokenizer.from_file(str(Checkpoint.open(file).path / "tokenizer.json"))
+
+
+def widened(mixtral: Path, out: Path, tokens: list[str], settings: dict[str, Any]) -> Path:
+    """Writes a model of as many tokens."""
+    folder = out / "wide"
+    tiny_of("mixtral")(folder, vocab_size=len(tokens))
+    in_16_bits(folder)
+    keys = {f"{KEY}{name}": value for name, value in settings.items()}
+    return write_gguf(folder, out / "wide.gguf", **{f"{KEY}tokens": tokens, **keys})
+
+
+@pytest.mark.parametrize(("pre", "made"), [("qwen2", Qwen2Tokenizer), ("gpt-2", GPT2Tokenizer)])
+def test_words_are_cut_as_transformers_cuts_them(mixtral: Path, tmp_path: Path, pre: str, made: Any) -> None:
+    found = tokenizer_of(mixtral, tmp_path, "gpt2", pre)
+    vocabulary = {token: number for number, token in enumerate(of_bytes(MERGES))}
+    theirs = made(vocab=vocabulary, merges=[tuple(pair.split(" ")) for pair in MERGES], unk_token=None)
+    theirs.add_special_tokens({"additional_special_tokens": ["<|x|>", "</s>"]})
+    for text in TEXTS:
+        ids = found.encode(text).ids
+        assert ids == theirs.encode(text, add_special_tokens=False), text
+        assert found.decode(ids, skip_special_tokens=False) == theirs.decode(ids)
+
+
+@pytest.mark.parametrize("pre", CUTS)
+def test_every_known_way_to_cut_gives_text_back(mixtral: Path, tmp_path: Path, pre: str) -> None:
+    found = tokenizer_of(mixtral, tmp_path, "gpt2", pre, bos_token_id=0)
+    for text in TEXTS:
+        ids = found.encode(text, add_special_tokens=False).ids
+        back = found.decode(ids, skip_special_tokens=False)
+        assert back == (unicodedata.normalize("NFC", text) if CUTS[pre].composed else text)
+    assert (found.encode("a").ids[0] == 0) == CUTS[pre].first
+
+
+def test_pieces_merge_by_their_scores(mixtral: Path, tmp_path: Path) -> None:
+    texts = [
+        "<unk>",
+        "<s>",
+        "</s>",
+        *(f"<0x{byte:02X}>" for byte in range(256)),
+        "▁",
+        "a",
+        "b",
+        "ab",
+        "▁a",
+        "▁ab",
+        "bb",
+    ]
+    kinds = [2, 3, 3, *[6] * 256, *[1] * 7]
+    scores = [0.0] * 259 + [-1.0, -2.0, -3.0, -1.5, -1.2, -0.5, -4.0]
+    settings = {"model": "llama", "pre": "default", "scores": scores, "token_type": kinds, "bos_token_id": 1,
+                "eos_token_id": 2, "unknown_token_id": 0}  # fmt: skip
+    checkpoint = Checkpoint.open(widened(mixtral, tmp_path, texts, settings))
+    found = Tokenizer.from_file(str(checkpoint.path / "tokenizer.json"))
+    ids = {Piece(text, 0, 0).text: number for number, text in enumerate(texts)}
+    assert found.encode("ab bb é").tokens == ["<s>", "▁ab", "▁", "bb", "▁", "<0xC3>", "<0xA9>"]
+    assert found.decode([ids["▁ab"], ids["<0xC3>"], ids["<0xA9>"]]) == "abé"
+
+
+def test_end_tokens_and_template(mixtral: Path, tmp_path: Path) -> None:
+    file = write_gguf(mixtral, tmp_path / "m.gguf", **{
+        f"{KEY}eot_token_id": 5, f"{KEY}bos_token_id": 7, "tokenizer.chat_template": "{{ messages[0]['content'] }}",
+    })  # fmt: skip
+    checkpoint = Checkpoint.open(file)
+    assert checkpoint.spec.tokens.eos == (1, 5)
+    assert checkpoint.spec.tokens.bos == 7
+    config = json.loads((checkpoint.path / "tokenizer_config.json").read_text())
+    assert config["chat_template"] == "{{ messages[0]['content'] }}"
+    assert not (tmp_path / "tokenizer.json").exists()
+
+
+@pytest.mark.parametrize(("changes", "words"), [
+    ({f"{KEY}pre": "superbpe"}, "how such a tokenizer cuts text into words"),
+    ({f"{KEY}pre": None}, "how such a tokenizer cuts text into words"),
+    ({f"{KEY}model": "bert"}, "only gpt2, llama, t5, gemma4 are known"),
+    ({f"{KEY}eos_token_id": 96}, "there are 96 tokens"),
+    ({f"{KEY}token_type": [1]}, "should have 96 values"),
+    ({f"{KEY}tokens": [f"t{n}" for n in range(97)]}, "its embedding has 96 rows"),
+    ({f"{KEY}tokens": ["a"] * 96}, "has a token twice"),
+    ({f"{KEY}tokens": 7}, "should be a list of str"),
+    ({f"{KEY}merges": ["ab"]}, "which is no pair"),
+    ({f"{KEY}model": "llama"}, "should have a number for each token"),
+    ({f"{KEY}model": "llama", f"{KEY}scores": [-1000.0] * 96}, "are all alike"),
+    ({"ARCH.block_count": "two"}, "should be a int"),
+    ({"ARCH.block_count": 0}, "expected 1 to"),
+    ({"ARCH.block_count": 3}, "has no tensor"),
+    ({"ARCH.block_count": 1}, "holds the tensor"),
+    ({"ARCH.attention.head_count": None}, "has no llama.attention.head_count"),
+    ({"ARCH.embedding_length": 32}, "has the shape"),
+    ({"ARCH.expert_count": 5}, "has the shape"),
+    ({"ARCH.expert_count": 0}, "has no tensor"),
+    ({"ARCH.feed_forward_length": 41}, "has the shape"),
+    ({"ARCH.rope.scaling.type": "su"}, "only none, linear, yarn and longrope are known"),
+])  # fmt: skip
+def test_refusals(mixtral: Path, tmp_path: Path, changes: dict[str, Any], words: str) -> None:
+    file = write_gguf(mixtral, tmp_path / "m.gguf", **changes)
+    with pytest.raises(CheckpointError, match=words) as error:
+        Checkpoint.open(file)
+    assert "\n" not in str(error.value)
+    assert str(file) in str(error.value)
+
+
+def test_unknown_architectures_and_types_are_refused_by_name(mixtral: Path, tmp_path: Path) -> None:
+    file = write_gguf(mixtral, tmp_path / "m.gguf")
+    body = file.read_bytes()
+    file.write_bytes(body.replace(b"llama", b"lamma"))
+    with pytest.raises(CheckpointError, match="the architecture 'lamma' is not supported; supported: llama, qwen2"):
+        Checkpoint.open(file)
+
+
+def test_a_missing_file_is_said(tmp_path: Path) -> None:
+    with pytest.raises(CheckpointError, match="there is no file"):
+        Checkpoint.open(tmp_path / "m.gguf")
