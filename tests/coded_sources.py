@@ -46,7 +46,7 @@ SIZES = {
 
 
 def in_fp8(tensors: Tensors) -> tuple[Tensors, Tensors]:
-    """Experts and the matrices of attention in FP8 with a scale for each block; and what these are."""
+    """Experts and the matrices of attention in FP8 with a scale for each block; and their numbers."""
     coded, plain, chance = dict(tensors), dict(tensors), torch.Generator().manual_seed(5)
     for name, weight in tensors.items():
         if not name.endswith(("_proj.weight", "in_proj_qkv.weight", "in_proj_qkvz.weight", "in_proj_z.weight")):
@@ -61,7 +61,7 @@ def in_fp8(tensors: Tensors) -> tuple[Tensors, Tensors]:
 
 
 def in_mxfp4(tensors: Tensors) -> tuple[Tensors, Tensors]:
-    """Experts in blocks of 32 inputs, two to a byte; and what these are."""
+    """Experts in blocks of 32 inputs, two to a byte; and their numbers."""
     coded, plain, chance = dict(tensors), dict(tensors), torch.Generator().manual_seed(6)
     for name, weight in tensors.items():
         if not name.endswith(("gate_up_proj", "down_proj")):
@@ -78,7 +78,7 @@ def in_mxfp4(tensors: Tensors) -> tuple[Tensors, Tensors]:
 
 
 def in_packed_mxfp4(tensors: Tensors) -> tuple[Tensors, Tensors]:
-    """Experts as compressed-tensors stores MXFP4; and what these are."""
+    """Experts as compressed-tensors stores MXFP4; and their numbers."""
     coded, plain, chance = dict(tensors), dict(tensors), torch.Generator().manual_seed(10)
     for name, weight in tensors.items():
         if ".experts." not in name:
@@ -94,7 +94,7 @@ def in_packed_mxfp4(tensors: Tensors) -> tuple[Tensors, Tensors]:
 
 
 def in_int4(tensors: Tensors) -> tuple[Tensors, Tensors]:
-    """Experts in groups of 32 inputs, eight to a number; and what these are."""
+    """Experts in groups of 32 inputs, eight to a number; and their numbers."""
     coded, plain, chance = dict(tensors), dict(tensors), torch.Generator().manual_seed(7)
     for name, weight in tensors.items():
         if ".mlp.experts." not in name:
@@ -110,8 +110,8 @@ def in_int4(tensors: Tensors) -> tuple[Tensors, Tensors]:
 
 
 def in_gptq(tensors: Tensors) -> tuple[Tensors, Tensors]:
-    """Experts and the matrices of attention in groups of 32 inputs in any order, with zero points; and what these
-    are."""
+    """Experts and the matrices of attention in groups of 32 inputs in any order, with zero points; and their
+    numbers."""
     coded, plain, chance = dict(tensors), dict(tensors), torch.Generator().manual_seed(8)
     for name, weight in tensors.items():
         if not re.search(r"(_proj|\.w[123])\.weight$", name):
@@ -130,7 +130,7 @@ def in_gptq(tensors: Tensors) -> tuple[Tensors, Tensors]:
 
 
 def in_fp8_rows(tensors: Tensors) -> tuple[Tensors, Tensors]:
-    """Experts in FP8 with a scale for each row, and a scale of their activations; and what these are."""
+    """Experts in FP8 with a scale for each row, and a scale of their activations; and their numbers."""
     coded, plain, chance = dict(tensors), dict(tensors), torch.Generator().manual_seed(9)
     for name, weight in tensors.items():
         if ".experts." not in name:

@@ -18,6 +18,7 @@ from moert.command.settings import (
     CHAT_NEW_TOKENS,
     PROMPTS,
     DriveOption,
+    HubArgument,
     InputOption,
     LinesOption,
     PackArgument,
@@ -42,6 +43,7 @@ if TYPE_CHECKING:
     from moert.engine.engine import Engine
     from moert.engine.generation import GenerationSettings
     from moert.engine.scoring import Likelihood, Score
+    from moert.hub.catalogue import Pulled
 
 
 def info(
@@ -61,7 +63,7 @@ def info(
     from moert.engine.budget import room_within
     from moert.pack.reader import Pack
 
-    opened = Pack.open(pack, room_within(None))
+    opened = Pack.open(_here(pack), room_within(None))
     print(json.dumps(describe(opened), indent=1) if as_json else "\n".join(map(in_one_line, description_lines(opened))))
 
 
@@ -135,7 +137,7 @@ def score(
     alone = read_prompt(text, file, sys.stdin, longest) if input_path is None else ""
     from moert.engine.engine import Engine
 
-    with Engine.open(pack, chosen) as engine:
+    with Engine.open(_here(pack), chosen) as engine:
         if input_path is not None:
             _score_records(engine, Source(input_path, longest), context, as_json)
             return
@@ -281,6 +283,7 @@ def run(
     from moert.command.prompts import run_prompt, run_records
     from moert.engine.engine import Engine
 
+    pack = _here(pack)
     if chat:
         from moert.command.chat import Printer, opened, turn
 
@@ -313,7 +316,7 @@ def chat(
     chosen = engine_settings(asked)
     from moert.command.chat import Printer, converse, opened
 
-    engine = opened(pack, chosen, settings.max_new_tokens)
+    engine = opened(_here(pack), chosen, settings.max_new_tokens)
     with engine, figures(engine, as_json) if stats else nullcontext():
         printer = Printer(engine, asked["thinking"] == "show", as_json, asked["raw"])
         converse(engine.conversation(system), settings, printer, longest_text(chosen))
@@ -344,11 +347,62 @@ def bench(
     from moert.bench.measure import BenchSettings
 
     texts = command.texts_of(prompt, input_path, longest_text(chosen))
-    command.bench(packs, BenchSettings(chosen, max_new_tokens), texts, as_json)
+    command.bench([_here(pack) for pack in packs], BenchSettings(chosen, max_new_tokens), texts, as_json)
 
 
 app.command(cls=grouped("score"))(score)
 app.command()(info)
+
+
+@app.command()
+def pull(
+    pack: HubArgument,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+) -> None:
+    """Fetch a pack from a hub into the catalogue, checked file by file; an interrupted one goes on where it ended."""
+    from moert.hub.catalogue import pull as fetched
+    from moert.hub.client import parse_id
+
+    found = fetched(parse_id(pack), lambda text: None if as_json else print(text))
+    if as_json:
+        print(json_line(_of_catalogue(found)))
+
+
+@app.command("list")
+def list_packs(as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False) -> None:
+    """List the packs that were fetched from a hub."""
+    from moert.hub.catalogue import home, listed
+
+    packs = listed()
+    if as_json:
+        print(json_line([_of_catalogue(each) for each in packs]))
+    elif not packs:
+        print(f"the catalogue in {home()} is empty: moert pull owner/name fetches a pack")
+    for each in () if as_json else packs:
+        print(in_one_line(f"hf:{each.id}  {each.nbytes / 1e6:,.1f} MB  commit {each.commit[:10]}  {each.folder}"))
+
+
+@app.command()
+def rm(pack: HubArgument) -> None:
+    """Remove a pack from the catalogue."""
+    from moert.hub.catalogue import removed
+    from moert.hub.client import parse_id
+
+    found = removed(parse_id(pack))
+    print(f"removed {found.id}, {found.nbytes / 1e6:,.1f} MB")
+
+
+def _of_catalogue(found: Pulled) -> dict[str, Any]:
+    return {"id": str(found.id), "commit": found.commit, "bytes": found.nbytes, "folder": str(found.folder)}
+
+
+def _here(pack: Path) -> Path:
+    """Returns the folder of a pack, fetched first if hf:owner/name names one that is not in the catalogue."""
+    if not str(pack).startswith("hf:"):
+        return pack
+    from moert.hub.catalogue import located
+
+    return located(str(pack), console.note)
 
 
 def _settings(asked: Asked) -> GenerationSettings:

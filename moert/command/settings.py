@@ -240,8 +240,14 @@ grouped = partial(command_class, SETTINGS)
 """Makes the class of a command that has settings."""
 
 
-PackArgument = Annotated[Path, typer.Argument(metavar="PACK", help="Folder of the pack.", show_default=False)]
-PacksArgument = Annotated[list[Path], typer.Argument(metavar="PACK...", help="Folders of packs.", show_default=False)]
+_PACK = "Folder of the pack, or hf:owner/name for a pack of a hub, fetched if it is not there yet."
+PackArgument = Annotated[Path, typer.Argument(metavar="PACK", help=_PACK, show_default=False)]
+PacksArgument = Annotated[
+    list[Path], typer.Argument(metavar="PACK...", help="Folders of packs, or hf:owner/name.", show_default=False)
+]
+HubArgument = Annotated[
+    str, typer.Argument(metavar="OWNER/NAME[:REVISION]", help="A repository of a hub that holds a pack.")
+]
 StartOption = Annotated[
     str | None,
     typer.Option("--prompt", help="Text to start from; by default some built-in texts.", rich_help_panel=PROMPTS),

@@ -6,7 +6,7 @@ import json
 import os
 import stat
 import zlib
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from pathlib import Path
 from threading import Event
 from typing import Any, NamedTuple
@@ -203,9 +203,9 @@ class Pack:
         data = buffer[layout.data_offset :]
         return {name: data[slot.start : slot.stop].view(np.float32) for name, slot in slots.items()}
 
-    def verify_hashes(self) -> Iterator[str]:
-        """Reads all pieces, several at a time; yields the path of each once its sha256 is found right. Raises
-        HashMismatch or FileMissing at the first in order that is not, FileTruncated or UnsafePath."""
+    def verify_hashes(self, pieces: Sequence[Piece] | None = None) -> Iterator[str]:
+        """Reads pieces, several at a time, by default all; yields the path of each once its sha256 is found right.
+        Raises HashMismatch or FileMissing at the first in order that is not, FileTruncated or UnsafePath."""
         from concurrent.futures import ThreadPoolExecutor  # opening a pack needs none
 
         ended = Event()
@@ -226,7 +226,7 @@ class Pack:
 
         with ThreadPoolExecutor(_HASHED_AT_ONCE) as readers:
             try:
-                yield from readers.map(check, list(self.pieces()))
+                yield from readers.map(check, list(self.pieces()) if pieces is None else pieces)
             finally:
                 ended.set()
                 readers.shutdown(cancel_futures=True)

@@ -20,7 +20,7 @@ MOERT = [
     ("moert.pack", "moert.machine", "moert.described"),
     ("moert.errors",),
     ("moert.stats",),
-    ("moert.kernels",),
+    ("moert.kernels", "moert.hub"),
     ("moert.experts",),
     ("moert.models",),
     ("moert.engine.seams",),
@@ -102,7 +102,7 @@ TORCH = ["moert.beside.gpu.torch_matrices", "moert.beside.gpu.torch_backend", "m
 # One is run by an installation, never by moert; one is a program of its own; others go
 # with the extra gpu.
 OTHER_PACKAGES = {
-    "moert.kernels.build": {"setuptools"}, "moert.chat.sandbox": {"jinja2"},
+    "moert.kernels.build": {"setuptools"}, "moert.chat.sandbox": {"jinja2"}, "moert.hub.client": {"huggingface_hub"},
     **{name: {"torch"} for name in TORCH}, "moert.beside.gpu.triton_kernel": {"torch", "triton"},
 }  # fmt: skip
 RUNTIME_PACKAGES = {"numpy", "tokenizers", "tqdm", "typer", "click", "rich"}
@@ -150,7 +150,7 @@ PURE = [
 
 # The one module of the core that names packages beside it, and imports them, inside of its functions.
 REGISTRY = "moert.engine.registry"
-BESIDE_CORE = ("moert.beside", "moert.bench", "moert.pack", "moert.kernels", REGISTRY)
+BESIDE_CORE = ("moert.beside", "moert.bench", "moert.hub", "moert.pack", "moert.kernels", REGISTRY)
 """Where neurons, hash functions and devices may be named: the format and the arithmetic have them too."""
 NAMING = re.compile("neuron|hash|device", re.IGNORECASE)
 # Lines of the core that name them all the same: settings, options and their texts, figures, errors by name, and what

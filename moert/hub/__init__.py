@@ -1,0 +1,1 @@
+"""Packs of a hub: fetched, checked, listed and removed."""
