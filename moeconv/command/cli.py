@@ -219,7 +219,14 @@ def plan(
     print(shown(json.dumps(_as_json(found)) if as_json else plan_table(found, target, whole_curve)))
 
 
-for work_on_a_pack in (packs.report, packs.profile_paths, packs.train_hash, packs.train_neurons, packs.verify):
+for work_on_a_pack in (
+    packs.report,
+    packs.profile_paths,
+    packs.train_hash,
+    packs.train_neurons,
+    packs.verify,
+    packs.push,
+):
     app.command()(work_on_a_pack)
 
 

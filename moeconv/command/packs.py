@@ -177,3 +177,21 @@ def verify(
 
     found = check(Pack.open(pack), None if against is None else Checkpoint.open(against), bar)
     print(shown(json.dumps(asdict(found)) if as_json else verified(found, pack, against)))
+
+
+def push(
+    pack: Annotated[Path, typer.Argument(metavar="PACK", help="A finished pack.")],
+    name: Annotated[str, typer.Argument(metavar="OWNER/NAME", help="The repository of the hub.")],
+    private: Annotated[bool, typer.Option("--private", help="Make a new repository private.")] = False,
+    overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace the pack that the repository holds.")] = False,
+    as_json: Json = False,
+) -> None:
+    """Write a pack to a hub, with a model card that says its loss, text and sizes; moert pull fetches it.
+
+    The token is that of HF_TOKEN, or of hf auth login.
+    """
+    from moeconv.report.published import push as run
+    from moert.pack.reader import Pack
+
+    url = run(Pack.open(pack), name, private, overwrite, say)
+    print(shown(json.dumps({"url": url}) if as_json else url))

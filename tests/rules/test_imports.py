@@ -83,7 +83,7 @@ INSIDE = {
     "moeconv.promise": [("bound",), ("judging",)],
     "moeconv.packing": [("emit", "packed", "paths")],
     "moeconv.foresight": [("examples",), ("network",), ("training",), ("neurons",)],
-    "moeconv.report": [("page",), ("curves",), ("sections",), ("writer",)],
+    "moeconv.report": [("page",), ("curves",), ("sections",), ("writer",), ("published",)],
     "moeconv.conversion": [
         ("settings",), ("host",), ("material",), ("room", "planning"), ("measuring",), ("choosing", "taught", "dense"),
         ("additions", "delivery"), ("conversion",),
