@@ -7,16 +7,24 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from moeconv.conversion.settings import DEFAULT_LAYOUT, DEFAULT_QUANTIZER, LAYOUTS, Settings, check_choice, neurons_of
+from moeconv.conversion.settings import (
+    DEFAULT_LAYOUT,
+    DEFAULT_QUANTIZER,
+    LAYOUTS,
+    PLAIN_QUANTIZER,
+    check_choice,
+    neurons_of,
+)
 from moeconv.dense import dense_of
 from moeconv.plan.outlook import NEW_TOKENS, PROMPT_TOKENS, Host, Outlook, Parameters, outlooks, parameters
 from moeconv.plan.problem import Storage
-from moeconv.quantizers import group_size_of
+from moeconv.quantizers import codes_of, group_size_of
 from moeconv.report.page import many, size
 from moeconv.source.checkpoint import Checkpoint
 from moeconv.source.gguf.folder import is_gguf
 from moeconv.source.outline import CONFIG, Outline, features, find
 from moeconv.source.tensors import FileTensors, has_weights
+from moert.pack.codec import Width
 from moert.pack.model_spec import ModelSpec
 
 DENSE_BITS = (None, 8)
@@ -52,14 +60,15 @@ def check(model: str, host: Host, layout: str = DEFAULT_LAYOUT) -> Checked:
     check_choice("layout", layout, LAYOUTS)
     outline, left = opened(located(model))
     spec, described = outline.spec, outline.description
-    group_size = group_size_of(DEFAULT_QUANTIZER, Settings.group_size)
     mxfp4 = described.mxfp4
-    storage = Storage(group_size, mxfp4, neurons_of(layout, spec, mxfp4))
+    neurons = neurons_of(layout, spec, mxfp4)
+    quantizer = DEFAULT_QUANTIZER if neurons is None else PLAIN_QUANTIZER
+    storage = Storage(group_size_of(quantizer, None), mxfp4, neurons, codes_of(quantizer))
     denses = [dense_of(spec, bits) for bits in DENSE_BITS]
     unmade = outline.tokenizer_notes if isinstance(outline, Checkpoint) else []
     left_out = [*dict.fromkeys(described.left_out.values())] if left is None else left
     return Checked(
-        model, spec, parameters(spec, described.computed), DEFAULT_QUANTIZER, layout,
+        model, spec, parameters(spec, described.computed), quantizer, layout,
         outlooks(spec, storage, denses, described.wide, host),
         [*described.notes, *unmade, *absent_notes(outline), *dense_notes(spec)],
         left_out, left is not None,
@@ -169,8 +178,13 @@ def lines(found: Checked) -> list[str]:
 def _row(each: Outlook) -> str:
     sizes = map(size, (each.pack_bytes, each.expert_bytes, each.token_bytes))
     memory = (f"{nbytes / 1e6:,.0f} MB" for nbytes in (each.smallest_memory, each.whole_memory))
-    cells = ("MXFP4" if each.bits == 16 else f"{each.bits} bits", f"{each.dense_bits} bits", *sizes, *memory)
+    cells = (width_text(each.bits), f"{each.dense_bits} bits", *sizes, *memory)
     return "  " + " ".join(cell.rjust(10) for cell in cells)
+
+
+def width_text(bits: Width) -> str:
+    """Returns the width of all experts in words; 16 is MXFP4, which a source has."""
+    return "MXFP4" if bits == 16 else "1 bit" if bits == 1 else f"{bits} bits"
 
 
 def _wrapped(name: str, phrases: Sequence[str], width: int = 100) -> list[str]:

@@ -96,14 +96,14 @@ def quantize(
                                       "channel. group: scales fitted by least squares, for each group of inputs. "
                                       "gptq: codes chosen so that later weights make up for the rounding errors of "
                                       "earlier ones. trellis: the same with codes of 1 to 4 bits that name pairs of "
-                                      "weights, which lose less. Default: gptq; without "
-                                      "--calib, group.",
+                                      "weights, which lose less. Default: trellis; where blocks of neurons or "
+                                      "--tune group-size need plain codes, gptq, or group without --calib.",
                                       rich_help_panel=options.WIDTHS)
     ] = None,
     bits: Annotated[
         str | None, typer.Option(help="Widths that experts may get. A single width needs no --calib; 16 alone writes "
-                                      "an unquantized pack. Default: 2,3,4,8,16; with --quantizer trellis "
-                                      "1,1.5,2,2.5,3,4,8,16.", rich_help_panel=options.WIDTHS)
+                                      "an unquantized pack. Default: 1,1.5,2,2.5,3,4,8,16; with another "
+                                      "quantizer than trellis 2,3,4,8,16.", rich_help_panel=options.WIDTHS)
     ] = None,
     dense_bits: Annotated[
         str | None, typer.Option(help="Width of all other matrices, such as 8, or by role: attention=4,head=8 "

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from moeconv.command.check import DENSE_BITS, absent_notes, located, opened
+from moeconv.command.check import DENSE_BITS, absent_notes, located, opened, width_text
 from moeconv.command.options import bytes_of
 from moeconv.conversion.host import Timing, facts, host_of, timing
-from moeconv.conversion.settings import DEFAULT_QUANTIZER, TEXTLESS_QUANTIZER, Settings
+from moeconv.conversion.settings import DEFAULT_QUANTIZER
 from moeconv.dense import dense_of
 from moeconv.errors import SettingsError
 from moeconv.plan.forecast import (
@@ -31,9 +31,9 @@ from moeconv.plan.forecast import (
     with_text,
     without_text,
 )
-from moeconv.plan.outlook import NEW_TOKENS, PROMPT_TOKENS, Parameters, parameters, uniform
+from moeconv.plan.outlook import NEW_TOKENS, PROMPT_TOKENS, Parameters, parameters
 from moeconv.plan.problem import Storage
-from moeconv.quantizers import group_size_of
+from moeconv.quantizers import codes_of, group_size_of
 from moeconv.report.page import duration, many, size
 from moeconv.source.checkpoint import Checkpoint
 from moeconv.source.gguf.tensors import GgufTensors
@@ -152,8 +152,8 @@ def expect(model: str, machine: Mapping[str, Any], place: Where, timed: Timing) 
     outline, _ = opened(path)
     spec, wide = outline.spec, outline.description.wide
     numbers, like = parameters(spec, outline.description.computed), nearest(spec, references())
-    group_size = group_size_of(DEFAULT_QUANTIZER, Settings.group_size)
-    storage, host = Storage(group_size, outline.description.mxfp4), host_of(dict(machine))
+    group_size, codes = group_size_of(DEFAULT_QUANTIZER, None), codes_of(DEFAULT_QUANTIZER)
+    storage, host = Storage(group_size, outline.description.mxfp4, codes=codes), host_of(dict(machine))
     prospects = [
         prospect(spec, storage, mixed, dense_of(spec, bits), wide, host)
         for bits in DENSE_BITS
@@ -164,11 +164,9 @@ def expect(model: str, machine: Mapping[str, Any], place: Where, timed: Timing) 
     room = machine["memory"]["free_bytes"] or place.memory_bytes  # of this machine, which converts
     tools = Tools(timed.weights_per_s, timed.flops_per_s, place.drive.bytes_per_s, room)
     subject = Subject(spec, numbers, source, _four_bits(found))
-    plain = Storage(group_size_of(TEXTLESS_QUANTIZER, None), storage.mxfp4)
-    textless = prospect(spec, plain, uniform(spec, plain, _ABOUT), None, wide, host).fit.pack_bytes
     efforts = {
-        "without_text": without_text(replace(subject, pack_bytes=textless), tools),
-        "with_text": with_text(subject, tools),
+        "without_text": without_text(subject, tools, DEFAULT_QUANTIZER),
+        "with_text": with_text(subject, tools, DEFAULT_QUANTIZER),
     }
     return Expected(model, spec, numbers, source, place, like, found, efforts, absent_notes(outline))
 
@@ -247,7 +245,7 @@ def lines(found: Expected) -> Iterator[str]:
 
 
 def _row(each: Forecast) -> str:
-    name = "mixed" if each.bits is None else "MXFP4" if each.bits == 16 else f"{each.bits} bits"
+    name = "mixed" if each.bits is None else width_text(each.bits)
     known = ["too little", "", "", "-"]
     if each.room_share is not None and each.hit_rate is not None and each.read_bytes is not None:
         speed = "-" if each.tokens_per_s is None else f"{each.tokens_per_s:.3g}"
@@ -262,8 +260,9 @@ def _row(each: Forecast) -> str:
 def _kernels(processor: Processor | None) -> str:
     if processor is None:
         return "no native kernels, so no speed can be expected: install a C compiler, then moert again"
-    speeds = processor.kernel_bytes_per_s
-    return f"{size(speeds[2])}/s at 2 bits, {size(speeds[4])}/s at 4, {size(speeds[16])}/s at 16; just measured"
+    plain, trellis = processor.kernel_bytes_per_s, processor.trellis_bytes_per_s
+    codes = f"trellis codes {size(trellis[2])}/s at 2 bits, {size(trellis[4])}/s at 4"
+    return f"{codes}; others {size(plain[8])}/s at 8, {size(plain[16])}/s at 16; just measured"
 
 
 def _converting(found: Expected) -> Iterator[str]:

@@ -36,7 +36,7 @@ from moeconv.artifacts import ConversionReport
 from moeconv.conversion.choosing import Choice, check_resident, fitted, textless_widths
 from moeconv.conversion.delivery import PROFILE_PATHS, Outcome, check_replaced, deliver
 from moeconv.conversion.dense import swept_beside
-from moeconv.conversion.material import Coding, Material, end_note, module_note, notes, vocabulary_note
+from moeconv.conversion.material import Coding, Material, end_note, module_note, notes, plain_note, vocabulary_note
 from moeconv.conversion.measuring import (
     Account,
     Bench,
@@ -147,8 +147,9 @@ class Conversion:
         for note in coding.checkpoint.notes:
             kept = note == coding.checkpoint.description.coding_note
             self.account.note(note) if kept else say(f"note: {note}")
-        if note := end_note(coding.checkpoint):
-            say(note)
+        for told in (end_note(coding.checkpoint), plain_note(settings)):
+            if told:
+                say(told)
         if settings.laid_out == "auto":
             say(f"experts lie {'by expert' if coding.neurons is None else 'by columns of neurons'} (--layout auto)")
         if settings.calib is None:

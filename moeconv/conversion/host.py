@@ -49,7 +49,7 @@ def _said(*arguments: str) -> dict[str, Any]:
 
 _TIMES = 2  # of which the faster one counts
 _GROUP = (1, 1024, 2048)  # [experts, out, in]
-_GPTQ = (1, 256, 1024)  # slower by two orders
+_BY_TEXT = (1, 256, 1024)  # slower by two orders
 _TOKENS, _SIDE = 512, 1024
 _BITS = 4
 
@@ -70,8 +70,9 @@ def timing(clock: Callable[[], float] = time.perf_counter) -> Timing:
     from moeconv.quantizers import QUANTIZERS, Inputs
 
     random = np.random.default_rng(0)
-    weights = {name: random.standard_normal(shape, np.float32) for name, shape in (("group", _GROUP), ("gptq", _GPTQ))}
-    x = random.standard_normal((2 * _GPTQ[2], _GPTQ[2]), np.float32)
+    shapes = {"group": _GROUP, "gptq": _BY_TEXT, "trellis": _BY_TEXT}
+    weights = {name: random.standard_normal(shape, np.float32) for name, shape in shapes.items()}
+    x = random.standard_normal((2 * _BY_TEXT[2], _BY_TEXT[2]), np.float32)
     inputs = Inputs.of(np.array([len(x)]), (x.T @ x / len(x))[None])
     a, b = torch.ones(_TOKENS, _SIDE), torch.ones(_SIDE, _SIDE)
 
@@ -83,10 +84,11 @@ def timing(clock: Callable[[], float] = time.perf_counter) -> Timing:
             taken.append(clock() - started)
         return min(taken)
 
-    seconds = {
-        "group": fastest(lambda: QUANTIZERS["group"](64).quantize(weights["group"], _BITS, None)),
-        "gptq": fastest(lambda: QUANTIZERS["gptq"](None).quantize(weights["gptq"], _BITS, inputs)),
-    }
+    def coding_s(name: str) -> float:
+        quantizer = QUANTIZERS[name](None)
+        return fastest(lambda: quantizer.quantize(weights[name], _BITS, None if name == "group" else inputs))
+
+    seconds = {name: coding_s(name) for name in weights}
     product_s = fastest(lambda: torch.mm(a, b))
     return Timing(
         {name: weights[name].size / taken for name, taken in seconds.items()}, 2 * _TOKENS * _SIDE**2 / product_s

@@ -12,7 +12,13 @@ from pathlib import Path
 import numpy as np
 
 from moeconv.calibration import RANKING_SHARE, Sample, Splits, divide, load_splits, samples_digest
-from moeconv.conversion.settings import DEFAULT_CONTEXT, DEFAULT_MEMORY, Settings, neurons_of
+from moeconv.conversion.settings import (
+    DEFAULT_CONTEXT,
+    DEFAULT_MEMORY,
+    DEFAULT_QUANTIZER,
+    Settings,
+    neurons_of,
+)
 from moeconv.dense import dense_of, usual_widths
 from moeconv.errors import CalibrationError, ConversionError, SettingsError
 from moeconv.measure.metrics import Metric, default_metric, find_metric, is_module
@@ -201,6 +207,15 @@ def _absolute(metric: str) -> str:
 # model.
 
 _MOST_TOKENS = 0.9  # of a vocabulary: its last rows are often only padding
+
+
+def plain_note(settings: Settings) -> str | None:
+    """Returns the note that the default quantizer gives way to one of plain codes; None where it does not."""
+    if settings.quantizer is not None or settings.plain_for is None:
+        return None
+    return (
+        f"note: {settings.plain_for} needs plain codes: --quantizer {settings.coded_by} in place of {DEFAULT_QUANTIZER}"
+    )
 
 
 def samples_note(name: str, asked: int | None, there: int, what: str) -> str | None:

@@ -97,7 +97,8 @@ DEFAULT_CONTEXT = 256
 DEFAULT_MEMORY = 2 << 30
 DEFAULT_TARGET = Target("loss", 0.05)
 """The target where the user gives none: compared by identity, since a given target may be equal to it."""
-DEFAULT_QUANTIZER, TEXTLESS_QUANTIZER = "gptq", "group"
+DEFAULT_QUANTIZER, PLAIN_QUANTIZER, TEXTLESS_QUANTIZER = "trellis", "gptq", "group"
+"""The quantizer where the user gives none; those that give plain codes, with text and without."""
 DEFAULT_ALLOCATION = "knapsack"
 EVERY_WIDTH = tuple(WIDTHS_BY_TEXT.values())
 """The widths where the user gives none, of which a quantizer has those of its codes: compared by identity."""
@@ -125,13 +126,13 @@ class Settings:
     DEFAULT_MEMORY for the sweep beside a model that fits). `dense_bits` is the width of all matrices outside the
     experts, or of those with the named roles, and the others are stored as they are; or SOURCE; None: they get widths
     with the experts, or where no loss decides, the usual ones. `purpose`: the bytes that plans save, one of PURPOSES.
-    `strict` refuses, before the sweep,
-    text that does not carry the confidence. `resident`: the memory that routing is fitted to, as shares of the experts
-    or, from LEAST_MEMORY on, as bytes for moert; the widths are fitted to the first entry. `quantizer`: None for
-    DEFAULT_QUANTIZER, or without calibration text TEXTLESS_QUANTIZER. `layout`: how experts lie in the pack, one of
-    LAYOUTS; `piece_bytes`: in a layout by neurons, the most bytes of a block's columns (None, for both: the usual
-    choice). `route`: one of ROUTES, the router or a hash function. `neurons`: the neurons of an expert that are
-    computed, one of NEURONS. `overwrite`: any pack that stands at `out` may be replaced."""
+    `strict` refuses, before the sweep, text that does not carry the confidence. `resident`: the memory that routing is
+    fitted to, as shares of the experts or, from LEAST_MEMORY on, as bytes for moert; the widths are fitted to the first
+    entry. `quantizer`: None for DEFAULT_QUANTIZER, or where its codes do not go with the other settings a plain one.
+    `layout`: how experts lie in the pack, one of LAYOUTS; `piece_bytes`: in a layout by neurons, the most bytes of a
+    block's columns (None, for both: the usual choice). `route`: one of ROUTES, the router or a hash function.
+    `neurons`: the neurons of an expert that are computed, one of NEURONS. `overwrite`: any pack that stands at `out`
+    may be replaced."""
 
     model: str
     out: Path
@@ -209,7 +210,7 @@ class Settings:
             given = said("neurons", "predicted") if self.predicts else f"--layout {self.laid_out}"
             raise SettingsError(
                 f"{given} is for blocks of neurons, which have plain codes: leave it out, or take --quantizer "
-                f"{DEFAULT_QUANTIZER}"
+                f"{PLAIN_QUANTIZER}"
             )
 
     def _check_taught(self) -> None:
@@ -231,9 +232,9 @@ class Settings:
     def _check_text(self) -> None:
         if self.calib is not None:
             return
-        if self.quantizer == DEFAULT_QUANTIZER:
+        if self.quantizer == PLAIN_QUANTIZER:
             raise SettingsError(
-                f"--quantizer {DEFAULT_QUANTIZER} looks at text: give --calib, or take --quantizer {TEXTLESS_QUANTIZER}"
+                f"--quantizer {PLAIN_QUANTIZER} looks at text: give --calib, or take --quantizer {DEFAULT_QUANTIZER}"
             )
         if self.target.kind == "loss" and self.target is not DEFAULT_TARGET:
             raise SettingsError("--loss is measured on text: give --calib, or say --bits 4 or --bits-per-weight 3.2")
@@ -308,8 +309,20 @@ class Settings:
     @property
     def coded_by(self) -> str:
         """The quantizer that is used."""
-        usual = TEXTLESS_QUANTIZER if self.calib is None else DEFAULT_QUANTIZER
-        return usual if self.quantizer is None else self.quantizer
+        if self.quantizer is not None:
+            return self.quantizer
+        if self.plain_for is None and min(self.bits, default=8) < 8:
+            return DEFAULT_QUANTIZER
+        return TEXTLESS_QUANTIZER if self.calib is None else PLAIN_QUANTIZER
+
+    @property
+    def plain_for(self) -> str | None:
+        """The option that needs plain codes; None without one."""
+        if self.predicts:
+            return said("neurons", "predicted")
+        if self.laid_out in (*BY_NEURONS, "auto"):
+            return f"--layout {self.laid_out}"
+        return None if self.group_size is None else said("group_size", self.group_size)
 
     @property
     def chooses_dense(self) -> bool:

@@ -13,19 +13,19 @@ from math import comb, log
 from typing import Any, Literal
 
 from moeconv.plan.outlook import (
-    MXFP4_WIDTHS,
-    WIDTHS,
     Fit,
     Host,
     Mixture,
     Parameters,
+    compared_widths,
     dense_bits_of,
     mixture,
     quantization_of,
     uniform,
 )
 from moeconv.plan.problem import Storage
-from moert.pack.manifest import Dense, Quantization, dense_width, stored_tensors
+from moert.pack.codec import Codes, Width
+from moert.pack.manifest import WIDTHS_BY_TEXT, Dense, Quantization, dense_width, stored_tensors
 from moert.pack.model_spec import ModelSpec
 from moert.pack.tensors import DTYPE_BITS
 
@@ -119,35 +119,40 @@ class Drive:
 
 @dataclass(frozen=True)
 class Processor:
-    """The speed of a processor. `kernel_bytes_per_s`: bytes of weights multiplied with one token, by width. `layer_s`:
-    the time of each layer of the decoder beside its weights. `miss_s`: the time of a missing expert beside reading its
-    bytes."""
+    """The speed of a processor. `kernel_bytes_per_s`: bytes of weights multiplied with one token, by width;
+    `trellis_bytes_per_s`: of trellis codes. `layer_s`: the time of each layer of the decoder beside its weights.
+    `miss_s`: the time of a missing expert beside reading its bytes."""
 
-    kernel_bytes_per_s: Mapping[int, float]
+    kernel_bytes_per_s: Mapping[Width, float]
+    trellis_bytes_per_s: Mapping[Width, float]
     layer_s: float
     miss_s: float
 
-    def compute_s(self, nbytes: Mapping[int, float]) -> float:
+    def compute_s(self, nbytes: Mapping[Width, float], codes: Codes = "plain") -> float:
         """Returns the seconds of multiplying weights with a token; `nbytes`: width → bytes of weights."""
-        return sum(count / self.kernel_bytes_per_s[bits] for bits, count in nbytes.items())
+        speeds: dict[Width, float] = {**self.kernel_bytes_per_s}
+        if codes == "trellis":
+            speeds.update(self.trellis_bytes_per_s)
+        return sum(count / speeds[bits] for bits, count in nbytes.items())
 
 
 @dataclass(frozen=True)
 class Work:
     """The work of one token in the decoder. Bytes by width: `outside` of all weights that are not experts, `experts` of
-    the mean expert, `file_bytes` of its file."""
+    the mean expert, `file_bytes` of its file. `codes`: the experts'."""
 
     layers: int
     expert_layers: int
     top_k: int
-    outside: Mapping[int, float]
-    experts: Mapping[int, float]
+    outside: Mapping[Width, float]
+    experts: Mapping[Width, float]
     file_bytes: float
+    codes: Codes = "plain"
 
 
 def token_s(work: Work, processor: Processor, drive: Drive, hit_rate: float) -> float:
     """Returns the seconds of one token, see above. `hit_rate`: the share of demanded experts that are in memory."""
-    compute_s = work.top_k * processor.compute_s(work.experts)
+    compute_s = work.top_k * processor.compute_s(work.experts, work.codes)
     outside_s = processor.compute_s(work.outside) + work.layers * processor.layer_s
 
     def layer_s(missing: int) -> float:
@@ -185,8 +190,9 @@ class Machine:
     def from_json(cls, values: dict[str, Any]) -> Machine:
         """Returns the machine that machine.json describes."""
         of = values["processor"]
-        speeds = {int(bits): float(speed) for bits, speed in of["kernel_bytes_per_s"].items()}
-        return cls(values["name"], Processor(speeds, of["layer_s"], of["miss_s"]), Host(**values["host"]))
+        plain, trellis = _speeds(of["kernel_bytes_per_s"]), _speeds(of["trellis_bytes_per_s"])
+        processor = Processor(plain, trellis, of["layer_s"], of["miss_s"])
+        return cls(values["name"], processor, Host(**values["host"]))
 
 
 @cache
@@ -201,7 +207,13 @@ def processor_of(facts: dict[str, Any]) -> Processor | None:
     measured = facts["kernel_bytes_per_s"]
     if measured is None:
         return None
-    return replace(stated().processor, kernel_bytes_per_s={int(bits): speed for bits, speed in measured.items()})
+    trellis = _speeds(facts["trellis_bytes_per_s"])
+    return replace(stated().processor, kernel_bytes_per_s=_speeds(measured), trellis_bytes_per_s=trellis)
+
+
+def _speeds(by_text: Mapping[str, float]) -> dict[Width, float]:
+    """Returns speeds by width from those by its text."""
+    return {WIDTHS_BY_TEXT[bits]: float(speed) for bits, speed in by_text.items()}
 
 
 # The effort of converting in time, disk and memory, before anything is read. Pure.
@@ -278,7 +290,7 @@ class Effort:
     memory_bytes: int
 
 
-def without_text(subject: Subject, tools: Tools, quantizer: str = "group") -> Effort:
+def without_text(subject: Subject, tools: Tools, quantizer: str) -> Effort:
     """Returns the effort of a conversion to one width or a size, with nothing measured."""
     coding_s = subject.expert_weights / tools.weights_per_s[quantizer]
     seconds = max(subject.source_bytes / tools.drive_bytes_per_s, coding_s)
@@ -286,7 +298,7 @@ def without_text(subject: Subject, tools: Tools, quantizer: str = "group") -> Ef
     return Effort(quantizer, seconds, 0.0, subject.pack_bytes, subject.source_bytes, 0)
 
 
-def with_text(subject: Subject, tools: Tools, quantizer: str = "gptq") -> Effort:
+def with_text(subject: Subject, tools: Tools, quantizer: str) -> Effort:
     """Returns the effort of a conversion for a loss: with the exact sweep, or with gradients where there are many
     experts or the model does not fit the memory."""
     token_s = 2 * subject.parameters.active / tools.flops_per_s
@@ -316,14 +328,14 @@ def with_text(subject: Subject, tools: Tools, quantizer: str = "gptq") -> Effort
 def moments_bytes(spec: ModelSpec, quantizer: str) -> int:
     """Returns the bytes on the drive of the moments that the quantizer needs of each expert's inputs: their products,
     or their squares."""
-    power = {"gptq": 2, "group": 1}.get(quantizer, 0)
+    power = {"gptq": 2, "trellis": 2, "group": 1}.get(quantizer, 0)
     sides = spec.expert_width**power + spec.moe.ffn.d_ff**power if power else 0
     return 4 * len(spec.expert_keys()) * sides
 
 
 # Forecasts of a pack that is not made yet: its size, its memory, and its tokens a second. Pure.
 
-BITS_PER_WEIGHT = (2.6, 4.3)
+BITS_PER_WEIGHT = (2.0, 4.3)
 """Bits of mixtures: those of conversions at a loss of 5%, and those that other programs call four bits."""
 _ONCE = (".cross.k.", ".cross.v.")  # read once a request, not once a token
 
@@ -344,7 +356,7 @@ class Forecast:
     share of the experts' bytes that stays in memory; None where moert would not start, like the figures that follow
     from it. `read_bytes`: the mean for a token."""
 
-    bits: int | None
+    bits: Width | None
     bits_per_weight: float
     dense_bits: int
     pack_bytes: int
@@ -359,7 +371,7 @@ class Forecast:
 def ways(spec: ModelSpec, storage: Storage) -> list[Mixture]:
     """Returns the mixtures of all experts at each width and those of BITS_PER_WEIGHT that are possible, by rising
     bits."""
-    widths = MXFP4_WIDTHS if storage.mxfp4 else WIDTHS
+    widths = compared_widths(storage)
     mixed = (mixture(spec, storage, widths, bits) for bits in BITS_PER_WEIGHT)
     found = [*(uniform(spec, storage, bits) for bits in widths), *(each for each in mixed if each is not None)]
     return sorted(found, key=lambda each: each.bits_per_weight)
@@ -422,14 +434,15 @@ def _work(spec: ModelSpec, storage: Storage, mixed: Mixture, quantization: Quant
         outside=outside_bytes(spec, quantization),
         experts=experts,
         file_bytes=fit.budget.expert_bytes / len(spec.expert_keys()),
+        codes=storage.codes,
     )
 
 
-def outside_bytes(spec: ModelSpec, quantization: Quantization) -> Mapping[int, float]:
+def outside_bytes(spec: ModelSpec, quantization: Quantization) -> Mapping[Width, float]:
     """Returns, by width, the bytes of the weights beside experts that each token of the decoder is multiplied with:
     without an encoder, and without an embedding of its own, of which a token reads a row. Weights that are not
     quantized count as 16 bits."""
-    found: dict[int, float] = {}
+    found: dict[Width, float] = {}
     for name, parts in stored_tensors(spec, quantization).items():
         once = any(part in name for part in _ONCE)
         if name.startswith("encoder.") or once or spec.tensors[name].role in ("embed", None):

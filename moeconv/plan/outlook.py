@@ -13,15 +13,13 @@ from moert.engine.budget import FIRST_BYTES, Budget
 from moert.models.footprint import Footprint, Load
 from moert.pack.codec import Width
 from moert.pack.layout import choose_page_bytes, expert_layout
-from moert.pack.manifest import Dense, Quantization, stored_tensors
+from moert.pack.manifest import WIDTHS_OF, Dense, Quantization, stored_tensors
 from moert.pack.model_spec import ExpertKey, LayerKey, ModelSpec
 from moert.pack.tensors import DTYPE_BITS, vocabulary_takes
 
 # Bytes of a pack, on the drive and in memory, at each width of its experts. Pure.
 # The memory is reckoned by moert's own two modules, which its engine uses too.
 
-WIDTHS = (2, 3, 4, 8)
-MXFP4_WIDTHS = (2, 3, 4, 16)  # where 16 stands for the four bits and a quarter of the source
 PROMPT_TOKENS, NEW_TOKENS = 512, 256
 _HEADER_BYTES = 8  # before the JSON of a safetensors file, which is filled up to a whole number of these
 
@@ -45,7 +43,7 @@ class Outlook:
     `whole_memory`: the least --memory with which all experts stay in memory.
     """
 
-    bits: int
+    bits: Width
     dense_bits: int
     pack_bytes: int
     backbone_bytes: int
@@ -77,8 +75,14 @@ def outlooks(
 ) -> list[Outlook]:
     """Returns an outlook for each way to store the matrices outside the experts, and each width. `wide`: the tensors
     that have 32 bits whatever the source has."""
-    widths = MXFP4_WIDTHS if storage.mxfp4 else WIDTHS
-    return [_outlook(spec, storage, bits, dense, wide, host) for dense in denses for bits in widths]
+    return [_outlook(spec, storage, bits, dense, wide, host) for dense in denses for bits in compared_widths(storage)]
+
+
+def compared_widths(storage: Storage) -> tuple[Width, ...]:
+    """Returns the widths that packs are compared at, by rising bits; of a source in MXFP4 16 stands for its own four
+    bits and a quarter."""
+    widths = WIDTHS_OF[storage.codes]
+    return tuple(bits for bits in widths if (bits != 8 if storage.mxfp4 else bits < 16))
 
 
 @dataclass(frozen=True)
@@ -139,7 +143,7 @@ def room_share(
 
 
 def _outlook(
-    spec: ModelSpec, storage: Storage, bits: int, dense: Dense | None, wide: Collection[str], host: Host
+    spec: ModelSpec, storage: Storage, bits: Width, dense: Dense | None, wide: Collection[str], host: Host
 ) -> Outlook:
     quantization = quantization_of(storage, dense)
     widths = dict.fromkeys(spec.moe.ffn.projections, bits)
@@ -204,36 +208,36 @@ class Mixture:
     `bits_per_weight`: scales and minima counted. `per_layer`: experts in each layer.
     """
 
-    low: int
-    high: int
+    low: Width
+    high: Width
     share: float
     bits_per_weight: float
     per_layer: int
 
-    def width(self, key: ExpertKey) -> int:
+    def width(self, key: ExpertKey) -> Width:
         """Returns the width of one expert: only the number of experts with the higher one matters, not which."""
         place = key.layer * self.per_layer + key.expert
         return self.high if int((place + 1) * self.share) > int(place * self.share) else self.low
 
-    def parts(self) -> Mapping[int, float]:
+    def parts(self) -> Mapping[Width, float]:
         """Returns the share of the experts with each width."""
         return {
             bits: part for bits, part in ((self.low, 1 - self.share), (self.high, self.share)) if part > 0
         }  # fmt: skip
 
 
-def effective_bits(spec: ModelSpec, storage: Storage, bits: int) -> float:
+def effective_bits(spec: ModelSpec, storage: Storage, bits: Width) -> float:
     """Returns the bits of an expert's weight at this width, scales and minima counted."""
     nbytes = layout_bytes(spec, storage)
     return 8 * sum(nbytes(name, bits) for name in spec.moe.ffn.projections) / spec.weights_per_expert()
 
 
-def uniform(spec: ModelSpec, storage: Storage, bits: int) -> Mixture:
+def uniform(spec: ModelSpec, storage: Storage, bits: Width) -> Mixture:
     """Returns the mixture with all experts at one width."""
     return Mixture(bits, bits, 0.0, effective_bits(spec, storage, bits), spec.moe.n)
 
 
-def mixture(spec: ModelSpec, storage: Storage, widths: Sequence[int], bits_per_weight: float) -> Mixture | None:
+def mixture(spec: ModelSpec, storage: Storage, widths: Sequence[Width], bits_per_weight: float) -> Mixture | None:
     """Returns the mixture of the two `widths` nearest below and above. None where all are wider or all are narrower:
     then no pack has this mean of bits."""
     found = sorted((effective_bits(spec, storage, bits), bits) for bits in widths)

@@ -1,7 +1,8 @@
 """`python -m recipes.bench.outlook_machine`: the machine of docs/models.md, and the cost of a layer and of a miss, from
 figures in docs/results. Writes moeconv/plan/machine.json; measures only the memory that moert itself holds.
 
-- Kernels: the figures of KERNELS for a linear map with one token, groups of 64.
+- Kernels: the figures of KERNELS for a linear map with one token, groups of 64. Trellis codes were measured on a
+  processor without AMX only: their weights a second there, times the ratio of both machines with plain codes at 2 bits.
 - A layer: less.json's runs of wiki and wikids with all experts in memory, less the time of their weights by these
   kernels.
 - A miss: the additional time of a token there on the imitated drive of 500 MB/s with less room, for each missing
@@ -21,12 +22,13 @@ from moeconv.plan.outlook import Host, mixture
 from moeconv.plan.problem import Storage
 from moeconv.source.outline import CONFIG, Outline
 from moert.pack.files import write_atomically
+from moert.pack.trellis import CODES
 from recipes.bench.program import as_program
 from recipes.bench.result import Result, read
 
 OUT = Path("moeconv/plan") / MACHINE
 RESULTS = Path("docs/results")
-KERNELS = "kernels-amx.json"
+KERNELS, TRELLIS_KERNELS = "kernels-amx.json", "kernels-avx512vbmi.json"
 REFERENCES = ("wiki", "wikids")
 SHARES = ("25%", "50%")
 SSD = Drive(500e6, 500e6)
@@ -58,10 +60,12 @@ def miss_s(work: Work, less: Result, name: str, share: str) -> float:
     return (streamed - whole) / (missed * work.expert_layers * work.top_k)
 
 
-def machine(kernels: Result, less: Result, host: Host) -> Machine:
-    """Out of the rows of both files."""
-    speeds = {bits: 1e9 * kernels.by_name[_row(bits)].value for bits in KERNEL_BITS}
-    bare = Processor(speeds, 0.0, 0.0)
+def machine(kernels: Result, trellis: Result, less: Result, host: Host) -> Machine:
+    """Out of the rows of these files."""
+    speeds: dict[float, float] = {bits: 1e9 * kernels.by_name[_row(bits)].value for bits in KERNEL_BITS}
+    ratio = kernels.by_name[_row(2)].value / trellis.by_name[_row(2)].value
+    rates = {bits: ratio * trellis.by_name[f"trellis, {bits} bits, 1 token: moert"].value for bits in CODES}
+    bare = Processor(speeds, {bits: 1e9 * rate * bits / 8 for bits, rate in rates.items()}, 0.0, 0.0)
     works = {name: work_of(name, BITS_PER_WEIGHT[name], host) for name in REFERENCES}
     whole = {name: 1 / less.by_name[f"{name}, ssd: moert, all in memory: decode"].value for name in REFERENCES}
     hardware = kernels.context["hardware"]
@@ -83,7 +87,7 @@ def _row(bits: int) -> str:
 def main() -> None:
     process = facts()["process"]
     host = Host(process["held_bytes"], process["thread_bytes"], widened=False)
-    found = machine(read(RESULTS / KERNELS), read(RESULTS / "less.json"), host)
+    found = machine(*(read(RESULTS / name) for name in (KERNELS, TRELLIS_KERNELS, "less.json")), host)
     write_atomically(OUT, (json.dumps({"made_by": SOURCE, **asdict(found)}, indent=1) + "\n").encode())
     print(f"written to {OUT}")
 

@@ -14,7 +14,7 @@ from moeconv.artifacts import ConversionReport, Target
 from moeconv.conversion.conversion import Conversion, directory_of, subject_of
 from moeconv.conversion.material import Coding, Material
 from moeconv.conversion.measuring import Bench, References
-from moeconv.conversion.settings import Settings
+from moeconv.conversion.settings import PLAIN_QUANTIZER, TEXTLESS_QUANTIZER, Settings
 from moeconv.measure.workdir import Journal
 from moeconv.progress import Bar
 from moeconv.promise.judging import Judge
@@ -31,7 +31,8 @@ def words(rng: random.Random, count: int) -> str:
 
 def settings_for(sources: dict[str, Path], family: str, tmp_path: Path, **changes: Any) -> Settings:
     """Tiny random models are noisy, so that a bound with confidence would leave nothing to choose: none by default.
-    Widths are of the experts alone unless `dense_bits` says otherwise.
+    Widths are of the experts alone unless `dense_bits` says otherwise, and plain ones unless `quantizer` does (None:
+    the default), of which there are fewer.
 
     `loss` is short for a target of that kind.
     """
@@ -44,6 +45,8 @@ def settings_for(sources: dict[str, Path], family: str, tmp_path: Path, **change
     }  # fmt: skip
     if changes.get("calib", "") is None:
         base |= {"metric": None, "max_new_tokens": None, "confidence": 0.95}
+    if changes.get("bits") != (16,):
+        base["quantizer"] = TEXTLESS_QUANTIZER if changes.get("calib", "") is None else PLAIN_QUANTIZER
     return Settings(**{**base, **changes})
 
 

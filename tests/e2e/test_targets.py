@@ -169,7 +169,7 @@ def test_an_unreachable_loss_ends_with_3_before_the_sweep(
     sources: dict[str, Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     arguments = ["quantize", str(sources["olmoe"]), "--calib", str(sources["text"]), "--metric", "perplexity",
-             "--context", "32", "--bits", "2", "--loss", "0.01%", "--confidence", "none",
+             "--context", "32", "--bits", "2", "--quantizer", "gptq", "--loss", "0.01%", "--confidence", "none",
              "--out", str(tmp_path / "m.pack"), "--work", str(tmp_path / "work")]  # fmt: skip
     assert _exit_code(arguments) == 3
     out, err = capsys.readouterr()

@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from coded_sources import MXFP4, coded_and_plain, in_mxfp4
 from tiny_packs import PROMPTS, run_greedy
 
 from moeconv.artifacts import Target
 from moeconv.command.present import conversion_table, plan_table
 from moeconv.conversion.planning import plan
+from moeconv.conversion.settings import Settings
 from moeconv.packing.packed import PackedModel, verify
 from moeconv.report.writer import write_report
 from moeconv.source.checkpoint import Checkpoint
@@ -92,6 +95,51 @@ def test_another_target_measures_nothing_again(sources: dict[str, Path], tmp_pat
     assert narrow.chosen.nbytes < planned.chosen.nbytes
     assert "trellis" in plan_table(planned, Target("bits", 3.0), False)
     assert math.isfinite(first.report.effective_bits)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_conversion_has_trellis_codes_unless_another_quantizer_is_named(
+    sources: dict[str, Path], tmp_path: Path, family: str
+) -> None:
+    """And widths for all other matrices."""
+    small = {**TRELLIS, "quantizer": None}
+    done = Done(settings_for(sources, family, tmp_path, loss=0.3, dense_bits=None, **small))
+    assert done.manifest.quantization.codes == "trellis"
+    assert done.report.quantizer == "trellis"
+    assert done.report.calibration is not None
+    assert done.report.calibration.loss <= 0.3
+    assert done.report.dense is not None
+    accepted(done)
+    named = settings_for(sources, family, tmp_path, loss=0.3, dense_bits=None, out=tmp_path / "b", **TRELLIS)
+    assert Done(named).report.bits_histogram == done.report.bits_histogram
+
+
+@pytest.mark.parametrize(("bits", "codes"), [(2, "trellis"), (4, "trellis"), (8, "plain")])
+def test_so_has_one_without_text(sources: dict[str, Path], tmp_path: Path, bits: int, codes: str) -> None:
+    done = Done(settings_for(sources, "olmoe", tmp_path, calib=None, bits=(bits,), quantizer=None))
+    assert done.manifest.quantization.codes == codes
+    accepted(done)
+
+
+def test_blocks_of_neurons_have_plain_codes_and_a_note_says_so(sources: dict[str, Path], tmp_path: Path) -> None:
+    small = {**TRELLIS, "quantizer": None, "layout": "columns", "bits": (2, 4)}
+    done = Done(settings_for(sources, "switch", tmp_path, loss=0.3, **small))
+    assert (done.manifest.quantization.codes, done.report.quantizer) == ("plain", "gptq")
+    assert "note: --layout columns needs plain codes: --quantizer gptq in place of trellis" in done.said
+
+
+def test_a_source_in_mxfp4_keeps_its_own_codes_beside_trellis_codes(tmp_path: Path) -> None:
+    source = coded_and_plain("gpt_oss", in_mxfp4, MXFP4, tmp_path)[0]
+    settings = Settings(str(source), tmp_path / "p", tmp_path / "w", Target("bits", 16.0))
+    whole = Done(settings).report
+    assert set(whole.bits_histogram) == {16}
+    done = Done(replace(settings, target=Target("bits", whole.effective_bits - 0.2), out=tmp_path / "q"))
+    quantization, widths = done.manifest.quantization, done.report.bits_histogram
+    assert (quantization.codes, quantization.mxfp4) == ("trellis", True)
+    assert 16 in widths
+    assert min(widths) < 8
+    with Engine.open(done.settings.out, predict="none") as engine:
+        assert len(run_greedy(engine, engine.encode(PROMPTS[1]), 3)[0]) == 3
 
 
 @needs_native

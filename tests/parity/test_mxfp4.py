@@ -22,7 +22,7 @@ from moert.models.model import Model
 from moert.pack.reader import Pack
 
 IDS = [[5, 9, 12, 30, 2, 7], [7], list(range(3, 45))]
-WIDTHS = {"whole": (16, 16, 16), "mixed": (16, 2, 4)}
+WIDTHS = {"whole": (16, 16, 16), "mixed": (16, 2, 4), "trellis": (16, 1.5, 4)}
 
 
 @pytest.fixture(scope="module")
@@ -32,7 +32,8 @@ def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def pack_of(source: Path, out: Path, name: str) -> Pack:
     checkpoint = Checkpoint.open(source)
-    coder = ExpertCoder(checkpoint, QUANTIZERS["group"](32), None)
+    quantizer = QUANTIZERS["trellis"](None) if name == "trellis" else QUANTIZERS["group"](32)
+    coder = ExpertCoder(checkpoint, quantizer, None)
     emit(coder, dict.fromkeys(checkpoint.spec.expert_keys(), WIDTHS[name]), out, seed=0, label=Label("tests"))
     return Pack.open(out)
 

@@ -40,12 +40,13 @@ _HEAD = ("model", "bits", "pack", "smallest `--memory`")
 def section() -> list[str]:
     """Lines, heading and all."""
     machine = stated()
-    speeds = machine.processor.kernel_bytes_per_s
+    speeds, trellis = machine.processor.kernel_bytes_per_s, machine.processor.trellis_bytes_per_s
     paragraphs = (
         f"Sizes of packs of published models, and the speed at which moert is expected to write on one machine: "
-        f"{machine.name}, whose kernels multiply {speeds[2] / 1e9:.0f} GB/s of weights at two bits and "
-        f"{speeds[8] / 1e9:.0f} GB/s at eight. *bits* are those of an expert's weight; all other matrices have "
-        f"{DENSE_BITS}. Nobody has run these models here: the figures are [estimates](method.md#before-converting), "
+        f"{machine.name}, whose kernels multiply {speeds[8] / 1e9:.0f} GB/s of weights at eight bits, and "
+        f"{trellis[2] / 1e9:.0f} GB/s of trellis codes at two (reckoned from a processor without AMX). *bits* are "
+        f"those of an expert's weight, in trellis codes; all other matrices have {DENSE_BITS}. Nobody has run these "
+        "models here: the figures are [estimates](method.md#before-converting), "
         "[compared](benchmarks.md#before-converting) with measurements of other models. `moeconv plan MODEL` prints "
         "them for your machine, at more widths.",
     )
@@ -62,7 +63,7 @@ def section() -> list[str]:
 def _rows(name: str) -> Iterator[str]:
     config = PUBLISHED[name]
     found = FAMILIES[config["model_type"]].description(config, {})
-    spec, storage, machine = found.spec, Storage(mxfp4=found.mxfp4), stated()
+    spec, storage, machine = found.spec, Storage(mxfp4=found.mxfp4, codes="trellis"), stated()
     for mixed in _mixtures(spec, storage):
         what = prospect(spec, storage, mixed, dense_of(spec, DENSE_BITS), found.computed, machine.host)
         cells = (name, f"{mixed.bits_per_weight:.1f}", size(what.fit.pack_bytes), size(what.fit.smallest_memory))

@@ -29,7 +29,7 @@ from moeconv.tuned import TUNED  # noqa: E402
 EXAMPLES: Mapping[str, str] = {
     "model": '"models/g2p"', "calib": '"g2p"', "heldout": '"held-out.txt"', "loss": '"5%"', "size": '"120MB"',
     "bits_per_weight": "3.2", "confidence": '"95%"', "strict": "true", "margin": '"20%"', "resident": '"25%"',
-    "fields": '{input = "question", target = "answer"}', "metric": '"rouge2"', "quantizer": '"gptq"',
+    "fields": '{input = "question", target = "answer"}', "metric": '"rouge2"', "quantizer": '"trellis"',
     "group_size": "64", "allocation": '"knapsack"', "signal": '"kl"', "per_projection": "true", "bits": "[2, 3, 4, 8]",
     "dense_bits": '"attention=8,head=8"', "purpose": '"memory"',
     "samples": "2000", "sweep_samples": "400", "heldout_samples": "4000",

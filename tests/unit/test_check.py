@@ -17,11 +17,11 @@ from tiny import TINY, rewrite, tiny_olmoe, tiny_switch
 from moeconv.artifacts import uniform
 from moeconv.command import cli
 from moeconv.command.check import Checked, as_json, check, lines
-from moeconv.conversion.settings import BY_NEURONS, neurons_of
+from moeconv.conversion.settings import BY_NEURONS, DEFAULT_QUANTIZER, PLAIN_QUANTIZER, neurons_of
 from moeconv.dense import dense_of
 from moeconv.errors import SettingsError
 from moeconv.packing.emit import Label, emit
-from moeconv.plan.outlook import WIDTHS, Host, Outlook
+from moeconv.plan.outlook import Host, Outlook
 from moeconv.quantizers import QUANTIZERS
 from moeconv.quantizers.coder import DenseCoder, ExpertCoder
 from moeconv.source.checkpoint import Checkpoint
@@ -31,6 +31,7 @@ from moert.pack.manifest import BACKBONE, Manifest
 from tests.pairs import each, thinned
 from tests.refusing import one_line
 
+WIDTHS = (1, 1.5, 2, 2.5, 3, 4, 8)
 HOST = Host(held_bytes=45_000_000, thread_bytes=1 << 20, widened=False)
 ASKED = """
 import sys
@@ -55,8 +56,8 @@ def pack_of(
     source: Path, out: Path, bits: int, dense_bits: int | None, neurons: Neurons | None = None
 ) -> Manifest:  # fmt: skip
     """Experts as `moeconv quantize` would store them: without groups."""
-    checkpoint = Checkpoint.open(source)
-    coder = ExpertCoder(checkpoint, QUANTIZERS["channel"](None), None, neurons=neurons)
+    checkpoint, name = Checkpoint.open(source), DEFAULT_QUANTIZER if neurons is None else PLAIN_QUANTIZER
+    coder = ExpertCoder(checkpoint, QUANTIZERS[name](None), None, neurons=neurons)
     dense = DenseCoder(checkpoint, dense_of(checkpoint.spec, dense_bits))
     return emit(coder, uniform(checkpoint.spec, bits), out, seed=0, label=Label("tests"), dense=dense)
 

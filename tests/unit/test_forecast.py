@@ -43,7 +43,7 @@ from moeconv.source.outline import Outline
 from moert.pack.model_spec import ExpertKey, ModelSpec
 
 HOST = Host(held_bytes=45_000_000, thread_bytes=1 << 20, widened=False)
-PROCESSOR = Processor({2: 10e9, 3: 10e9, 4: 20e9, 8: 20e9, 16: 20e9}, layer_s=1e-4, miss_s=1e-3)
+PROCESSOR = Processor({2: 10e9, 3: 10e9, 4: 20e9, 8: 20e9, 16: 20e9}, {1.5: 5e9, 4: 8e9}, layer_s=1e-4, miss_s=1e-3)
 WORK = Work(layers=3, expert_layers=2, top_k=2, outside={16: 2e6}, experts={4: 4e6}, file_bytes=5e6)
 NEVER = Drive(1e15, 1e15)
 
@@ -73,6 +73,8 @@ def test_no_mixture_is_narrower_or_wider_than_all_widths() -> None:
     assert mixture(spec, Storage(), (2, 3), 3.5) is None
     found = ways(spec_of("gpt-oss-20b"), Storage(mxfp4=True))
     assert [each.low for each in found if each.low == each.high] == [2, 3, 4, 16]
+    found = ways(spec_of("gpt-oss-20b"), Storage(mxfp4=True, codes="trellis"))
+    assert [each.low for each in found if each.low == each.high] == [1, 1.5, 2, 2.5, 3, 4, 16]
     assert [each.bits_per_weight for each in found if each.low != each.high] == [BITS_PER_WEIGHT[0]]
 
 
@@ -132,6 +134,14 @@ def test_a_token_takes_what_is_computed_and_what_it_waits_for(
 ) -> None:
     expected = 2e6 / 20e9 + 3 * 1e-4 + 2 * of_a_layer
     assert token_s(work, PROCESSOR, Drive(bytes_per_s, bytes_per_s), hit_rate) == pytest.approx(expected, rel=1e-3)
+
+
+def test_trellis_codes_take_the_time_of_their_own_kernels() -> None:
+    work = replace(WORK, experts={1.5: 4e6, 8: 1e6})
+    with pytest.raises(KeyError):
+        token_s(work, PROCESSOR, NEVER, 1.0)
+    found = token_s(replace(work, codes="trellis"), PROCESSOR, NEVER, 1.0)
+    assert found == pytest.approx(2e6 / 20e9 + 3 * 1e-4 + 2 * 2 * (4e6 / 5e9 + 1e6 / 20e9))
 
 
 def test_one_read_at_a_time_may_be_slower() -> None:
@@ -202,8 +212,9 @@ def test_between_two_measured_shares_a_straight_line() -> None:
 
 def test_a_machine_without_kernels_is_none() -> None:
     assert processor_of({"kernel_bytes_per_s": None}) is None
-    found = processor_of({"kernel_bytes_per_s": {"2": 1.0, "3": 2.0, "4": 3.0, "8": 4.0, "16": 5.0}})
-    assert found.kernel_bytes_per_s[16] == 5.0
+    plain = {"2": 1.0, "3": 2.0, "4": 3.0, "8": 4.0, "16": 5.0}
+    found = processor_of({"kernel_bytes_per_s": plain, "trellis_bytes_per_s": {"1.5": 6.0}})
+    assert (found.kernel_bytes_per_s[16], found.trellis_bytes_per_s[1.5]) == (5.0, 6.0)
     assert found.layer_s == stated().processor.layer_s > 0
 
 
@@ -215,20 +226,20 @@ def subject(name: str, source_bytes: int = 1000, pack_bytes: int = 100) -> Subje
     return Subject(spec, parameters(spec), source_bytes, pack_bytes)
 
 
-TOOLS = Tools({"group": 1e6, "gptq": 1e4}, flops_per_s=1e9, drive_bytes_per_s=10.0, memory_bytes=10**15)
+TOOLS = Tools({"trellis": 1e6, "gptq": 1e4}, flops_per_s=1e9, drive_bytes_per_s=10.0, memory_bytes=10**15)
 
 
 def test_without_text_reading_or_coding_is_the_longer() -> None:
     model = subject("OLMoE-1B-7B")
     coding_s = 16 * 64 * 3 * 2048 * 1024 / 1e6
-    assert without_text(model, TOOLS).seconds == pytest.approx(coding_s + 10)
-    assert without_text(replace(model, source_bytes=10**6), TOOLS).seconds == pytest.approx(10**5 + 10)
-    assert without_text(model, TOOLS).disk_bytes == 100
+    assert without_text(model, TOOLS, "trellis").seconds == pytest.approx(coding_s + 10)
+    assert without_text(replace(model, source_bytes=10**6), TOOLS, "trellis").seconds == pytest.approx(10**5 + 10)
+    assert without_text(model, TOOLS, "trellis").disk_bytes == 100
 
 
 def test_with_text_the_sweep_counts_every_expert() -> None:
     model = subject("OLMoE-1B-7B")
-    found = with_text(model, TOOLS)
+    found = with_text(model, TOOLS, "gptq")
     token_s = 2 * model.parameters.active / 1e9
     sweep_s = 1024 * 2 * RULES.sweep_share * RULES.sweep_tokens * token_s
     assert found.sweep_s == pytest.approx(sweep_s)
@@ -239,7 +250,7 @@ def test_with_text_the_sweep_counts_every_expert() -> None:
 
 def test_what_does_not_fit_is_read_in_every_pass() -> None:
     model = subject("OLMoE-1B-7B", source_bytes=10**9, pack_bytes=2 * RULES.kept_bytes)
-    little = with_text(model, replace(TOOLS, memory_bytes=10**9))
+    little = with_text(model, replace(TOOLS, memory_bytes=10**9), "gptq")
     assert little.read_bytes == RULES.passes * 10**9
     assert little.seconds > RULES.passes * 10**8 + RULES.codings * model.expert_weights / 1e4
     assert little.disk_bytes == model.pack_bytes * (1 + 2 / 4 + 3 / 4 + 1)
@@ -248,7 +259,7 @@ def test_what_does_not_fit_is_read_in_every_pass() -> None:
 def test_many_experts_are_ranked_by_gradients() -> None:
     """A few dozen passes, however many experts there are."""
     model = subject("Qwen3-30B-A3B")
-    found = with_text(model, replace(TOOLS, memory_bytes=10**12))
+    found = with_text(model, replace(TOOLS, memory_bytes=10**12), "gptq")
     token_s = 2 * model.parameters.active / 1e9
     assert found.sweep_s == pytest.approx((36 * 1024 + 48 * 3 / 2 * 2048) * token_s)
     assert found.sweep_s < 6144 * 2 * RULES.sweep_share * RULES.sweep_tokens * token_s / 20
@@ -257,7 +268,7 @@ def test_many_experts_are_ranked_by_gradients() -> None:
 @pytest.mark.parametrize("name", ["OLMoE-1B-7B", "nllb-moe-54b", "Nemotron-3-Nano-30B-A3B"])
 def test_moments_take_what_the_quantizers_say(name: str) -> None:
     spec = spec_of(name)
-    wants = {"gptq": "products", "group": "squares", "channel": "nothing"}
+    wants = {"gptq": "products", "trellis": "products", "group": "squares", "channel": "nothing"}
     for quantizer, what in wants.items():
         assert moments_bytes(spec, quantizer) == moments.file_bytes(spec, what)  # type: ignore[arg-type]
 

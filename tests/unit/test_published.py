@@ -8,7 +8,7 @@ import pytest
 from published import PARAMETERS, PUBLISHED, SWITCH_C_2048_AS_IT_IS, Config
 
 from moeconv.dense import dense_of
-from moeconv.plan.outlook import MXFP4_WIDTHS, WIDTHS, Host, outlooks, parameters
+from moeconv.plan.outlook import Host, outlooks, parameters
 from moeconv.plan.problem import Storage
 from moeconv.source.archs import FAMILIES
 from moeconv.source.outline import CheckpointError, Outline, features
@@ -115,11 +115,10 @@ def test_a_published_model_is_what_its_makers_say_and_is_planned(name: str) -> N
 
 def check_plan(name: str, outline: Outline) -> None:
     spec, computed = outline.spec, outline.description.computed
-    storage = Storage(0, outline.description.mxfp4)
-    found, widths = outlooks(spec, storage, [None, dense_of(spec, 8)], computed, HOST), WIDTHS
-    if storage.mxfp4:
-        assert name.startswith("gpt-oss")
-        widths = MXFP4_WIDTHS
+    storage = Storage(0, outline.description.mxfp4, codes="trellis")
+    found = outlooks(spec, storage, [None, dense_of(spec, 8)], computed, HOST)
+    assert storage.mxfp4 == name.startswith("gpt-oss")
+    widths = (1, 1.5, 2, 2.5, 3, 4, 16 if storage.mxfp4 else 8)
     assert [(each.dense_bits, each.bits) for each in found] == [(dense, bits) for dense in (16, 8) for bits in widths]
     numbers = parameters(spec, computed)
     assert (numbers.active < numbers.total) == spec.moe.chooses
@@ -131,7 +130,7 @@ def check_plan(name: str, outline: Outline) -> None:
         assert each.pack_bytes < each.whole_memory < 1.02 * each.pack_bytes + 2e9
         assert each.pack_bytes - each.backbone_bytes < 1.2 * experts + 1e8
         assert each.expert_bytes <= each.token_bytes < each.pack_bytes
-    for rest in (found[:4], found[4:]):
+    for rest in (found[: len(widths)], found[len(widths) :]):
         assert [each.pack_bytes for each in rest] == sorted(each.pack_bytes for each in rest)
 
 

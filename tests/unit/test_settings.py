@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from moeconv.artifacts import Target
+from moeconv.conversion.material import plain_note
 from moeconv.conversion.settings import (
     Settings,
     check_counts,
@@ -21,6 +22,8 @@ from moeconv.conversion.settings import (
     parse_target,
 )
 from moeconv.errors import SettingsError
+from moeconv.quantizers import codes_of
+from moert.pack.manifest import WIDTHS_OF
 
 
 @pytest.mark.parametrize(("text", "value"), [("5%", 0.05), ("0.05", 0.05), (" 2.5 % ", 0.025), ("0", 0), (".1", 0.1)])
@@ -94,10 +97,39 @@ def test_bits() -> None:
 
 
 def test_a_quantizer_has_the_widths_of_its_codes() -> None:
-    assert settings().bits == settings(quantizer="gptq").bits == (2, 3, 4, 8, 16)
-    assert settings(quantizer="trellis").bits == (1, 1.5, 2, 2.5, 3, 4, 8, 16)
+    assert settings(quantizer="gptq").bits == (2, 3, 4, 8, 16)
+    assert settings().bits == settings(quantizer="trellis").bits == (1, 1.5, 2, 2.5, 3, 4, 8, 16)
     with pytest.raises(SettingsError, match=r"--bits 1.5,2: expected widths among 2, 3, 4, 8, 16 with"):
-        settings(bits=(1.5, 2))
+        settings(bits=(1.5, 2), quantizer="gptq")
+
+
+@pytest.mark.parametrize(
+    ("changes", "coded_by", "plain_for"),
+    [
+        ({}, "trellis", None),
+        ({"bits": (2, 8)}, "trellis", None),
+        ({"target": Target("bits", 2.0)}, "trellis", None),
+        ({"calib": None, "bits": (2,)}, "trellis", None),
+        ({"calib": None, "target": Target("bits", 2.0)}, "trellis", None),
+        ({"bits": (8, 16)}, "gptq", None),
+        ({"calib": None, "bits": (8,)}, "group", None),
+        ({"calib": None, "bits": (16,)}, "group", None),
+        ({"layout": "layer"}, "trellis", None),
+        ({"layout": "columns"}, "gptq", "--layout columns"),
+        ({"layout": "auto"}, "gptq", "--layout auto"),
+        ({"layout": "neuron", "calib": None, "bits": (4,)}, "group", "--layout neuron"),
+        ({"neurons": "predicted"}, "gptq", "--tune neurons=predicted"),
+        ({"group_size": 64}, "gptq", "--tune group-size=64"),
+        ({"layout": "columns", "quantizer": "group"}, "group", None),
+    ],
+)
+def test_without_a_quantizer_it_is_trellis_where_its_codes_can_be(
+    changes: dict[str, Any], coded_by: str, plain_for: str | None
+) -> None:
+    found = settings(**changes)
+    note = f"note: {plain_for} needs plain codes: --quantizer {coded_by} in place of trellis"
+    assert (found.coded_by, plain_note(found)) == (coded_by, note if plain_for else None)
+    assert set(found.bits) <= set(WIDTHS_OF[codes_of(coded_by)])
 
 
 @pytest.mark.parametrize(
