@@ -22,7 +22,7 @@ from recipes.bench.blocks import rendered
 from recipes.bench.gradients import effort_rows, plan_rows, rank_rows
 from recipes.bench.mixed import EXPERTS, MODELS, SETTINGS, Measured, Outside
 from recipes.bench.mixed import rows_of as rows_of_mixed
-from recipes.bench.outlook_machine import KERNELS, OUT, RESULTS, machine
+from recipes.bench.outlook_machine import KERNELS, OUT, RESULTS, TRELLIS_KERNELS, machine
 from recipes.bench.plans import SEEDS, SIGNAL, rankings, reordered
 from recipes.bench.promise import CASES, Split, halves, summary
 from recipes.bench.result import Result, Row, read
@@ -324,7 +324,7 @@ def test_the_file_is_what_the_command_writes() -> None:
 
 def test_the_stated_machine_follows_from_the_results() -> None:
     """Its figures are out of docs/results, so that nobody can change them by hand; memory is what moert held."""
-    made = machine(read(RESULTS / KERNELS), read(RESULTS / "less.json"), stated().host)
+    made = machine(*(read(RESULTS / name) for name in (KERNELS, TRELLIS_KERNELS, "less.json")), stated().host)
     assert made.name == stated().name
     for name in ("layer_s", "miss_s"):
         assert getattr(made.processor, name) == pytest.approx(getattr(stated().processor, name), rel=1e-6)
