@@ -19,6 +19,7 @@ TARGETS = {
     "experts": 10_000,
     "config": 4000,
     "weights": 8000,
+    "gguf": 6000,
     "calibration": 4000,
     "parquet": 20,
     "messages": 3000,

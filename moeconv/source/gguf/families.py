@@ -72,7 +72,10 @@ class Facts:
     @property
     def layers(self) -> int:
         """The layers without those behind the last one that predict tokens after the next."""
-        return self.blocks - self.count("nextn_predict_layers", 0)
+        key = "nextn_predict_layers"
+        if not 0 <= (more := self.count(key, 0)) < self.blocks:
+            raise self.container.metadata.wrong(f"{self.arch}.{key}", f"is {more} of {self.blocks} layers")
+        return self.blocks - more
 
     def has(self, tensor: str) -> list[bool]:
         """Returns for each layer whether it has a tensor."""
@@ -476,10 +479,11 @@ def _jamba(facts: Facts) -> Settings:
 
 def _every(what: str, layers: Sequence[bool], facts: Facts) -> Settings:
     """Returns the period and offset that give these layers."""
-    for period in range(1, len(layers) + 1):
-        for offset in range(period):
-            if [at % period == offset for at in range(len(layers))] == [*layers]:
-                return {f"{what}_layer_period": period, f"{what}_layer_offset": offset}
+    places = [at for at, has in enumerate(layers) if has]
+    if places:
+        offset, period = places[0], places[1] - places[0] if len(places) > 1 else len(layers)
+        if [at for at in range(len(layers)) if at % period == offset] == places:
+            return {f"{what}_layer_period": period, f"{what}_layer_offset": offset}
     raise CheckpointError(f"{facts.container.files[0]}: its {what} layers do not come at regular distances")
 
 

@@ -33,7 +33,7 @@ def opened(file: Path) -> tuple[Path, GgufTensors]:
     if not file.is_file():
         raise CheckpointError(f"there is no file {str(file)!r}: give a local model or a hub id")
     tensors = GgufTensors(read_container(file))
-    bodies = _files(tensors)
+    bodies = files_of(tensors)
     around = Path(mkdtemp(prefix="moeconv-gguf-"))
     atexit.register(_remove, around, os.getpid())
     folder = around / file.name
@@ -49,8 +49,8 @@ def _remove(folder: Path, owner: int) -> None:
         shutil.rmtree(folder, ignore_errors=True)
 
 
-def _files(tensors: GgufTensors) -> Mapping[str, str]:
-    """Returns name → text of the folder's files. Raises CheckpointError."""
+def files_of(tensors: GgufTensors) -> Mapping[str, str]:
+    """Returns name → text of the files of a model's folder. Raises CheckpointError."""
     metadata = tensors.container.metadata
     facts = Facts(tensors.container, tensors.numbers)
     arch = ARCHS.get(facts.arch)

@@ -31,6 +31,7 @@ Bytes = npt.NDArray[np.uint8]
 
 _PLAIN = {"F32": "float32", "F16": "float16", "BF16": "bfloat16"}
 _MX, _LOG = "MXFP4", ".log"
+_MOST_NUMBERS = 1 << 16  # of a tensor that settings are made of
 _OF_CONFIG = re.compile(rf"(blk\.\d+\.)?({re.escape(ROPE)}|{re.escape(LONG)}|{re.escape(SHORT)}|attn_rot_embd)")
 """Tensors whose content is in config.json."""
 
@@ -140,6 +141,8 @@ class GgufTensors:
 
     def numbers(self, name: str) -> F32:
         """Returns a small tensor's numbers, in a row. Raises CheckpointError."""
+        if math.prod(self.shapes.get(name, ())) > _MOST_NUMBERS:
+            raise CheckpointError(f"{self.path}: {name} has over {_MOST_NUMBERS:,} numbers")
         found: F32 = self.fetch(name).float().flatten().numpy()
         return found
 
