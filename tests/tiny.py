@@ -62,7 +62,7 @@ def tiny_of(model_type: str) -> Callable[..., Path]:
             (path / "config.json").write_text(json.dumps({**saved, "model_type": model_type}))
             return path
         whole = getattr(transformers, f"{tiny.whole}Config")(text_config=config, **(tiny.sees or {}))
-        _save(getattr(transformers, f"{tiny.whole}ForConditionalGeneration")(whole), path, seed)
+        _save(getattr(transformers, f"{tiny.outer or tiny.whole}ForConditionalGeneration")(whole), path, seed)
         if model_type == "kimi_k25":  # whose layers transformers names otherwise when it writes than when it reads
             rewrite(path, lambda found: {name.replace(*_BLOCKS): tensor for name, tensor in found.items()})
         return path

@@ -32,7 +32,7 @@ from moeconv.source.archs.llama4 import Llama4, Llama4Text
 from moeconv.source.archs.mimo import MiMoV2Flash
 from moeconv.source.archs.nllb_moe import NllbMoe
 from moeconv.source.archs.opt import Opt
-from moeconv.source.archs.plain import Afmoe, Ernie45Moe, HunyuanV1Moe, MiniMaxM2, Mixtral, Olmoe, Phimoe
+from moeconv.source.archs.plain import Afmoe, Ernie45Moe, HunyuanV1Moe, MiniMaxM2, MiniMaxM3Vl, Mixtral, Olmoe, Phimoe
 from moeconv.source.archs.qwen import Qwen2Moe, Qwen3Moe, Qwen3Next, Qwen3VlMoe, Qwen35Moe, Qwen35MoeText
 from moeconv.source.archs.switch import SwitchTransformers
 
@@ -47,7 +47,7 @@ FAMILIES: Mapping[str, Family] = {
         Lfm2Moe(), NllbMoe(), Jamba(), Qwen3Next(), Qwen35Moe(), Qwen35MoeText(), GraniteMoeHybrid(),
         NemotronH(), GptsanJapanese(), Opt(), Llama(), Mistral(), Qwen2(), Qwen3(), SmolLM3(),
         Phi3(), Gemma3(), Gemma3Text(), Qwen3VlMoe(), KimiK25(), Mistral4(), SolarOpen(), HyV3(), Afmoe(),
-        DeepseekV32(), GlmMoeDsa(), MiMoV2Flash(),
+        DeepseekV32(), GlmMoeDsa(), MiMoV2Flash(), MiniMaxM3Vl(),
     )
 }  # fmt: skip
 """model_type of config.json → its family."""

@@ -33,6 +33,7 @@ if TYPE_CHECKING:
 
 _COUNTS = ("n_routed_experts", "num_experts", "num_local_experts")
 MORE_PREDICTED = "the layers that predict several tokens at once are left out"
+INDEXERS_LEFT_OUT = "the indexers, which choose among the tokens of longer texts, are left out"
 IMAGES_LEFT_OUT = "images are left out: the pack holds the text model alone"
 _EPS = 1e-6  # of the norms within latent attention, whatever config.json sets for the other norms
 
@@ -243,7 +244,6 @@ class Mistral4(DeepseekV3):
         return limited(described, short, note)
 
 
-_INDEXERS = "the indexers, which choose among the tokens of longer texts, are left out"
 _OF_INDEXERS = (
     "index_head_dim", "index_n_heads", "indexer_types", "index_share_for_mtp_iteration", "index_skip_topk_offset",
     "index_topk_freq", "index_topk_pattern", "indexer_rope_interleave",
@@ -256,7 +256,7 @@ class DeepseekV32(DeepseekV3):
 
     model_type = "deepseek_v32"
     model_class = "DeepseekV32ForCausalLM"
-    left_out: Mapping[str, str] = {r"model\.layers\.\d+\.self_attn\.indexer\.": _INDEXERS}
+    left_out: Mapping[str, str] = {r"model\.layers\.\d+\.self_attn\.indexer\.": INDEXERS_LEFT_OUT}
 
     def describe(self, config: Config, tokens: Tokens) -> Description:
         config.without_effect(*_OF_INDEXERS, "moe_router_dtype", "head_dim")  # routers have 32 bits in a pack

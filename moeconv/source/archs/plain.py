@@ -2,19 +2,31 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from moeconv.source.archs.config import FIXED_ROPES, Config, UnsupportedModel, turns
-from moeconv.source.archs.description import EXPERTS_W123, Description, Names, Place, decoder, halves
+from moeconv.source.archs.config import FIXED_ROPES, Config, UnsupportedModel, text_settings, turns
+from moeconv.source.archs.deepseek import IMAGES_LEFT_OUT, INDEXERS_LEFT_OUT, MORE_PREDICTED
+from moeconv.source.archs.description import (
+    EXPERTS_W123,
+    Description,
+    Inside,
+    Names,
+    Place,
+    decoder,
+    halves,
+    limited,
+    rows,
+)
 from moeconv.source.archs.family import Family
 from moert.pack.codec import F32
 from moert.pack.model_spec import Head, Join, Layer, Tokens
-from moert.pack.parts import Attention, Experts, Ffn, Norm, Rope, Router
+from moert.pack.parts import Act, Attention, Experts, Ffn, Norm, Rope, Router
 
 if TYPE_CHECKING:
-    from torch import nn
+    from torch import Tensor, nn
 
 _NAMES = Names({"router": "block_sparse_moe.gate"}, {"router": "mlp.gate"}, EXPERTS_W123)
 
@@ -137,6 +149,98 @@ class MiniMaxM2(Family):
         return decoder(
             self.model_type, config, tokens, [layer] * layers, Names(_MINIMAX_INSIDE, _IN_MEMORY, EXPERTS_W123), ropes
         )
+
+
+_M3_CHOICE = "mlp.gate.e_score_correction_bias"
+_M3_NORMS = {
+    "mixer_norm": "input_layernorm", "ffn_norm": "post_attention_layernorm", "attn.q_norm": "self_attn.q_norm",
+    "attn.k_norm": "self_attn.k_norm",
+}  # fmt: skip
+_M3_INSIDE: Inside = {
+    **_MINIMAX_INSIDE, **{name: Place(called, plus=1.0) for name, called in _M3_NORMS.items()},
+    **{f"shared.{name}": f"block_sparse_moe.shared_experts.{name}_proj" for name in ("gate", "up", "down")},
+}  # fmt: skip
+_OF_BLOCKS = ("index_n_heads", "index_head_dim", "index_local_blocks", "sparse_attention_config")
+
+
+class MiniMaxM3Vl(Family):
+    """MiniMax-M3 inside a model for text and images: MiniMax-M2 with heads normed one by one, norms stored less 1,
+    bounded gates, a shared expert, first layers without experts. Most layers have an indexer, by which each token
+    attends to some blocks of others; texts of no more blocks need none, and a pack's texts are no longer."""
+
+    model_type = "minimax_m3_vl"
+    config_type = "minimax_m3_vl_text"
+    model_class = "MiniMaxM3VLForCausalLM"
+    loads_by_names = False
+    beside = frozenset({
+        "vision_config", "image_token_index", "video_token_index", "image_token_id", "video_token_id",
+        "projector_hidden_size", "merged_hidden_size",
+    })  # fmt: skip
+
+    def own(self, config: Mapping[str, Any]) -> Mapping[str, Any]:
+        text = text_settings(config)
+        tied = config.get("tie_word_embeddings") or text.get("tie_word_embeddings", False)
+        return {**text, "tie_word_embeddings": tied}
+
+    def describe(self, config: Config, tokens: Tokens) -> Description:
+        kinds, d_model = config.get("mlp_layer_types", "moe_layer_freq"), config.count("hidden_size")
+        config.only(
+            scoring_func=("sigmoid",), use_routing_bias=(True,), use_qk_norm=(True,), qk_norm_type=("per_head",),
+            use_gemma_norm=(True,), attention_output_gate=(False,), n_shared_experts=(1,),
+            moe_intermediate_size=(config.get("intermediate_size"),), first_k_dense_replace=(kinds.count("dense"),),
+        )  # fmt: skip
+        config.without_effect("hidden_act", "rotary_dim", "num_mtp_modules", *_OF_BLOCKS)  # see Act, rope_parameters
+        act = Act("silu", config.number("swiglu_limit"), slope=config.number("swiglu_alpha"), plus=1.0)
+        routed, shared, dense = (
+            Ffn(config.count(name), act, gated=True)
+            for name in ("intermediate_size", "shared_intermediate_size", "dense_intermediate_size")
+        )
+        router = Router(
+            config.count("num_experts_per_tok"), True, None, score="sigmoid", choice_bias=True,
+            factor=config.number("routed_scaling_factor"),
+        )  # fmt: skip
+        experts = Experts(config.count("num_local_experts", "num_experts"), routed, router, shared)
+        norm, attention = Norm(config.get("rms_norm_eps")), config.attention(qk_norm="head")
+        known: Mapping[str, Ffn | Experts] = {"dense": dense, "sparse": experts}
+        layers = [Layer(norm, attention, None, ffn) for ffn in config.of_layers("mlp_layer_types", known)]
+        in_memory: dict[str, str | Place] = {"router": "mlp.gate", "router.choice_bias": _M3_CHOICE}
+        for at, module, network in (("shared", "mlp.shared_experts", shared), ("ffn", "mlp", dense)):
+            wide, half = (2 * network.d_ff, d_model), network.d_ff
+            in_memory[f"{at}.gate"] = Place(f"{module}.gate_up_proj", rows(0, half), wide)
+            in_memory[f"{at}.up"] = Place(f"{module}.gate_up_proj", rows(half), wide)
+            in_memory[f"{at}.down"] = f"{module}.down_proj"
+        names = Names(
+            _M3_INSIDE, in_memory, EXPERTS_W123, root="language_model.model.", head="language_model.lm_head",
+            left_out={
+                r"(model\.)?(vision_tower|multi_modal_projector|patch_merge_mlp)\.": IMAGES_LEFT_OUT,
+                r"language_model\.model\.layers\.\d+\.self_attn\.index(er\.|_)": INDEXERS_LEFT_OUT,
+                r"language_model\.model\.mtp": MORE_PREDICTED,
+            },
+            outside={"decoder.norm": Place("norm", plus=1.0)},
+        )  # fmt: skip
+        ropes = [config.rope(attention.dim, partial=True)]
+        described = decoder(self.model_type, config, tokens, layers, names, ropes)
+        kept = config.count("index_topk_blocks") * config.count("index_block_size")
+        indexed = config.of_layers("layer_types", {"full_attention": False, "minimax_m3_sparse": True})
+        note = f"texts are at most {kept} tokens long: in longer ones an indexer chooses blocks, which a pack can't say"
+        return limited(described, kept, note) if any(indexed) else described
+
+    def prepared(self, model: nn.Module) -> nn.Module:
+        """Takes the indexers out, so that each token attends to all before it, and puts the factor of the experts'
+        output into the routers' weights, as other families have it."""
+        parts: Any = model.modules()
+        for module in parts:
+            if type(module).__name__ == "MiniMaxM3VLAttention":
+                module.indexer = None
+            elif type(module).__name__ == "MiniMaxM3VLSparseMoeBlock":
+                module.gate.register_forward_hook(partial(_multiplied, module.routed_scaling_factor))
+                module.routed_scaling_factor = 1.0
+        return model
+
+
+def _multiplied(factor: float, _module: Any, _given: Any, routed: tuple[Tensor, Tensor, Tensor]) -> Any:
+    numbers, weights, chosen = routed
+    return numbers, weights * factor, chosen
 
 
 _HUNYUAN_INSIDE = {
