@@ -10,7 +10,7 @@ from pathlib import Path, PurePosixPath
 from typing import Any
 
 from moeconv.errors import ConversionError
-from moeconv.source.archs import FAMILIES, Description, Family, UnsupportedModel
+from moeconv.source.archs import FAMILIES, REFUSED, Description, Family, UnsupportedModel
 from moeconv.source.archs.config import ConfigInvalid
 from moeconv.strict_json import NotJson, bounded, parse
 from moert.pack.documents import brief, plain, read
@@ -258,10 +258,9 @@ class Outline:
         """Returns the outline of both objects. `file`: the config.json's path, for messages. Raises CheckpointError."""
         family = FAMILIES.get(str(config.get("model_type")))
         if family is None:
-            raise CheckpointError(
-                f"{file.parent}: model_type {brief(config.get('model_type'))} is not supported; "
-                f"supported: {', '.join(FAMILIES)}"
-            )
+            reason = REFUSED.get(str(config.get("model_type")))
+            why = f"; supported: {', '.join(FAMILIES)}" if reason is None else f": {reason}"
+            raise CheckpointError(f"{file.parent}: model_type {brief(config.get('model_type'))} is not supported{why}")
         try:
             description = family.description(config, generation_config)
         except UnsupportedModel as error:

@@ -20,7 +20,7 @@ from published import CORRECTED, MADE_UP, PUBLISHED, Config  # noqa: E402
 from tiny import TINY  # noqa: E402
 
 from moeconv.plan.outlook import parameters  # noqa: E402
-from moeconv.source.archs import FAMILIES  # noqa: E402
+from moeconv.source.archs import FAMILIES, REFUSED  # noqa: E402
 from moeconv.source.archs.config import Config as Asked  # noqa: E402
 from moeconv.source.gguf.families import ARCHS  # noqa: E402
 from moeconv.source.gguf.tokenizer import CUTS  # noqa: E402
@@ -64,7 +64,7 @@ _REFUSED_LAST = (
     "Checkpoints in other files than safetensors and GGUF. If several files have a tensor, the index decides which "
     "counts.",
     "A tensor without a place in the pack, except those that a note names as left out: layers that predict several "
-    "tokens at once.",
+    "tokens at once, images, and indexers, which only longer texts than a pack's need.",
 )
 
 
@@ -100,6 +100,8 @@ def text() -> str:
     lines += ["", "## GGUF files"]
     for paragraph in _GGUF:
         lines += ["", *textwrap.wrap(paragraph, 120, break_on_hyphens=False)]
+    lines += ["", "## Known and refused", "", "`moeconv check` refuses these by name, with the same reason:", ""]
+    lines += [_bullet(f"`{name}`: {reason}.") for name, reason in REFUSED.items()]
     lines += ["", *sizes()]
     for name in sorted(FAMILIES):
         own = {setting: values for setting, values in allowed[name].items() if common.get(setting) != values}

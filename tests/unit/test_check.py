@@ -197,6 +197,8 @@ def test_a_conversion_says_what_it_leaves_out(tmp_path: Path, capsys: pytest.Cap
     ("change", "named"),
     [
         ({"model_type": "mamba"}, "model_type 'mamba' is not supported; supported: switch_transformers, "),
+        ({"model_type": "minimax_m3"}, "model_type 'minimax_m3' is not supported: transformers knows MiniMax-M3 as "),
+        ({"model_type": "bailing_moe_v2"}, "model_type 'bailing_moe_v2' is not supported: transformers lacks it, so "),
         ({"is_causal": False}, "sets is_causal False"),
         ({"num_experts_per_tok": 9}, "a token goes to 9 of 8 experts"),
     ],

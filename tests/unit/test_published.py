@@ -6,11 +6,12 @@ from pathlib import Path
 
 import pytest
 from published import PARAMETERS, PUBLISHED, SWITCH_C_2048_AS_IT_IS, Config
+from transformers import CONFIG_MAPPING
 
 from moeconv.dense import dense_of
 from moeconv.plan.outlook import Host, outlooks, parameters
 from moeconv.plan.problem import Storage
-from moeconv.source.archs import FAMILIES
+from moeconv.source.archs import FAMILIES, REFUSED
 from moeconv.source.outline import CheckpointError, Outline, features
 
 HOST = Host(held_bytes=45_000_000, thread_bytes=1 << 20, widened=False)
@@ -101,6 +102,12 @@ def outline_of(config: Config) -> Outline:
 def test_every_family_is_published() -> None:
     assert {config["model_type"] for config in PUBLISHED.values()} == set(FAMILIES)
     assert set(PARAMETERS) | set(FEATURES) <= set(PUBLISHED)
+
+
+def test_what_is_refused_by_name_is_no_family_and_what_transformers_lacks_it_lacks() -> None:
+    assert not REFUSED.keys() & FAMILIES.keys()
+    lacked = {name for name, reason in REFUSED.items() if reason.startswith("transformers ")}
+    assert lacked == {name for name in REFUSED if name not in CONFIG_MAPPING}
 
 
 @pytest.mark.parametrize("name", PUBLISHED)

@@ -36,7 +36,7 @@ from moeconv.source.archs.plain import Afmoe, Ernie45Moe, HunyuanV1Moe, MiniMaxM
 from moeconv.source.archs.qwen import Qwen2Moe, Qwen3Moe, Qwen3Next, Qwen3VlMoe, Qwen35Moe, Qwen35MoeText
 from moeconv.source.archs.switch import SwitchTransformers
 
-__all__ = ["FAMILIES", "Description", "Family", "UnsupportedModel"]
+__all__ = ["FAMILIES", "REFUSED", "Description", "Family", "UnsupportedModel"]
 
 FAMILIES: Mapping[str, Family] = {
     family.model_type: family
@@ -51,3 +51,20 @@ FAMILIES: Mapping[str, Family] = {
     )
 }  # fmt: skip
 """model_type of config.json → its family."""
+
+_NOT_COMPARED = "transformers lacks it, so that no pack of it could be compared with anything"
+REFUSED: Mapping[str, str] = {
+    "bailing_hybrid": "packs have no delta rules in which each feature decays by itself",
+    "bailing_moe": _NOT_COMPARED, "bailing_moe_v2": _NOT_COMPARED,
+    "cohere2_moe": "packs have no layers whose attention and experts read the same input",
+    "deepseek_v4": "packs have no streams mixed between layers (hyper-connections), and no keys of many tokens",
+    "ernie4_5_vl_moe": "a pack holds one kind of experts, and it has others for images: take ERNIE 4.5 without images",
+    "flex_olmo": "packs have no layers that norm queries and keys, and not what these are made of",
+    "glm5_next": "packs have no streams mixed between layers (hyper-connections)",
+    "kimi_linear": "packs have no delta rules in which each feature decays by itself",
+    "longcat_flash": "packs have no layers with two attentions, and no experts that return their input",
+    "minimax_m3": "transformers knows MiniMax-M3 as minimax_m3_vl alone: take a checkpoint of that form",
+    "qwen4_exp": "packs have no streams mixed between layers (hyper-connections), and no embeddings of several words",
+    "step3p7": "packs have no gates that are bounded behind their activation, and by another bound in each layer",
+}  # fmt: skip
+"""model_type of a known family that can't be packed → the reason."""
