@@ -73,7 +73,7 @@ def test_a_file_gives_the_pack_of_its_safetensors(family: str, tmp_path: Path) -
     assert verify(ours, Checkpoint.open(file)).worst is not None
 
 
-@pytest.mark.parametrize("family", ["mixtral", "qwen2_moe", "gpt_oss"])
+@pytest.mark.parametrize("family", ["mixtral", "qwen2_moe", "gpt_oss", "phi3", "smollm3"])
 def test_transformers_computes_the_same(family: str, tmp_path: Path) -> None:
     tiny_of(family)(tmp_path / "m")
     file = (
@@ -336,3 +336,22 @@ def test_unknown_architectures_and_types_are_refused_by_name(mixtral: Path, tmp_
 def test_a_missing_file_is_said(tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match="there is no file"):
         Checkpoint.open(tmp_path / "m.gguf")
+
+
+@pytest.mark.parametrize(("given", "files"), [
+    ("owner/name/m.gguf", ["m.gguf"]), ("owner/name:m.gguf", ["m.gguf"]), ("owner/name/q4/m.gguf", ["q4/m.gguf"]),
+    ("owner/name/m-00002-of-00002.gguf", ["m-00001-of-00002.gguf", "m-00002-of-00002.gguf"]),
+])  # fmt: skip
+def test_a_file_of_the_hub(
+    given: str, files: list[str], mixtral: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[tuple[str, str]] = []
+    found = write_gguf(mixtral, tmp_path / "m.gguf")
+
+    def fetched(repository: str, name: str) -> str:
+        asked.append((repository, name))
+        return str(found)
+
+    monkeypatch.setattr("huggingface_hub.hf_hub_download", fetched)
+    assert Checkpoint.open(given).spec.family == "mixtral"
+    assert asked == [("owner/name", name) for name in files]

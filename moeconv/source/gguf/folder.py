@@ -63,16 +63,19 @@ def files_of(tensors: GgufTensors) -> Mapping[str, str]:
         config = {**usual(facts), **arch.settings(facts), "model_type": model_type}
     except (ArithmeticError, ValueError) as error:  # of sizes that fit nothing
         raise CheckpointError(f"{tensors.path}: its metadata fit no model ({error})") from None
-    rows = tensors.shapes[EMBED][0]
-    found = vocabulary(metadata, rows)
-    files: dict[str, Any] = {CONFIG: config}
+    found = vocabulary(metadata, tensors.shapes[EMBED][0])
+    none = dict.fromkeys(("bos_token_id", "eos_token_id", "pad_token_id"))  # no class's own
     if found is None:
-        return {CONFIG: json.dumps(config)}
+        return {CONFIG: json.dumps({**none, **config}) + "\n"}
     ends = dict.fromkeys(each for name in _ENDS if (each := special(metadata, name, found.tokens)) is not None)
     ids = {"bos": special(metadata, "bos", found.tokens), "pad": special(metadata, "padding", found.tokens)}
-    named = {f"{name}_token_id": each for name, each in ids.items() if each is not None}
-    files[GENERATION_CONFIG] = {**named, **({"eos_token_id": [*ends]} if ends else {})}
-    files[_TOKENIZER_CONFIG] = _tokenizer_config(tensors, found, ids)
+    named: dict[str, Any] = {f"{name}_token_id": each for name, each in ids.items() if each is not None}
+    if ends:
+        named["eos_token_id"] = [*ends]
+    files: dict[str, Any] = {
+        CONFIG: {**none, **named, **config}, GENERATION_CONFIG: named,
+        _TOKENIZER_CONFIG: _tokenizer_config(tensors, found, ids),
+    }  # fmt: skip
     texts = {name: json.dumps(value) + "\n" for name, value in files.items()}
     return {**texts, TOKENIZER: tokenizer_of(metadata, found)}
 
