@@ -1,1 +1,1 @@
-"""GGUF files as checkpoints: one family's names and settings, from llama.cpp's names for all."""
+"""GGUF files of llama.cpp as checkpoints."""
