@@ -134,6 +134,8 @@ def test_probes_equal_full_evaluations_of_every_expert(
     assert moved > len(probes) / 4, "hardly any probe changed anything: little was tested"
     assert rewritten > 5 / every or not scorer.metric.generates, "hardly any output changed: little was tested"
     spare = 1 if every == 1 else 1.3  # few probes share a pass
+    if not trial.spec.moe.chooses and not trial.spec.decoder[0].adds_experts:
+        spare *= 1.5  # every row is computed again, and with the norm behind its network
     assert sum(one.flops for one in found) < spare * naive_flops
 
 
