@@ -132,7 +132,7 @@ def _parts(source: Source, shape: tuple[int, ...], kind: Kind, description: Desc
     """The tensors that one source is made of; one index of the first dimension becomes all experts of a layer."""
     stack = () if source.index is None else (description.spec.moe.n,)
     inputs = shape[-1] if len(shape) > 1 else 1
-    if description.mxfp4 and kind == "expert":
+    if description.mxfp4 and stack and len(shape) > 1:
         groups = (*stack, shape[0], shape[1] // _GROUP)
         yield Stored(f"{source.name}_blocks", (*groups, _GROUP // 2), kind, "fp4", inputs)
         yield Stored(f"{source.name}_scales", groups, kind, "fp4 scales", inputs)
