@@ -116,6 +116,11 @@ class Scorer(Protocol):
         divergences are measured from it."""
         ...
 
+    def refer(self) -> None:
+        """Takes the model, which is the unquantized one now, for the one that later divergences are measured from: as
+        `score` does, without its scores."""
+        ...
+
 
 # From final hidden states to scores: nats of the right token, divergence from the unquantized model.
 # The divergence of the distribution q (of hidden state h) from the reference p is Σ p ln p − Σ p ln q. With the head's

@@ -181,6 +181,9 @@ class TextScorer:
     def n_samples(self) -> int:
         return len(self.texts.samples) or len(self.texts.ids)
 
+    def refer(self) -> None:
+        self.score(as_reference=True)
+
     @torch.inference_mode()
     def score(self, *, as_reference: bool = False) -> Scores:
         layers, what = self.subject.layers, "unquantized" if as_reference else "a plan"
@@ -402,6 +405,11 @@ class GeneratedScorer:
             self.reference = self.model.head.reference(states, self.subject.stored_head)
         nats, kls = self.model.head.judge(states, targets, None if as_reference else self.reference)
         return self.scores_of(self.per_item(nats), self.per_item(kls), written)
+
+    @torch.inference_mode()
+    def refer(self) -> None:
+        states = [self.target_states(bucket, self.encode(bucket))[bucket.targets >= 0] for bucket in self.buckets]
+        self.reference = self.model.head.reference(torch.cat(states), self.subject.stored_head)
 
     def encode(self, bucket: Bucket) -> Tensor:
         return self.model.encode({"input_ids": bucket.inputs}, bucket.mask)

@@ -295,9 +295,10 @@ class Measure:
             scorer = self._scorer or self._make_scorer()
             trial.restore()
             with transformers_model(trial.checkpoint.path):
-                evaluation = self._scored(scorer, "unquantized", as_reference=True)
-            if self._journal.get(name) is None:
-                self._journal.add(name, evaluation.to_json())
+                if self._journal.get(name) is None:
+                    self._journal.add(name, self._scored(scorer, "unquantized", as_reference=True).to_json())
+                else:
+                    scorer.refer()
             self._scorer, self._head_width = scorer, head_width
         return self._scorer
 

@@ -33,6 +33,10 @@ class Counting:
         self.calls += 1
         return self.scorer.score(as_reference=as_reference)
 
+    def refer(self) -> None:
+        self.calls += 1
+        self.scorer.refer()
+
 
 @pytest.fixture(scope="module")
 def trial(tiny_model: TinyModel) -> Trial:

@@ -346,6 +346,25 @@ def test_scores_of_targets_are_their_cross_entropy(tiny_model: TinyModel) -> Non
     assert scores.kl > 1e-3
 
 
+def test_a_reference_is_taken_without_writing_texts_again(
+    tiny_model: TinyModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    trial = trial_of(tiny_model("switch_transformers", "all layers sparse"))
+    [scorer] = scorers(trial, pairs(9, 4), "rouge1")
+    scorer.score(as_reference=True)
+    trial.assign(dict.fromkeys(trial.spec.expert_keys()[:3], (2, 2)))
+    expected = scorer.score()
+    trial.restore()
+    scorer.reference = None
+    with monkeypatch.context() as patch:
+        patch.setattr(scorer.model, "write", lambda *given: pytest.fail("texts are written"))
+        scorer.refer()
+    trial.assign(dict.fromkeys(trial.spec.expert_keys()[:3], (2, 2)))
+    again = scorer.score()
+    assert np.array_equal(again.kls, expected.kls)
+    assert np.array_equal(again.nats, expected.nats)
+
+
 @torch.inference_mode()
 def test_scores_of_windows_are_their_cross_entropy(tiny_model: TinyModel) -> None:
     trial = trial_of(tiny_model("olmoe", "plain"))
