@@ -8,7 +8,7 @@ from moert.pack.errors import Error
 
 _EXTRAS: Mapping[str, tuple[str, ...]] = {
     "convert": (
-        "datasets", "evaluate", "huggingface_hub", "nltk", "pandas", "pyarrow", "rouge_score", "tomli",
+        "datasets", "evaluate", "gguf", "huggingface_hub", "nltk", "pandas", "pyarrow", "rouge_score", "tomli",
         "torch", "transformers",
     ),
     "report": ("matplotlib",),

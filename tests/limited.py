@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 DATA_BYTES = 4 << 30
 _PROGRAM = """
 import contextlib, io, json, os, resource, sys, traceback
+from moert.machine import peak_bytes
 resource.setrlimit(resource.RLIMIT_DATA, (int(sys.argv[1]),) * 2)
 resource.setrlimit(resource.RLIMIT_CPU, (900, 900))
 said = os.fdopen(os.dup(1), "w")
@@ -39,7 +40,7 @@ for line in sys.stdin:
             from moeconv.errors import ConversionError
             code = 2 if isinstance(error, ConversionError) else 1
             print(f"moeconv: {error}" if code == 2 else traceback.format_exc(), file=sys.stderr)
-    used = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+    used = peak_bytes()  # its own, where getrusage can say that of the process that started it
     print(json.dumps([code, out.getvalue(), err.getvalue(), used]), file=said, flush=True)
 """
 
