@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import json
 import os
 import shutil
@@ -85,26 +86,40 @@ def pull(asked: PackId, say: Say) -> Pulled:
     pack = Pack(part, parse_manifest(text))
     sizes = pack.sizes()
     _make_room(part, sizes)
-    with _bar(f"fetching {asked}", sum(sizes.values())) as got:
-        for relative, nbytes in sizes.items():
-            target = pack.file(relative)
-            if target.is_file() and target.stat().st_size == nbytes:
-                got(nbytes)
-            else:
-                hub.fetch(commit, relative, target, nbytes, got)
-    _verify(pack, asked)
-    write_atomically(part / MANIFEST, text)
-    Pack.open(part)
-    _record(asked).unlink(missing_ok=True)
-    if folder.exists():
-        shutil.rmtree(folder)
-    _drop_strangers(part, {MANIFEST, *sizes})
-    part.rename(folder)
+    with _alone(part, asked):
+        with _bar(f"fetching {asked}", sum(sizes.values())) as got:
+            for relative, nbytes in sizes.items():
+                target = pack.file(relative)
+                if target.is_file() and target.stat().st_size == nbytes:
+                    got(nbytes)
+                else:
+                    hub.fetch(commit, relative, target, nbytes, got)
+        _verify(pack, asked)
+        write_atomically(part / MANIFEST, text)
+        Pack.open(part)
+        _record(asked).unlink(missing_ok=True)
+        if folder.exists():
+            shutil.rmtree(folder)
+        _drop_strangers(part, {MANIFEST, *sizes})
+        part.rename(folder)
     found = Pulled(asked, folder, commit.sha, sum(sizes.values()))
     about = {"id": str(asked), "commit": commit.sha, "bytes": found.nbytes}
     write_atomically(_record(asked), (json.dumps(about, indent=1) + "\n").encode())
     say(f"{asked} is in {folder}")
     return found
+
+
+@contextmanager
+def _alone(part: Path, asked: PackId) -> Iterator[None]:
+    """Keeps others from the folder of a pack that comes. Raises RunError if another process has it."""
+    folder = os.open(part, os.O_RDONLY)
+    try:
+        fcntl.flock(folder, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        yield
+    except BlockingIOError:
+        raise RunError(f"{asked} is being fetched by another process: wait for it") from None
+    finally:
+        os.close(folder)
 
 
 def most_of_a_manifest() -> int:

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import fcntl
 import json
+import os
 from collections.abc import Iterator
+from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from threading import Thread
@@ -220,6 +223,26 @@ def test_too_little_room_is_said_before_anything_comes(hub: FakeHub, monkeypatch
     with pytest.raises(RunError, match="free some space, or set MOERT_HOME"):
         pull(ASKED, quiet)
     assert hub.asked == ["manifest.json"]
+
+
+def test_two_do_not_fetch_one_pack_at_once(hub: FakeHub) -> None:
+    hub.wrong = {"backbone.safetensors": "500"}
+    with pytest.raises(RunError):
+        pull(ASKED, quiet)
+    (part,) = (home() / "packs" / "owner").glob("*.part")
+    hub.wrong = {}
+    with open_folder(part) as held:
+        fcntl.flock(held, fcntl.LOCK_EX)
+        with pytest.raises(RunError, match="is being fetched by another process"):
+            pull(ASKED, quiet)
+    assert pull(ASKED, quiet).folder.is_dir()
+
+
+@contextmanager
+def open_folder(folder: Path) -> Iterator[int]:
+    held = os.open(folder, os.O_RDONLY)
+    yield held
+    os.close(held)
 
 
 def test_removing(hub: FakeHub) -> None:
