@@ -45,7 +45,8 @@ _CHECKED = (
     "**The published shapes.** The config.json of each model below opens, has the number of parameters that its makers "
     "state, and can be planned (`tests/unit/test_published.py`). One layer of each kind, with random weights, runs at "
     "full size on the native kernels and gives the results of plain arithmetic "
-    "(`tests/e2e/test_published_layers.py`). Nobody has run these models as a whole here.",
+    "(`tests/e2e/test_published_layers.py`). Nobody has run these models as a whole here; some files were not at hand, "
+    "and `tests/published.py` says which.",
     "**Every setting.** If transformers uses a field of config.json, the field is read, known to have no effect, or "
     "refused. Changed at random, it gets an answer or a reason (`tests/unit/test_config_fields.py`).",
 )
