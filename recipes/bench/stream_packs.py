@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -90,8 +91,8 @@ def texts(spec: ModelSpec) -> Path:
 
 def as_converted(source: Manifest, spec: ModelSpec) -> dict[ExpertKey, int]:
     """The widths that a conversion gave another model, for the experts whose routing comes from there: every so many
-    experts once again."""
-    widths = {entry.key: max(entry.bits.values()) for entry in source.experts}
+    experts once again. They are those of plain codes, which have whole bits and at least two."""
+    widths = {entry.key: max(2, math.ceil(max(entry.bits.values()))) for entry in source.experts}
     return {key: widths[key._replace(expert=key.expert % source.model.moe.n)] for key in spec.expert_keys()}
 
 
