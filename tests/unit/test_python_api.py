@@ -75,9 +75,7 @@ def test_mistakes_are_one_line_and_name_arguments(pack: Path, settings: dict[str
 def test_the_command_line_names_options(
     pack: Path, options: tuple[str, ...], message: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    with pytest.raises(SystemExit) as end:
-        cli.main(["run", str(pack), "hello", *options])
-    assert end.value.code == 2
+    assert cli._exit_code(["run", str(pack), "hello", *options]) == 2
     assert capsys.readouterr().err.startswith(message)
 
 
