@@ -218,8 +218,9 @@ MOST_EXPERTS = 1 << 20  # of a model: no manifest could list more
 _LONGEST = 600
 GGUF = ".gguf"
 _GGUF_OF_HUB = re.compile(rf"([\w-][\w.-]*/[\w-][\w.-]*)[:/]([\w-][\w./-]*{re.escape(GGUF)})")
-_SPLIT = re.compile(rf"(.+)-\d{{5}}-of-(\d{{5}}){re.escape(GGUF)}")
-_MOST_FILES = 1 << 10  # of a model in GGUF files
+SPLIT = re.compile(rf"(.+)-(\d{{5}})-of-(\d{{5}}){re.escape(GGUF)}")
+"""The name of one of several GGUF files of a model: what all names begin with, its number, and how many there are."""
+MOST_FILES = 1 << 10  # of a model in GGUF files
 INDEX, SINGLE = "model.safetensors.index.json", "model.safetensors"
 _SETTINGS = (CONFIG, GENERATION_CONFIG, CODED)
 _OF_TEXT = ("*.json", "*.model", "*.tiktoken", "*.txt", "*.jinja", "tokenization_*.py")
@@ -310,6 +311,11 @@ def find(path_or_hub_id: str, weights: bool = True) -> Path:
     return _from_hub(path_or_hub_id, weights)
 
 
+def split_names(one: re.Match[str], count: int) -> list[str]:
+    """Returns the names of the first `count` GGUF files of a model, by the name of one of them, a match of SPLIT."""
+    return [f"{one[1]}-{number:05}-of-{one[3]}{GGUF}" for number in range(1, count + 1)]
+
+
 def _gguf(path_or_hub_id: str) -> Path:
     """Returns the path of a local GGUF file, or of one that is fetched from the hub, with the others of a model in
     several: owner/name/FILE or owner/name:FILE. Raises CheckpointError."""
@@ -320,9 +326,8 @@ def _gguf(path_or_hub_id: str) -> Path:
         raise CheckpointError(f"there is no file {path_or_hub_id!r}: give a local model or a hub id")
     from huggingface_hub import hf_hub_download
 
-    split = _SPLIT.fullmatch(named[2])
-    count = min(int(split[2]), _MOST_FILES) if split is not None else 1
-    files = [f"{split[1]}-{part:05}-of-{split[2]}{GGUF}" for part in range(1, count + 1)] if split else [named[2]]
+    split = SPLIT.fullmatch(named[2])
+    files = [named[2]] if split is None else split_names(split, min(int(split[3]), MOST_FILES))
     try:
         fetched = [Path(hf_hub_download(named[1], file)) for file in files]
     except Exception as error:

@@ -8,7 +8,7 @@ import re
 import shutil
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -24,13 +24,6 @@ from moeconv.source.outline import CheckpointError
 INDEX = "model.safetensors.index.json"
 PARTS = ("model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors")
 Change = Callable[[Path], Any]
-
-
-@pytest.fixture(scope="module")
-def limited() -> Iterator[Limited]:
-    found = Limited()
-    yield found
-    found.close()
 
 
 @pytest.fixture(scope="module")

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import re
 import struct
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -68,13 +67,6 @@ LIES: dict[str, tuple[bytes, str]] = {
         header(key(b"general.architecture", 4, bytes(4)), 1) + bytes(64), "should be a str"),
     "one of many files": (header(key(b"split.count", 2, struct.pack("<H", 9)), 1), "it is one of 9 files"),
 }  # fmt: skip
-
-
-@pytest.fixture(scope="module")
-def limited() -> Iterator[Limited]:
-    found = Limited()
-    yield found
-    found.close()
 
 
 @pytest.fixture(scope="module")

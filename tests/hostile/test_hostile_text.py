@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -22,13 +21,7 @@ from moeconv.errors import CalibrationError
 
 MIB = 1 << 20
 HI = [{"role": "user", "content": "hi"}]
-
-
-@pytest.fixture(scope="module")
-def limited() -> Iterator[Limited]:
-    found = Limited(2 << 30)
-    yield found
-    found.close()
+DATA_BYTES = 2 << 30  # of the process in `limited`
 
 
 def refusal(path: Path | str) -> str:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 import os
-import re
 import struct
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -14,13 +13,13 @@ from typing import Any, BinaryIO, NamedTuple, TypeVar
 import numpy as np
 import numpy.typing as npt
 
-from moeconv.source.outline import GGUF, CheckpointError
+from moeconv.source.outline import GGUF, MOST_FILES, SPLIT, CheckpointError, split_names
 from moert.pack.documents import brief
 
 # The layout of https://github.com/ggml-org/ggml/blob/master/docs/gguf.md, of whose versions 2 and 3 are alike.
 
 _MAGIC, _VERSIONS = b"GGUF", (2, 3)
-_MOST_KEYS, _MOST_TENSORS, _MOST_FILES = 1 << 16, 1 << 17, 1 << 10
+_MOST_KEYS, _MOST_TENSORS = 1 << 16, 1 << 17
 _LONGEST_NAME, _LONGEST_TEXT, _LONGEST_ARRAY = 1 << 10, 1 << 24, 1 << 21
 _MOST_ITEMS = 1 << 22  # of all arrays of texts together; the largest vocabularies have an eighth, with their merges
 _MOST_DIMS, _MOST_NUMBERS = 4, 1 << 44
@@ -30,7 +29,6 @@ _NUMBERS: Mapping[int, str] = {
     0: "<u1", 1: "<i1", 2: "<u2", 3: "<i2", 4: "<u4", 5: "<i4", 6: "<f4", _BOOL: "?", 10: "<u8", 11: "<i8", 12: "<f8",
 }  # fmt: skip
 """Type of a value of metadata → its form."""
-_SPLIT = re.compile(r"(.+)-(\d{5})-of-(\d{5})\.gguf")
 
 T = TypeVar("T")
 
@@ -128,13 +126,13 @@ def read_container(file: Path) -> Container:
 
 def _siblings(file: Path, count: int) -> list[Path]:
     """Returns all files of a model in several. Raises CheckpointError."""
-    named = _SPLIT.fullmatch(file.name)
-    if named is None or int(named[3]) != count or not 1 <= count <= _MOST_FILES:
+    named = SPLIT.fullmatch(file.name)
+    if named is None or int(named[3]) != count or not 1 <= count <= MOST_FILES:
         raise CheckpointError(
             f"{file} says that it is one of {count} files, which are known by names that end in -00001-of-"
             f"{min(count, 99999):05}{GGUF}: give it its name back"
         )
-    files = [file.with_name(f"{named[1]}-{number:05}-of-{count:05}{GGUF}") for number in range(1, count + 1)]
+    files = [file.with_name(name) for name in split_names(named, count)]
     if (missing := next((each for each in files if not each.is_file()), None)) is not None:
         raise CheckpointError(f"{missing} is missing: the model is in {count} files, which must lie beside each other")
     return files
