@@ -6,7 +6,7 @@
 
 #define VECTOR 64
 #define LANES 16
-#define ONE_ROWS 4
+#define ONE_ROWS(bits) ((bits) < 4 ? 4 : 1) /* of a tile, for one token: wide codes are read in their own order */
 #define MANY_ROWS 4
 #define MANY_TOKENS 4
 #define TILED(bits) ((bits) == 2)

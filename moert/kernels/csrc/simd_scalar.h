@@ -6,7 +6,7 @@
 
 #define VECTOR 16
 #define LANES 4
-#define ONE_ROWS 2
+#define ONE_ROWS(bits) 2
 #define MANY_ROWS 2
 #define MANY_TOKENS 2
 #define TILED(bits) 1
