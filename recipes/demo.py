@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any
 
 from moert.pack.files import write_atomically
 from recipes.bench.blocks import rendered
+from recipes.bench.program import as_program
 from recipes.bench.result import Result, Row, context, row_of_runs, write
 from recipes.bench.sized import sized
 from recipes.bench.tables import speed as table
@@ -277,4 +278,4 @@ def say(line: str) -> None:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    as_program(main)
