@@ -19,6 +19,7 @@ import numpy as np
 
 from moert.beside.gpu.torch_device import TorchDevice
 from moert.engine.engine import Engine
+from moert.machine import usable_cores
 from moert.pack.reader import is_pack
 from recipes.bench.program import as_program
 from recipes.bench.result import Row, context, row_of_runs, table, write
@@ -32,19 +33,19 @@ FOLDER = Path("build/bench/card")
 TEXT, SAME_TOKENS = "The river rises in the hills north of the town", sized(128, 16)
 SHAPE = sized(OLMOE_SHAPE, NARROW).but(decoder=every(sized(4, 2))).spec
 PROMPT, NEW_TOKENS, BATCH, ROUNDS = sized((512, 64, 8, 3), (32, 4, 2, 1))
-TESTS_S, RACE_S = 240, 200
+TESTS_S, RACE_S = 200, 120
 SAME_AIM, LOGITS_AIM = 0.98, 0.2
 """The processor rounds what goes into its products to 8 bits, a device does not."""
 SETTINGS: Mapping[str, Mapping[str, str]] = {
     "two devices": {},
-    "LRU offloading": {"device_keep": "lru", "device_experts": "copied"},
     "layers split": {"device_keep": "layers", "device_experts": "resident"},
+    "LRU offloading": {"device_keep": "lru", "device_experts": "copied"},
 }
 
 
 def test_rows() -> Iterator[Row]:
     """Returns how `make test-cuda` ended: 0, or 5 where pytest selected nothing."""
-    command = [sys.executable, "-m", "pytest", "-m", "cuda", "-n", "4", "-q", "--no-header"]
+    command = [sys.executable, "-m", "pytest", "-m", "cuda", "-n", str(min(12, usable_cores())), "-q", "--no-header"]
     done = subprocess.run(command, timeout=TESTS_S, capture_output=True, text=True)
     print(done.stdout[-3000:], file=sys.stderr, flush=True)
     yield Row("make test-cuda: exit status", done.returncode, "").at_most(0)

@@ -194,6 +194,14 @@ class _Nothing:
     def add_parts(self, *_: Any) -> None: ...
 
 
+class _Nobody:
+    """An ExpertRunner that is never called: no layer of a simulated device is the processor's alone."""
+
+    listeners: list[Any] = []  # noqa: RUF012
+
+    def run(self, *_: Any) -> None: ...
+
+
 class _Sizes:
     """A Store whose experts take room that nobody writes to, which takes no memory."""
 
@@ -276,7 +284,7 @@ class Rig:
             asked = {at: cast("Any", _Asked(self, place)) for place, at in enumerate(ORDER)}
             further = Further(asked, copies=copies, reads=False)
             ahead = Lookahead(MIXTRAL, nbytes, self.cache, ExpertCounters(), GateAhead(), further)
-        self.runner = TieredExperts(tiers, self.cache, cast("Any", _Nothing()), MIXTRAL.moe.ffn, ahead)
+        self.runner = TieredExperts(tiers, self.cache, cast("Any", _Nothing()), MIXTRAL.moe.ffn, ahead, _Nobody())
         self.tiers, self._ahead = tiers, ahead
         self._fill_memory(keys)
         if setup.gpu_bytes > kind.nbytes:

@@ -18,6 +18,7 @@ from moert.beside.gpu.device import DeviceCosts
 from moert.beside.gpu.tiers import DeviceTier
 from moert.beside.gpu.torch_device import TorchDevice
 from moert.engine.engine import Engine
+from moert.kernels.reference import ReferenceBackend
 from moert.pack.reader import Pack
 from tests.fast_card import FAST
 from tests.pairs import thinned
@@ -143,6 +144,30 @@ def test_a_device_computes_what_it_computes_sooner(
     with Engine.open(packs["decoder"], device="auto", notify=notes.append) as engine:
         assert isinstance(engine.holding, DeviceTier) is experts
     assert [note for note in notes if "would take longer" in note] == notes[: 0 if experts else 1]
+
+
+def test_layers_of_the_processor_alone_run_as_without_a_device(
+    packs: dict[str, Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Experts that run together there are not computed one by one for a device that gets none of them."""
+    monkeypatch.setattr(TorchDevice, "costs", lambda device: SLOW)
+    mixture, calls, found = ReferenceBackend.mixture, list[int](), list[list[int]]()
+
+    def counted(*given: Any) -> None:
+        calls[-1] += 1
+        mixture(*given)
+
+    monkeypatch.setattr(ReferenceBackend, "mixture", counted)
+    for device in ("none", "torch:cpu"):
+        calls.append(0)
+        with opened(packs["decoder"], device) as engine:
+            found.append(run_greedy(engine, engine.encode(PROMPTS[0]), N_TOKENS)[0])
+            holding = engine.holding
+    assert isinstance(holding, DeviceTier)
+    assert (holding.counters.held, holding.counters.copied, holding.counters.on_host) == (0, 0, holding.counters.asked)
+    assert holding.counters.asked > 0
+    assert calls[0] == calls[1]
+    assert found[0] == found[1]
 
 
 @pytest.mark.parametrize("device", DEVICES)

@@ -88,6 +88,7 @@ class Placement:
         self._known: dict[tuple[Any, ...], Placed] = {}
         found = library.load() if native else None
         self._native = None if found is None else _Native(found, self)
+        self._brings = [rule != CHEAPEST or self.gain_s(kind) > 0 for kind in range(len(kinds))]
 
     def copy_s(self, kind: int) -> float:
         """Returns the time of copying an expert of this kind [s]."""
@@ -102,7 +103,7 @@ class Placement:
     def brings(self, kind: int) -> bool:
         """Returns whether experts of this kind are to come to the device before they are asked for: they are computed
         sooner there, or the rule does not compare."""
-        return self._rule != RULES.index(CHEAPEST) or self.gain_s(kind) > 0
+        return self._brings[kind]
 
     def decide(self, counts: Sequence[int], kinds: Sequence[int], where: Sequence[int], busy: Busy = IDLE) -> Placed:
         """Returns the decision for a layer; for each expert: `counts`, its tokens, `kinds`, its kind, and `where` it

@@ -36,7 +36,7 @@ from moert.beside.gpu.placement import (
     Placement,
 )
 from moert.beside.gpu.residents import DEFAULT_KEEP, KEEPS, Keeping, Residents, popularity
-from moert.beside.gpu.simulated import SimulatedDevice, VirtualClock, bits_of, compute_parts
+from moert.beside.gpu.simulated import SimulatedDevice, VirtualClock, bits_of
 from moert.beside.wishes import Wishes
 from moert.errors import SettingInvalid, said
 from moert.experts.ahead import Lookahead
@@ -47,8 +47,8 @@ from moert.experts.predictors import Prediction
 from moert.experts.probe import remembered
 from moert.experts.replay import demands_of
 from moert.experts.store import ExpertStore
-from moert.experts.streaming import WAVE_BYTES, ByExpert, Holding, by_expert
-from moert.kernels.backend import I32, I64, Backend, Expert, ExpertView
+from moert.experts.streaming import WAVE_BYTES, ByExpert, CachedExperts, Holding, ListenedRunner, by_expert
+from moert.kernels.backend import I32, I64, ROWS, Backend, Expert, ExpertView
 from moert.pack.codec import F32, U8
 from moert.pack.errors import PackError
 from moert.pack.manifest import BACKBONE
@@ -87,6 +87,19 @@ class LendingStore:
 def lent(expert: Expert) -> Lent:
     """Returns the Lent that a LendingStore gave to the cache."""
     return cast("Lent", expert)
+
+
+class OfLent:
+    """The mixtures of a backend, of experts that are Lent."""
+
+    def __init__(self, backend: Backend) -> None:
+        self._backend, self.add_parts = backend, backend.add_parts
+
+    def mixture(self, experts: Sequence[Expert], *rest: Any) -> None:
+        self._backend.mixture([lent(each).expert for each in experts], *rest)
+
+    def parts(self, experts: Sequence[Expert], *rest: Any) -> None:
+        self._backend.parts([lent(each).expert for each in experts], *rest)
 
 
 class Others(NamedTuple):
@@ -224,13 +237,15 @@ class Tiers:
 
 @dataclass
 class _Layer:
-    """One layer on its way: its experts, where the rows of each begin, who computes each, whether it was `absent` from
-    memory, its input, the results of all experts, when it began [s], and the work that the device has begun."""
+    """One layer on its way: its experts, where the rows of each begin, who computes each, whether the processor is
+    `alone`, whether each expert was `absent` from memory, the input, the results of all experts, when the layer began
+    [s], and the work that the device has begun."""
 
     keys: list[ExpertKey]
     group: ByExpert
     starts: list[int]
     who: bytearray
+    alone: bool
     absent: list[bool]
     hidden: F32
     parts: F32
@@ -250,19 +265,36 @@ class _Layer:
 
 class TieredExperts:
     """The ExpertRunner of moert.models for the processor and a device. The results of all experts are added up in the
-    order of their numbers, wherever each was computed."""
+    order of their numbers, wherever each was computed. Layers of which the device computes nothing are the processor's
+    alone, run as without a device."""
 
     def __init__(
         self, tiers: Tiers, cache: ExpertCache, backend: Backend, spec: Ffn, ahead: Lookahead | None,
-        listeners: Iterable[Listener] = (),
+        alone: ListenedRunner,
     ) -> None:  # fmt: skip
-        self.listeners = list(listeners)
+        """`alone`: runs layers of the processor alone, and has the listeners of all."""
+        self.listeners = alone.listeners
         self.tiers = tiers
-        self._cache, self._backend, self._spec, self._ahead = cache, backend, spec, ahead
+        self._cache, self._backend, self._spec, self._ahead, self._alone = cache, OfLent(backend), spec, ahead, alone
 
     def run(self, at: LayerKey, hidden: F32, experts: I64, weights: F32, out: F32, x: F32) -> None:
         """See moert.models.ffn.ExpertRunner. Raises PackError if an expert can't be read."""
-        layer = self._planned(at, hidden, by_expert(experts, weights))
+        tiers, group = self.tiers, by_expert(experts, weights)
+        layer = self._planned(at, hidden, group)
+        if layer.alone:
+            tiers.counters.asked += len(layer.keys)
+            tiers.counters.on_host += len(layer.keys)
+            tiers.residents.computed_elsewhere(layer.keys)
+            self._alone.run(at, hidden, experts, weights, out, x)
+        else:
+            self._on_both(layer, at, experts, out, x)
+        self._exchange(layer)
+        tiers.residents.settle()
+        tiers.counters.taken_s += tiers.device.clock.now() - layer.began_s
+
+    def _on_both(self, layer: _Layer, at: LayerKey, experts: I64, out: F32, x: F32) -> None:
+        """Runs a layer on the device and the processor."""
+        self._announce(Demand(at, tuple(layer.group.needed)), layer.keys, layer.who)
         self._begin_held(layer)
         self._tell_reads(layer)
         self._copy(layer, layer.places(COPIED, absent=False))
@@ -273,12 +305,9 @@ class TieredExperts:
         self._compute(layer, layer.places(HOST, absent=True))
         self._finish(layer)
         self._backend.add_parts(layer.parts, layer.group.weights, out, layer.group.tokens)
-        self._exchange(layer)
-        self.tiers.residents.settle()
-        self.tiers.counters.taken_s += self.tiers.device.clock.now() - layer.began_s
 
     def _planned(self, at: LayerKey, hidden: F32, group: ByExpert) -> _Layer:
-        """Returns the layer with a place for each of its experts, and announces its demand."""
+        """Returns the layer with a place for each of its experts."""
         tiers, demand = self.tiers, Demand(at, tuple(group.needed))
         keys = demand.expert_keys()
         if tiers.telling is not None:
@@ -289,10 +318,10 @@ class TieredExperts:
         absent = self._cache.absent(keys)
         began_s, (who, seconds) = tiers.device.clock.now(), self._placed(keys, group.counts, absent)
         tiers.counters.predicted_s += seconds
-        self._announce(demand, keys, who)
         starts = list(accumulate(group.counts, initial=0))
-        parts = np.empty((starts[-1], hidden.shape[1]), np.float32)
-        return _Layer(keys, group, starts, who, absent, hidden, parts, began_s)
+        alone = tiers.telling is None and not any(who)
+        parts = np.empty((0 if alone else starts[-1], hidden.shape[1]), np.float32)
+        return _Layer(keys, group, starts, who, alone, absent, hidden, parts, began_s)
 
     def _tell_reads(self, layer: _Layer) -> None:
         """Tells a simulated device which experts are read now."""
@@ -429,29 +458,52 @@ class TieredExperts:
         tiers = self.tiers
         for wave in self._waves(layer, places):
             with self._cache.lease([layer.keys[place] for place in wave]) as lease:
-                for at, place in enumerate(wave):
-                    expert = lent(lease.expert(at)).expert
-                    rows = layer.rows(place)
-                    if tiers.telling is not None:
-                        kind = tiers.kind_of[layer.keys[place]]
-                        tiers.telling.wait_for(layer.keys[place])
-                        tiers.telling.computes(tiers.placement.costs(layer.group.counts[place], kind, IN_MEMORY).host)
-                    compute_parts(
-                        self._backend, expert, layer.hidden, layer.tokens(place), layer.parts[rows], self._spec
-                    )
+                if tiers.telling is not None:
+                    self._tell_wave(tiers.telling, layer, wave)
+                self._compute_wave(layer, wave, lease.all())
             tiers.counters.on_host += len(wave)
 
+    def _tell_wave(self, telling: Telling, layer: _Layer, wave: list[int]) -> None:
+        """Tells a simulated device which experts the processor computes now."""
+        for place in wave:
+            key = layer.keys[place]
+            telling.wait_for(key)
+            telling.computes(
+                self.tiers.placement.costs(layer.group.counts[place], self.tiers.kind_of[key], IN_MEMORY).host
+            )
+
+    def _compute_wave(self, layer: _Layer, wave: list[int], experts: Sequence[Expert]) -> None:
+        """Computes experts that are leased, the same bits as in a mixture."""
+        spans = [layer.rows(place) for place in wave]
+        rows, all_rows = sum(span.stop - span.start for span in spans), slice(spans[0].start, spans[-1].stop)
+        together = all_rows.stop - all_rows.start == rows
+        made = layer.parts[all_rows] if together else np.empty((rows, layer.parts.shape[1]), np.float32)
+        if len(layer.hidden) == 1:
+            self._backend.parts(experts, layer.hidden, made, self._spec)
+        else:
+            made[:] = 0
+            counts = [layer.group.counts[place] for place in wave]
+            tokens = np.concatenate([layer.tokens(place) for place in wave])
+            each, ones = np.arange(rows, dtype=np.int32), np.ones(rows, np.float32)
+            self._backend.mixture(experts, counts, each, ones, layer.hidden[tokens], made, self._spec)
+        if not together:
+            row = 0
+            for span in spans:
+                layer.parts[span] = made[row : row + span.stop - span.start]
+                row += span.stop - span.start
+
     def _waves(self, layer: _Layer, places: list[int]) -> Iterator[list[int]]:
-        """Yields small experts together, to be leased at once as far as the cache has room for them; others alone."""
-        most, nbytes = min(WAVE_BYTES, self._cache.capacity_bytes // 2), 0
+        """Yields small experts together, to be leased and run at once as far as the cache has room for them; others,
+        and those of many tokens, alone."""
+        most, nbytes, rows = min(WAVE_BYTES, self._cache.capacity_bytes // 2), 0, 0
         wave: list[int] = []
         for place in places:
-            size = self.tiers.nbytes[layer.keys[place]]
-            if wave and nbytes + size > most:
+            size, count = self.tiers.nbytes[layer.keys[place]], layer.group.counts[place]
+            if wave and (nbytes + size > most or rows + count > ROWS):
                 yield wave
-                wave, nbytes = [], 0
+                wave, nbytes, rows = [], 0, 0
             wave.append(place)
-            nbytes += size
+            nbytes, rows = nbytes + size, rows + count
         if wave:
             yield wave
 
@@ -546,7 +598,7 @@ class DeviceTier(Holding):
         device.full(lambda: residents.give_back(max(weighs.values())))
         residents.learn(self._past())
         copies = None
-        if self._asked.rule != ONLY_HELD:
+        if self._asked.rule != ONLY_HELD and any(map(self._placement.brings, set(self._kind_of.values()))):
             copies = CopyAhead(cache, residents, self._placement, self._kind_of, self.counters, device.clock.now)
         self.copies = copies
         self.tiers = Tiers(
@@ -555,8 +607,8 @@ class DeviceTier(Holding):
 
     def runner(self, cache: ExpertCache, ahead: Lookahead | None, listeners: Iterable[Listener]) -> TieredExperts:
         assert self.tiers is not None
-        ffn = self._pack.manifest.model.moe.ffn
-        self._running = TieredExperts(self.tiers, cache, self.backend, ffn, ahead, listeners)
+        alone = CachedExperts(self._pack, cache, cast("Backend", OfLent(self.backend)), ahead, listeners)
+        self._running = TieredExperts(self.tiers, cache, self.backend, self._pack.manifest.model.moe.ffn, ahead, alone)
         return self._running
 
     def begins(self) -> None:
