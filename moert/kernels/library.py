@@ -204,7 +204,7 @@ class Placing(Structure):
     _fields_ = [
         ("kinds", c_void_p), ("host_call_s", c_double), ("launch_s", c_double), ("row_s", c_double),
         ("pass_s", c_double), ("reluctance", c_double), ("device_s", c_double), ("copy_s", c_double),
-        ("read_s", c_double), ("tried", c_int32), ("rule", c_int32),
+        ("read_s", c_double), ("tried", c_int32), ("rule", c_int32), ("by_caller", c_int32),
     ]  # fmt: skip
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from itertools import product
 
 import pytest
@@ -39,9 +40,9 @@ KINDS = [kind(2), kind(4), kind(8), Kind(((2, WIDTH * D_FF), (8, WIDTH * D_FF)),
 Layer = tuple[list[int], list[int], list[int]]
 
 
-def made(card: str = "rtx3060", rule: str = CHEAPEST, native: bool = True) -> Placement:
+def made(card: str = "rtx3060", rule: str = CHEAPEST, native: bool = True, by_caller: bool = False) -> Placement:
     profile = PROFILES[card]
-    return Placement(KINDS, WIDTH, profile.device(), profile.host(), rule, native)
+    return Placement(KINDS, WIDTH, replace(profile.device(), by_caller=by_caller), profile.host(), rule, native)
 
 
 def layers(most: int) -> st.SearchStrategy[Layer]:
@@ -60,26 +61,28 @@ def best_s(placement: Placement, layer: Layer, busy: Busy = IDLE) -> float:
 
 
 @settings(max_examples=60, deadline=None)
-@given(layer=layers(6), card=st.sampled_from(sorted(PROFILES)), late=st.floats(0, 0.01))
-def test_small_layers_are_near_the_best_of_all_ways(layer: Layer, card: str, late: float) -> None:
-    placement, busy = made(card), Busy(0.0, late, 0.0)
+@given(layer=layers(6), card=st.sampled_from(sorted(PROFILES)), late=st.floats(0, 0.01), by_caller=st.booleans())
+def test_small_layers_are_near_the_best_of_all_ways(layer: Layer, card: str, late: float, by_caller: bool) -> None:
+    placement, busy = made(card, by_caller=by_caller), Busy(0.0, late, 0.0)
     assert placement.decide(*layer, busy).seconds <= NEAR * best_s(placement, layer, busy)
 
 
 @settings(max_examples=25, deadline=None)
-@given(layer=layers(11), card=st.sampled_from(sorted(PROFILES)))
-def test_larger_ones_too(layer: Layer, card: str) -> None:
-    placement = made(card)
+@given(layer=layers(11), card=st.sampled_from(sorted(PROFILES)), by_caller=st.booleans())
+def test_larger_ones_too(layer: Layer, card: str, by_caller: bool) -> None:
+    placement = made(card, by_caller=by_caller)
     assert placement.decide(*layer).seconds <= NEAR * best_s(placement, layer)
 
 
 @settings(max_examples=60, deadline=None)
-@given(layer=layers(40), card=st.sampled_from(sorted(PROFILES)), rule=st.sampled_from(RULES))
-def test_c_decides_as_python_does(layer: Layer, card: str, rule: str) -> None:
+@given(
+    layer=layers(40), card=st.sampled_from(sorted(PROFILES)), rule=st.sampled_from(RULES), by_caller=st.booleans()
+)  # fmt: skip
+def test_c_decides_as_python_does(layer: Layer, card: str, rule: str, by_caller: bool) -> None:
     if library.load() is None:
         pytest.skip("no compiler")
     busy = Busy(0.001, 0.002, 0.0005)
-    native, plain = made(card, rule), made(card, rule, native=False)
+    native, plain = made(card, rule, True, by_caller), made(card, rule, False, by_caller)
     assert native.decide(*layer, busy) == plain.decide(*layer, busy)
 
 
@@ -103,6 +106,16 @@ def test_one_token_goes_to_the_processor_and_many_to_the_device() -> None:
     placement = made()
     assert placement.decide([1], [1], [IN_MEMORY]).who == bytes([HOST])
     assert placement.decide([500], [1], [IN_MEMORY]).who == bytes([COPIED])
+
+
+def test_launches_and_copies_of_the_processors_thread_are_its_own_time() -> None:
+    where, counts = [IN_MEMORY] * 12, [60] * 12
+    placement, device = made(by_caller=True), PROFILES["rtx3060"].device()
+    costs = [placement.costs(count, 1, IN_MEMORY) for count in counts]
+    half = [COPIED] * 6 + [HOST] * 6
+    begun = 6 * (device.launch_s + costs[0].copy)
+    assert made().seconds(costs, where, half) < placement.seconds(costs, where, half)
+    assert placement.seconds(costs, where, half) == pytest.approx(begun + 6 * costs[0].host)
 
 
 def test_both_sides_work_at_the_same_time() -> None:

@@ -48,7 +48,8 @@ class DeviceCosts:
     """The costs of a device. `pass_s`: for each mixture, to hand x over and fetch the result, beside their bytes;
     `launch_s`: for each expert in it; `step_s`: for attention in each layer, beside its weights, to launch its many
     small operations. Copies take `copy_s` and their bytes by `copy_bytes_per_s`; x and the result go over at the same
-    speed."""
+    speed. `by_caller`: launches and copies are the work of the thread that begins them, which computes nothing
+    meanwhile."""
 
     widths: Widths
     launch_s: float
@@ -56,6 +57,7 @@ class DeviceCosts:
     copy_s: float
     copy_bytes_per_s: float
     step_s: float
+    by_caller: bool = False
 
 
 @dataclass(frozen=True)
@@ -198,7 +200,7 @@ class Device(Protocol):
 
 _SECTION = "devices"
 _MEASURED_BYTES = 48 << 20  # of weights, for their time where no cache holds them
-_SIDE, _GROUP, _ROWS, _TURNS = 512, 64, 64, 3
+_SIDE, _WIDE, _GROUP, _ROWS, _TURNS = 512, 2048, 64, 64, 3
 _SCALES = 0.5  # bits of a weight for its scale and minimum
 _DECODED = 2  # bits of the trellis code that is measured
 
@@ -237,12 +239,14 @@ def host_costs(backend: Backend, drive_bytes_per_s: float) -> HostCosts:
 
 
 def _roofline(backend: Backend, bits: int, bytes_per_s: float | None) -> Roofline:
-    stored = _matrix(bits)
-    matrix = backend.matrix(stored)
-    many = least_s(lambda: backend.linear(np.ones((_ROWS, _SIDE), np.float32), matrix)) / (_ROWS * _SIDE**2)
+    """Returns the costs of a width; `bytes_per_s`: of weights with one row, if that is known. Many rows are measured
+    with a matrix that all cores have a share in."""
+    side = _SIDE if bytes_per_s is None else _WIDE
+    matrix = backend.matrix(_matrix(bits, side))
+    many = least_s(lambda: backend.linear(np.ones((_ROWS, side), np.float32), matrix)) / (_ROWS * side**2)
     if bytes_per_s is not None:
         return Roofline((bits + (_SCALES if bits < 16 else 0)) / 8 / bytes_per_s, many)
-    return Roofline(least_s(lambda: backend.linear(np.ones((1, _SIDE), np.float32), matrix)) / _SIDE**2, many)
+    return Roofline(least_s(lambda: backend.linear(np.ones((1, side), np.float32), matrix)) / side**2, many)
 
 
 def _trellis_roofline(backend: Backend, bytes_per_s: float | None) -> Roofline:
@@ -264,16 +268,16 @@ def _trellis_roofline(backend: Backend, bytes_per_s: float | None) -> Roofline:
     return Roofline(one, weight_s(_ROWS) / _ROWS)
 
 
-def _matrix(bits: int) -> Any:
-    """Returns a matrix of `bits` a weight, to measure with."""
+def _matrix(bits: int, side: int) -> Any:
+    """Returns a matrix [side, side] of `bits` a weight, to measure with."""
     from moert.kernels.backend import Floats
 
     if bits == 16:
-        return Floats("BF16", np.full((_SIDE, _SIDE), 0x3C00, np.uint16))
-    codes = np.full((_SIDE, row_bytes(_SIDE, bits)), 0x55, np.uint8)
-    groups = n_groups(_SIDE, _GROUP)
-    scale, minimum = (np.full((_SIDE, groups), value, np.float16) for value in (0.01, -0.01))
-    return QuantizedMatrix(bits, _SIDE, _GROUP, codes, scale, minimum)
+        return Floats("BF16", np.full((side, side), 0x3C00, np.uint16))
+    codes = np.full((side, row_bytes(side, bits)), 0x55, np.uint8)
+    groups = n_groups(side, _GROUP)
+    scale, minimum = (np.full((side, groups), value, np.float16) for value in (0.01, -0.01))
+    return QuantizedMatrix(bits, side, _GROUP, codes, scale, minimum)
 
 
 def least_s(call: Callable[[], object]) -> float:
@@ -295,6 +299,7 @@ def _body(costs: DeviceCosts) -> dict[str, Any]:
         "copy_s": costs.copy_s,
         "copy_bytes_per_s": costs.copy_bytes_per_s,
         "step_s": costs.step_s,
+        "by_caller": costs.by_caller,
     }
 
 
@@ -306,7 +311,7 @@ def _parsed(body: Mapping[str, Any]) -> DeviceCosts:
     if set(widths) != set(COSTED) or not sound:
         raise ValueError
     launch, each_pass, copy, step, speed = numbers
-    return DeviceCosts(widths, launch, each_pass, copy, speed, step)
+    return DeviceCosts(widths, launch, each_pass, copy, speed, step, by_caller=body["by_caller"] is True)
 
 
 @dataclass

@@ -135,9 +135,12 @@ class Placement:
     def seconds(self, costs: Sequence[_Costs], where: Sequence[int], who: Sequence[int], busy: Busy = IDLE) -> float:
         """Returns the time until the layer is done [s]: the device computes the experts that it holds, then copied
         ones, those in memory first; the processor those in memory, then those that are read. Each of them in the order
-        given."""
+        given. Where the processor's thread launches and copies, it does that before it computes."""
         device, copy, read, host, used = busy.device_s, busy.copy_s, busy.read_s, 0.0, False
+        begun = 0.0
         for each, by in zip(costs, who, strict=True):
+            if by != HOST:
+                begun += self._device.launch_s + each.copy
             if by == HELD:
                 device, used = device + each.device, True
         for on_drive in (False, True):
@@ -151,6 +154,8 @@ class Placement:
                 if by == HOST and (at == 0) is on_drive:
                     read += each.read
                     host = max(host, read if on_drive else 0.0) + each.host
+            if not on_drive and self._device.by_caller:
+                host += begun
         return max(host, device + self.pass_s) if used else host
 
     # The rest is in csrc/place.c as well.
@@ -232,6 +237,7 @@ class _Native:
         self._placing = Placing(
             kinds=table.buffer_info()[0], host_call_s=placement._host.call_s, launch_s=placement._device.launch_s,
             row_s=placement._row_s, pass_s=placement.pass_s, reluctance=_RELUCTANCE, tried=_TRIED, rule=placement._rule,
+            by_caller=placement._device.by_caller,
         )  # fmt: skip
         self._address = addressof(self._placing)
         self._scratch = array("d", bytes(PLACING * 8 * _MOST))

@@ -75,7 +75,8 @@ def measured(device: Device, memory: TorchMemory) -> DeviceCosts:
     small, large = (_copy_s(device, nbytes) for nbytes in (1, most))
     one, two = (_mixture_s(device, experts) for experts in (1, 2))
     launch = max(0.0, two - one)
-    return DeviceCosts(widths, launch, max(0.0, one - launch), small, most / max(1e-9, large - small), _step_s(memory))
+    speed, step = most / max(1e-9, large - small), _step_s(memory)
+    return DeviceCosts(widths, launch, max(0.0, one - launch), small, speed, step, by_caller=True)
 
 
 def _matrix(bits: int, device: torch.device) -> TorchMatrix:

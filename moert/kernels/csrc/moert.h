@@ -358,7 +358,7 @@ typedef struct {
     const double *kinds; /* [kinds, MOERT_PLACING_KIND] */
     double host_call_s, launch_s, row_s, pass_s, reluctance;
     double device_s, copy_s, read_s; /* for which these are busy already */
-    int32_t tried, rule;
+    int32_t tried, rule, by_caller;
 } moert_placing;
 
 /* Who computes each of n experts: 0 the processor, 1 the device that holds it, 2 the device after a copy. `given` [3, n]:

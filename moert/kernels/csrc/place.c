@@ -35,11 +35,12 @@ static costs costs_of(const moert_placing *with, int32_t count, int32_t kind, in
 
 /* How long it takes, and in `copied` how long all copies do. */
 static double seconds(const layer *l, double *copied) {
-    double device = l->with->device_s, copy = l->with->copy_s, read = l->with->read_s, host = 0, copies = 0;
+    double device = l->with->device_s, copy = l->with->copy_s, read = l->with->read_s, host = 0, copies = 0, begun = 0;
     int used = 0, drive = 0;
     for (int e = 0; e < l->n; e++) {
         const costs *of = &l->of[e];
         drive |= !l->where[e];
+        if (l->who[e] != HOST) begun += l->with->launch_s + of->copy;
         if (l->who[e] == HELD)
             device += of->device, used = 1;
         else if (l->who[e] == COPIED)
@@ -54,6 +55,7 @@ static double seconds(const layer *l, double *copied) {
                 copy = larger(copy, on_drive ? read : 0) + l->of[e].copy;
                 device = larger(device, copy) + l->of[e].device;
             }
+    if (l->with->by_caller) host += begun;
     for (int e = 0; drive && e < l->n; e++)
         if (l->who[e] == HOST && !l->where[e]) {
             read += l->of[e].read;
