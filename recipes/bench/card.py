@@ -133,8 +133,9 @@ def main() -> int:
         print("make check-gpu: there is no GPU with CUDA here, so nothing is checked")
         return 0
     FOLDER.mkdir(parents=True, exist_ok=True)
+    card = torch.cuda.get_device_name(device) if device.startswith("cuda") else device
     rows, failed = list[Row](), list[str]()
-    for part in (lambda: same_rows(device), lambda: speed_rows(device), test_rows):
+    for part in (lambda: same_rows(device), test_rows, lambda: speed_rows(device)):
         try:
             for row in part():
                 rows.append(row)
@@ -142,9 +143,9 @@ def main() -> int:
         except (RuntimeError, OSError, subprocess.SubprocessError) as error:
             failed.append(str(error))
             say(f"failed: {error}")
-    card = torch.cuda.get_device_name(device) if device.startswith("cuda") else device
+        path = write("card", context({"device": card, "failed": failed}), rows)  # the card may be gone any minute
     print(table(rows))
-    print(f"written to {write('card', context({'device': card, 'failed': failed}), rows)}")
+    print(f"written to {path}")
     return 1 if failed or any(row.met is False for row in rows) else 0
 
 
