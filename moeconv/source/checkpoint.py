@@ -33,7 +33,6 @@ if TYPE_CHECKING:
 
 F32 = npt.NDArray[np.float32]
 
-Coded = DecodedTensors | GgufTensors
 _PAGE = 4096  # bytes that come into memory together
 TOKENIZER_FILES = (
     TOKENIZER, "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json", "vocab.json",
@@ -159,7 +158,7 @@ class Checkpoint:
         """The type of the stored experts: "BF16", "F16" or "F32"; if their numbers are coded, the one of their scales,
         or "BF16" for scales in more or fewer bits."""
         first = self.description.experts(self.spec.expert_keys()[0], "up")
-        if isinstance(self.tensors, Coded) and self.tensors.is_coded(first.name):
+        if self.tensors.is_coded(first.name):
             dtype = str(self.tensors.dtype16(first.name))
         else:
             dtype = str(self.tensors.fetch(first.name, first.index).dtype)
@@ -189,8 +188,7 @@ class Checkpoint:
 
         for projection in self.spec.moe.ffn.projections:
             source = self.description.experts(key, projection)
-            parts = self.tensors.parts(source.name) if isinstance(self.tensors, Coded) else [source.name]
-            for name in parts:
+            for name in self.tensors.parts(source.name):
                 self.files.fetch(name, source.index).contiguous().view(torch.uint8).flatten()[::_PAGE].sum()
 
     def biases(self, key: ExpertKey) -> dict[str, F32]:
@@ -212,8 +210,7 @@ class Checkpoint:
 
         from moeconv.source.archs.weights import fill_backbone
 
-        saved = not isinstance(self.tensors, FileTensors) or self.tensors.as_saved
-        if self.family.loads_by_names and saved and not isinstance(self.tensors, Coded):
+        if self.family.loads_by_names and self.tensors.as_saved:
             return self.family.load(self.path, dtype)
         model = self.family.empty(self.path).to(dtype)
         tensors = self.spec.tensors
@@ -248,7 +245,7 @@ class Checkpoint:
         """Returns a tensor of the backbone as a pack stores it without a width: in its own dtype, or in 16 bits if its
         numbers are coded in the checkpoint."""
         tensor, source = self.backbone_tensor(canonical, shape), self.description.backbone.get(canonical)
-        if source is None or not isinstance(self.tensors, Coded) or not self.tensors.is_coded(source.name):
+        if source is None or not self.tensors.is_coded(source.name):
             return tensor
         return tensor.to(self.tensors.dtype16(source.name))
 
@@ -267,9 +264,6 @@ class Checkpoint:
             return source.read(self.tensors.fetch, shape)
         except ShapeDiffers as error:
             raise CheckpointError(f"{self.given}: {error}") from None
-
-    def _is_coded(self, source: Source) -> bool:
-        return isinstance(self.tensors, Coded) and self.tensors.is_coded(source.name)
 
     def _sources(self) -> Iterator[Source]:
         described = self.description
@@ -312,7 +306,7 @@ class Checkpoint:
         memory is taken for sizes that config.json claims."""
         for source, shape in self._placed():
             found = shapes.get(source.name)
-            if found is None or self._is_coded(source):
+            if found is None or self.tensors.is_coded(source.name):
                 continue
             if source.index is not None:
                 if not found or not 0 <= source.index < found[0]:

@@ -26,8 +26,10 @@ class _Coded(NamedTuple):
     kind: Kind
 
 
-class DecodedTensors:
+class DecodedTensors(Tensors):
     """Coded matrices under the names that they have in a checkpoint without codes, beside all other tensors."""
+
+    as_saved = False
 
     def __init__(self, stored: Tensors, scheme: Scheme) -> None:
         self.stored, self.scheme = stored, scheme
@@ -36,7 +38,7 @@ class DecodedTensors:
         self._parts = {name: self._of(coded, there) for name, coded in self._coded.items()}
         self.of_activations = sorted(name for name in there if name.endswith(OF_ACTIVATIONS))
         parts = {coded.base + part for name, coded in self._coded.items() for part in self._parts[name]}
-        self.names: Collection[str] = (there - parts - {*self.of_activations}) | self._coded.keys()
+        self._names = (there - parts - {*self.of_activations}) | self._coded.keys()
 
     @classmethod
     def of(cls, stored: Tensors, scheme: Scheme, path: Path) -> DecodedTensors:
@@ -48,6 +50,10 @@ class DecodedTensors:
                 "checkpoint again, or take quantization_config out if its weights are plain"
             )
         return found
+
+    @property
+    def names(self) -> Collection[str]:
+        return self._names
 
     def is_coded(self, name: str) -> bool:
         return name in self._coded

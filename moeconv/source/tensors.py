@@ -48,6 +48,9 @@ class Digest(Protocol):
 class Tensors(Protocol):
     """Tensors by the names that they have in the checkpoint."""
 
+    as_saved: bool = True
+    """Whether transformers takes the same tensors when it opens the checkpoint."""
+
     @property
     def names(self) -> Collection[str]: ...
 
@@ -55,12 +58,24 @@ class Tensors(Protocol):
         """Returns one tensor, or one index of its first dimension, in its own dtype. Raises CheckpointError."""
         ...
 
+    def parts(self, name: str) -> list[str]:
+        """Returns the names of the stored tensors that a tensor is made of."""
+        return [name]
+
+    def is_coded(self, name: str) -> bool:
+        """Returns whether the numbers of a tensor are coded in the checkpoint, so that `fetch` gives float32."""
+        return False
+
+    def dtype16(self, name: str) -> torch.dtype:
+        """Returns the type of 16 bits that holds a tensor best."""
+        return self.fetch(name).dtype
+
     def digest(self, into: Digest) -> None:
         """Adds every byte that the tensors depend on to a hash."""
         ...
 
 
-class FileTensors:
+class FileTensors(Tensors):
     """The tensors of a folder in Hugging Face's layout: one file, or several with an index."""
 
     def __init__(self, path: Path, names_only: bool = False) -> None:
@@ -70,7 +85,7 @@ class FileTensors:
         self.files: Mapping[str, Path] = listed.files  # name of a tensor → the file that holds it
         self.shapes: Mapping[str, Shape] = listed.shapes
         self.as_saved = listed.as_saved
-        """True if transformers takes the same tensors: an index has metadata, and no other file holds one of them."""
+        """An index has metadata, and no other file holds one of its tensors."""
         self._open: dict[Path, Any] = {}
 
     @property

@@ -12,7 +12,7 @@ import torch
 from moeconv.command import cli
 from moeconv.source.checkpoint import Checkpoint
 from moeconv.source.outline import CONFIG, CheckpointError
-from moeconv.source.tensors import Digest
+from moeconv.source.tensors import Digest, Tensors
 from recipes.bench.shape_numbers import Numbers, Stored, described, mixed, stored
 
 # Checkpoints of published shapes whose tensors are made when they are read: moeconv's Tensors, without a file.
@@ -22,7 +22,7 @@ MAKING = 1
 """Goes up when the same seed makes other numbers."""
 
 
-class VirtualTensors:
+class VirtualTensors(Tensors):
     """Those of one config.json: the same each time, and the same in a model that is cut after some layers."""
 
     def __init__(self, config: Mapping[str, Any], depth: int, seed: int = SEED) -> None:

@@ -19,7 +19,7 @@ from moeconv.source.archs.coding import UnsupportedModel, scheme_of
 from moeconv.source.decoded import DecodedTensors
 from moeconv.source.decoders import unpacked
 from moeconv.source.outline import CheckpointError
-from moeconv.source.tensors import Digest
+from moeconv.source.tensors import Digest, Tensors
 
 FILE = Path(__file__).parents[1] / "golden" / "codings.safetensors"
 NAME = "layer.weight"
@@ -34,7 +34,7 @@ ROUNDED = {"nvfp4": 2**-7, "bitsandbytes-int8": 2**-10}
 """Of libraries that compute in bfloat16, or in float16."""
 
 
-class InMemory:
+class InMemory(Tensors):
     def __init__(self, tensors: Mapping[str, torch.Tensor]) -> None:
         self._tensors = tensors
 

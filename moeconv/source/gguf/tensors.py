@@ -19,7 +19,7 @@ from moeconv.source.archs.description import Description, Source, View, halves, 
 from moeconv.source.gguf.container import Container, Place, data_of
 from moeconv.source.gguf.families import ARCHS, INSIDE, LONG, OUTSIDE, ROPE, SHORT, Arch
 from moeconv.source.outline import CheckpointError, line
-from moeconv.source.tensors import Digest, Shape, add_file
+from moeconv.source.tensors import Digest, Shape, Tensors, add_file
 from moert.pack.codec import F32
 from moert.pack.model_spec import MOST_LAYERS, ExpertKey, ModelSpec
 from moert.pack.parts import Attention, GatedDelta, Latent
@@ -36,7 +36,7 @@ _OF_CONFIG = re.compile(rf"(blk\.\d+\.)?({re.escape(ROPE)}|{re.escape(LONG)}|{re
 """Tensors whose content is in config.json."""
 
 
-class GgufTensors:
+class GgufTensors(Tensors):
     """The tensors of a model by their names in the file; in place of some a tensor NAME.log, the logarithm of the
     opposite."""
 
