@@ -36,7 +36,16 @@ from moeconv.artifacts import ConversionReport
 from moeconv.conversion.choosing import Choice, check_resident, fitted, textless_widths
 from moeconv.conversion.delivery import PROFILE_PATHS, Outcome, check_replaced, deliver
 from moeconv.conversion.dense import swept_beside
-from moeconv.conversion.material import Coding, Material, end_note, module_note, notes, plain_note, vocabulary_note
+from moeconv.conversion.material import (
+    Coding,
+    Material,
+    as_stored,
+    end_note,
+    module_note,
+    notes,
+    plain_note,
+    vocabulary_note,
+)
 from moeconv.conversion.measuring import (
     Account,
     Bench,
@@ -69,6 +78,7 @@ from moeconv.plan.problem import Plan
 from moeconv.progress import Progress
 from moeconv.promise.judging import Judge, bound_doubt, estimate, look, looks_text, standing
 from moeconv.report.page import size
+from moeconv.source.checkpoint import Checkpoint
 from moeconv.sweep.sensitivity import SweepJob
 from moert.pack.errors import PackError
 from moert.pack.files import beside, placed
@@ -139,15 +149,17 @@ class Conversion:
     def run(self) -> tuple[Manifest, ConversionReport]:
         """Writes the pack; returns its manifest and its report. Raises ConversionError (TargetMissed before anything is
         written) or a PackError."""
-        settings, say = self.settings, self.account.say
-        check_target(settings.out)
-        coding = Coding.open(settings)
+        say = self.account.say
+        check_target(self.settings.out)
+        checkpoint = Checkpoint.open(self.settings.model)
+        self.settings, stored_note = as_stored(self.settings, checkpoint)
+        settings, coding = self.settings, Coding.of(checkpoint, self.settings)
         if note := check_replaced(settings, coding.checkpoint.path):
             say(note)
         for note in coding.checkpoint.notes:
             kept = note == coding.checkpoint.description.coding_note
             self.account.note(note) if kept else say(f"note: {note}")
-        for told in (end_note(coding.checkpoint), plain_note(settings)):
+        for told in (end_note(coding.checkpoint), plain_note(settings), stored_note):
             if told:
                 say(told)
         if settings.laid_out == "auto":

@@ -27,9 +27,10 @@ from moeconv.measure.scoring import Extent, Volume, build_scorer, check_fit, loa
 from moeconv.packing.emit import chat_of
 from moeconv.plan.problem import Storage
 from moeconv.plan.search import check_budget
-from moeconv.quantizers import QUANTIZERS, Quantizer
+from moeconv.quantizers import GROUP_SIZES, QUANTIZERS, Quantizer
 from moeconv.quantizers.coder import DenseCoder, ExpertCoder
 from moeconv.quantizers.moments import Moments, moments_bytes
+from moeconv.quantizers.source import codes_of_source
 from moeconv.report.writer import read_report
 from moeconv.source.checkpoint import Checkpoint
 from moeconv.source.outline import json_object
@@ -54,7 +55,11 @@ class Coding:
     @classmethod
     def open(cls, settings: Settings) -> Coding:
         """Opens the checkpoint for coding. Raises CheckpointError, UnsupportedModel or SettingsError."""
-        checkpoint = Checkpoint.open(settings.model)
+        return cls.of(Checkpoint.open(settings.model), settings)
+
+    @classmethod
+    def of(cls, checkpoint: Checkpoint, settings: Settings) -> Coding:
+        """Returns the coding of a checkpoint. Raises UnsupportedModel or SettingsError."""
         chat_of(checkpoint.path)  # so that a template that can't be used is not found after hours
         quantizer = QUANTIZERS[settings.coded_by](settings.group_size)
         mxfp4, piece_bytes = checkpoint.description.mxfp4, settings.piece_bytes
@@ -207,6 +212,21 @@ def _absolute(metric: str) -> str:
 # model.
 
 _MOST_TOKENS = 0.9  # of a vocabulary: its last rows are often only padding
+
+
+def as_stored(settings: Settings, checkpoint: Checkpoint) -> tuple[Settings, str | None]:
+    """Returns the settings with a quantizer that keeps the checkpoint's codes of four bits, and the note on it, where
+    four bits are asked for and no quantizer is named; else the settings and None."""
+    scheme = checkpoint.description.scheme
+    group = None if scheme is None else scheme.group
+    named = (settings.quantizer, settings.group_size, settings.plain_for) != (None, None, None)
+    if settings.bits != (4,) or named or group not in GROUP_SIZES:
+        return settings, None
+    first = checkpoint.expert(checkpoint.spec.expert_keys()[0])
+    if any(codes_of_source(weights, group) is None for weights in first.values()):
+        return settings, None
+    note = f"experts have 4 bits in groups of {group} in the checkpoint: they are stored as they are, without loss"
+    return replace(settings, quantizer="source", group_size=group), f"note: {note}"
 
 
 def plain_note(settings: Settings) -> str | None:

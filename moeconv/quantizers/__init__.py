@@ -12,7 +12,7 @@ from moert.pack.codec import Codes
 __all__ = ["GROUP_SIZES", "QUANTIZERS", "WHOLE_CHANNELS", "Inputs", "Quantizer", "codes_of", "group_size_of"]
 
 GROUP_SIZES = (32, 64, 128)
-_USUAL: Mapping[str, int] = {"channel": 0, "group": 64, "gptq": 0, "trellis": 0}
+_USUAL: Mapping[str, int] = {"channel": 0, "group": 64, "gptq": 0, "trellis": 0, "source": 32}
 WHOLE_CHANNELS = ("channel", "trellis")
 """The quantizers without groups."""
 
@@ -51,6 +51,12 @@ def _trellis(group_size: int | None) -> Quantizer:
     return TrellisQuantizer()
 
 
+def _source(group_size: int | None) -> Quantizer:
+    from moeconv.quantizers.source import SourceQuantizer
+
+    return SourceQuantizer(group_size_of("source", group_size))
+
+
 QUANTIZERS: Mapping[str, Callable[[int | None], Quantizer]] = {
-    "channel": _channel, "group": _group, "gptq": _gptq, "trellis": _trellis,
+    "channel": _channel, "group": _group, "gptq": _gptq, "trellis": _trellis, "source": _source,
 }  # fmt: skip

@@ -9,17 +9,20 @@ from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from safetensors import safe_open
 
+from moeconv.quantizers.source import codes_of_source
 from moeconv.source.archs.coding import UnsupportedModel, scheme_of
 from moeconv.source.decoded import DecodedTensors
 from moeconv.source.decoders import unpacked
 from moeconv.source.outline import CheckpointError
 from moeconv.source.tensors import Digest, Tensors
+from moert.pack.codec import dequantize
 
 FILE = Path(__file__).parents[1] / "golden" / "codings.safetensors"
 NAME = "layer.weight"
@@ -73,6 +76,35 @@ def test_a_matrix_is_what_its_library_reads(name: str) -> None:
     tensors.digest(one)
     tensors.stored.digest(other)
     assert one.digest() == other.digest()
+
+
+EVEN = {
+    "packed": ("packed", {}, 32),
+    "gptq": ("gptq", {"sym": True, "desc_act": False, "bits": 4}, 32),
+    "gptq in another order": ("gptq", {"sym": True, "desc_act": True, "bits": 4}, None),
+    "gptq with zero points": ("gptq", {"sym": False, "desc_act": False, "bits": 4}, None),
+    "gptq with 8 bits": ("gptq", {"sym": True, "desc_act": False, "bits": 8}, None),
+    "awq": ("awq", {"zero_point": False}, 32),
+    "awq with zero points": ("awq", {}, None),
+    "one scale a row": ("gptq", {"sym": True, "desc_act": False, "bits": 4, "group_size": -1}, None),
+}
+
+
+@pytest.mark.parametrize("case", EVEN)
+def test_even_groups_of_four_bits_are_known_by_the_settings(case: str) -> None:
+    name, changed, group = EVEN[case]
+    scheme = scheme_of({**CONFIGS[name], **changed})
+    assert scheme is not None
+    assert scheme.group == group
+
+
+def test_packed_codes_are_kept() -> None:
+    scale = f"{NAME}_scale"
+    found = decoded("packed", **{scale: STORED["packed"][scale].bfloat16()}).fetch(NAME).numpy()
+    matrix = codes_of_source(found, 32)
+    assert matrix is not None
+    np.testing.assert_array_equal(dequantize(matrix), found)
+    assert codes_of_source(decoded("packed-zeros").fetch(NAME).numpy(), 32) is None
 
 
 def test_inputs_in_groups_of_any_order() -> None:

@@ -29,7 +29,7 @@ from moeconv.sentencepiece import Piece
 from moeconv.source.checkpoint import Checkpoint
 from moeconv.source.gguf.tokenizer import CUTS, KEY
 from moeconv.source.outline import CheckpointError
-from moert.pack.reader import Pack
+from moert.pack.reader import Pack, projection_weights
 
 TEXTS = (
     "Hello world, it's 2024!! I've 12345 apples & they're GOOD. DON'T", "  two\n\n\n and\ttabs \t x  \n",
@@ -119,6 +119,27 @@ def test_experts_in_mxfp4_stay_as_they_are(tmp_path: Path) -> None:
             whole = gguf.quants.dequantize(tensor.data, tensor.tensor_type)
             np.testing.assert_array_equal(weight, whole.reshape(checkpoint.spec.moe.n, *weight.shape)[key.expert])
     verify(pack, checkpoint)
+
+
+@pytest.mark.parametrize("asked", [{"bits": (4,)}, {"bits": (2,)}, {"bits": (4,), "quantizer": "channel"}])
+def test_experts_in_four_bits_stay_as_they_are_where_four_are_asked_for(asked: Any, tmp_path: Path) -> None:
+    tiny_of("mixtral")(tmp_path / "m", hidden_size=64, intermediate_size=96)
+    in_16_bits(tmp_path / "m")
+    file, said = write_gguf(tmp_path / "m", tmp_path / "m.gguf", "Q4_0"), list[str]()
+    Conversion(Settings(str(file), tmp_path / "p", tmp_path / "w", **asked), said.append, unseen).run()
+    pack, checkpoint = Pack.open(tmp_path / "p"), Checkpoint.open(file)
+    stays = asked == {"bits": (4,)}
+    how = pack.manifest.quantization
+    assert ((how.quantizer, how.group_size, how.codes) == ("source", 32, "plain")) is stays
+    assert (
+        any("4 bits in groups of 32 in the checkpoint: they are stored as they are" in line for line in said) is stays
+    )
+    same = [
+        np.array_equal(weight, projection_weights(pack.stored(key, pack.read_expert(key))[name]))
+        for key in checkpoint.spec.expert_keys()
+        for name, weight in checkpoint.expert(key).items()
+    ]
+    assert all(same) if stays else not any(same)
 
 
 def test_a_conversion_says_what_losses_are_against(tmp_path: Path) -> None:

@@ -120,6 +120,34 @@ def test_weights_that_float16_cannot_hold_are_refused(name: str, value: float) -
         QUANTIZERS[name](None).quantize(np.array([[[value, 0.0]]], dtype=np.float32), 4, None)
 
 
+@given(
+    st.integers(1, 5), st.integers(1, 150), st.sampled_from([32, 64, 128]), st.sampled_from([1, -1]),
+    st.sampled_from([1e-6, 0.01, 100.0]), st.integers(0, 1000),
+)  # fmt: skip
+def test_codes_that_weights_come_from_are_kept(
+    rows: int, inputs: int, group: int, sign: int, size: float, seed: int
+) -> None:
+    """Steps from -8 to 7 and from -7 to 8, groups of zeros, and of few steps; not where one weight lies between."""
+    rng = np.random.default_rng(seed)
+    groups = -(-inputs // group)
+    scale = (sign * size * (0.1 + rng.random((rows, groups)))).astype(np.float16)
+    steps = (
+        rng.integers(-rng.integers(0, 9, (rows, groups, 1)), 8, (rows, groups, group))
+        * rng.integers(0, 2, groups)[:, None]
+    )
+    weights = (scale.astype(np.float32)[:, :, None] * steps).reshape(rows, -1)[:, :inputs].astype(np.float32)
+    made = QUANTIZERS["source"](group)
+    (matrix,) = made.quantize(weights[None], 4, None)
+    assert np.array_equal(dequantize(matrix), weights)
+    assert matrix.group_size == min(group, inputs)
+    other = weights.copy()
+    other[0, 0] = 0.37 * abs(float(scale[0, 0])) + other[0, 0]
+    (kept, coded) = made.quantize(np.stack([weights, other]), 4, None)
+    assert same(kept, matrix)
+    if steps.reshape(rows, -1)[0, :inputs][:group].any():  # else the weight itself is a step
+        assert same(coded, QUANTIZERS["group"](group).quantize(other[None], 4, None)[0])
+
+
 @thinned("bits, name, group, rows", INT_WIDTHS, ["group", "gptq"], [0, 32], [0, 1, 5, 30, 500])
 def test_verify_tells_fitted_weights_from_others(bits: int, name: str, group: int, rows: int) -> None:
     """With a margin: inputs from many tokens or few, one of them a hundred times as loud in every second matrix."""

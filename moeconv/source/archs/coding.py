@@ -55,13 +55,15 @@ OF_ACTIVATIONS = (
 class Scheme(NamedTuple):
     """The coding of a checkpoint. `name`: for messages; `kinds`: those that its matrices may have; `bits`: the widths
     of its whole numbers; `block`: rows and inputs with one scale; `plus`: the number by which zero points are larger
-    than their codes."""
+    than their codes; `group`: the inputs with one scale, where all numbers have four bits in groups without zero
+    points."""
 
     name: str
     kinds: tuple[Kind, ...]
     bits: tuple[int, ...] = ()
     block: tuple[int, int] | None = None
     plus: int = 0
+    group: int | None = None
 
     @property
     def mxfp4(self) -> bool:
@@ -127,7 +129,8 @@ def _gptq(said: Mapping[str, Any]) -> Scheme:
 
 def _of_gptq(method: str, said: Mapping[str, Any], plus: int) -> Scheme:
     bits = _one_of(said.get("bits"), (2, 3, 4, 8), method, "bits")
-    return Scheme(f"{method} with {bits} bits", _kinds("gptq"), (bits,), plus=plus)
+    even = bits == 4 and said.get("sym") is True and not said.get("desc_act")
+    return Scheme(f"{method} with {bits} bits", _kinds("gptq"), (bits,), plus=plus, group=_group(said, even))
 
 
 def _awq(said: Mapping[str, Any]) -> Scheme:
@@ -135,7 +138,15 @@ def _awq(said: Mapping[str, Any]) -> Scheme:
     if version != "gemm":
         raise _refused("awq", f"its version {version!r} is not gemm")
     bits = _one_of(said.get("bits", said.get("w_bit", 4)), (4,), "awq", "bits")
-    return Scheme(f"awq with {bits} bits", _kinds("awq"), (bits,))
+    even = said.get("zero_point") is False or said.get("sym") is True
+    return Scheme(f"awq with {bits} bits", _kinds("awq"), (bits,), group=_group(said, even))
+
+
+def _group(said: Mapping[str, Any], even: bool) -> int | None:
+    """Returns the inputs with one scale where groups are even, that is without zero points and in the order of the
+    inputs."""
+    size = said.get("group_size")
+    return size if even and isinstance(size, int) and size > 0 else None
 
 
 def _auto_round(said: Mapping[str, Any]) -> Scheme:
@@ -188,16 +199,20 @@ def _compressed_tensors(said: Mapping[str, Any]) -> Scheme:
         raise _refused(method, "none of its config_groups has weights")
     formats = {group.get("format") if mixed else said.get("format") for group in coded}
     kinds = [kind for name in formats for kind in _FORMATS[_one_of(name, tuple(_FORMATS), method, "format")]]
-    blocks, bits = set(), set()
+    blocks, bits, sizes = set(), set(), set()
     for group in coded:
         weights = group["weights"]
+        even = weights.get("symmetric") is True and weights.get("actorder") in (None, False, "weight", "static")
+        sizes.add(_group(weights, even and weights.get("num_bits") == 4))
         bits.add(_one_of(weights.get("num_bits"), (2, 4, 8), method, "num_bits"))
         if weights.get("strategy") == "block":
             blocks.add(_pair(weights.get("block_structure"), method, "block_structure"))
     if len(blocks) > 1:
         raise _refused(method, "its groups have blocks of several sizes")
     name = f"{method} {' and '.join(sorted(map(str, formats)))}"
-    return Scheme(name, _kinds(*dict.fromkeys(sorted(kinds))), tuple(sorted(bits)), next(iter(blocks), None))
+    size = sizes.pop() if len(sizes) == 1 and set(kinds) == {"packed"} else None
+    block = next(iter(blocks), None)
+    return Scheme(name, _kinds(*dict.fromkeys(sorted(kinds))), tuple(sorted(bits)), block, group=size)
 
 
 _METHODS: Mapping[str, Callable[[Mapping[str, Any]], Scheme]] = {

@@ -31,6 +31,7 @@ Bytes = npt.NDArray[np.uint8]
 
 _PLAIN = {"F32": "float32", "F16": "float16", "BF16": "bfloat16"}
 _MX, _LOG = "MXFP4", ".log"
+_EVEN = 32  # inputs with one scale in Q4_0, which has no zero points
 _MOST_NUMBERS = 1 << 16  # of a tensor that settings are made of
 _OF_CONFIG = re.compile(rf"(blk\.\d+\.)?({re.escape(ROPE)}|{re.escape(LONG)}|{re.escape(SHORT)}|attn_rot_embd)")
 """Tensors whose content is in config.json."""
@@ -89,14 +90,18 @@ class GgufTensors(Tensors):
     @cached_property
     def mxfp4(self) -> bool:
         """True if all experts are stored as MXFP4."""
-        kinds = {self._kinds[name] for name in self.container.tensors if name.endswith("_exps.weight")}
-        return kinds == {_MX}
+        return self._of_experts == {_MX}
+
+    @property
+    def _of_experts(self) -> set[str]:
+        return {self._kinds[name] for name in self.container.tensors if name.endswith("_exps.weight")}
 
     @cached_property
     def scheme(self) -> Scheme | None:
         """The coding of the numbers; None if all have 16 bits or more."""
         kinds = {*self._kinds.values()} - {*_PLAIN}
-        return Scheme(self.types, (Kind("mxfp4" if self.mxfp4 else "ggml", "", ()),)) if kinds else None
+        kind, group = Kind("mxfp4" if self.mxfp4 else "ggml", "", ()), _EVEN if self._of_experts == {"Q4_0"} else None
+        return Scheme(self.types, (kind,), group=group) if kinds else None
 
     def is_coded(self, name: str) -> bool:
         return self._kinds.get(name) not in (None, *_PLAIN)
