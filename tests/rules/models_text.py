@@ -61,7 +61,8 @@ _REFUSED_LAST = (
     "modelopt (FP8, NVFP4), bitsandbytes (NF4, FP4, 8 bits), and FP8 with a scale for each matrix, row or block; each "
     "was compared with the numbers that its own library reads (`tests/golden/codings.py`). A loss is against these "
     "numbers; scales for the rounding of activations are left out. gpt-oss and MXFP4 of compressed-tensors keep their "
-    "four bits if the plan gives at least four.",
+    "four bits if the plan gives at least four. Experts in 4 bits without zero points, in groups of 32, 64 or 128 inputs "
+    "in their order, are stored as they are for `--bits 4` (`--quantizer source`).",
     "Checkpoints in other files than safetensors and GGUF. If several files have a tensor, the index decides which "
     "counts.",
     "A tensor without a place in the pack, except those that a note names as left out: layers that predict several "
@@ -72,7 +73,7 @@ _REFUSED_LAST = (
 _GGUF = (
     "A GGUF file of llama.cpp stands for a folder, alone or as one of several files: `moeconv quantize model.gguf`, "
     "also `check` and `plan`, and `owner/name/model.gguf` of the hub. Its weights are the numbers that its types mean, "
-    "exactly; experts in MXFP4 stay as they are. A loss is one against the file, not against the model "
+    "exactly; experts in MXFP4, and for `--bits 4` in Q4_0, stay as they are. A loss is one against the file, not against the model "
     "that the file was made of. The settings and the tokenizer come from the file's metadata. Where these do not say "
     "a setting, it is the one that llama.cpp takes for granted for all models of the architecture: files of a model "
     "with another one can't be told apart.",
