@@ -97,9 +97,9 @@ def quantize(
                                       "gptq: codes chosen so that later weights make up for the rounding errors of "
                                       "earlier ones. trellis: the same with codes of 1 to 4 bits that name pairs of "
                                       "weights, which lose less. source: at 4 bits the codes of a checkpoint that has "
-                                      "4 bits without zero points, as they are, and others as group. Default: trellis; where blocks of neurons or "
-                                      "--tune group-size need plain codes, gptq, or group without --calib; source "
-                                      "for --bits 4 of such a checkpoint.",
+                                      "4 bits without zero points, as they are, and others as group. Default: "
+                                      "trellis; where blocks of neurons or --tune group-size need plain codes, gptq, "
+                                      "or group without --calib; source for --bits 4 of such a checkpoint.",
                                       rich_help_panel=options.WIDTHS)
     ] = None,
     bits: Annotated[
