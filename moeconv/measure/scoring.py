@@ -440,9 +440,7 @@ class GeneratedScorer:
             states.append(self.target_states(bucket, encoded)[bucket.targets >= 0])
             if self.metric.generates and not self._drafts:
                 written.append(self._written(number, encoded))
-        self._drafts = (
-            self._drafts or written
-        )  # the same whether the scores are known or not: later ones follow from them
+        self._drafts = self._drafts or written  # as after `score`, so that later scores are the same
         self.reference = self.model.head.reference(torch.cat(states), self.subject.stored_head)
 
     def _written(self, number: int, encoded: Tensor) -> list[list[int]]:

@@ -3,17 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from itertools import product
 
 import numpy as np
-import numpy.typing as npt
 
 from moeconv.quantizers.group import GroupQuantizer
 from moeconv.quantizers.quantizer import Inputs, Wants
 from moert.pack.codec import F32, Codes, QuantizedMatrix, Width, n_groups, pack_codes
 from moert.pack.layout import group_of
-
-F16 = npt.NDArray[np.float16]
-Flags = npt.NDArray[np.bool_]
 
 _BITS, _MOST = 4, 8  # codes stand for -8 to 7 steps
 
@@ -24,28 +21,25 @@ def codes_of_source(weights: F32, group_size: int) -> QuantizedMatrix | None:
     (rows, inputs), size = weights.shape, group_of(weights.shape[1], group_size)
     padded = np.zeros((rows, n_groups(inputs, size) * size), np.float32)
     padded[:, :inputs] = weights
-    groups = padded.reshape(rows, -1, size)
-    largest = np.abs(groups).max(axis=2)
-    scale, found = np.zeros(largest.shape, np.float16), largest == 0
-    with np.errstate(over="ignore", invalid="ignore"):
-        for steps in range(_MOST, 0, -1):
-            for sign in (1, -1):
-                scale, found = _with(groups, (sign * largest / steps).astype(np.float16), scale, found)
+    groups = padded.reshape(-1, size)
+    largest = np.abs(groups).max(axis=1)
+    scale, codes = np.zeros(len(groups), np.float16), np.full(groups.shape, _MOST, np.uint8)
+    left = largest.nonzero()[0]  # groups whose scale is not found yet
+    with np.errstate(over="ignore", invalid="ignore", divide="ignore"):
+        for steps, sign in product(range(_MOST, 0, -1), (1, -1)):
+            tried = (sign * largest[left] / steps).astype(np.float16)
+            step = tried.astype(np.float32)[:, None]
+            found = np.rint(groups[left] / step)
+            fits = ((found >= -_MOST) & (found < _MOST) & (found * step == groups[left])).all(axis=1)
+            scale[left[fits]], codes[left[fits]] = tried[fits], (found[fits] + _MOST).astype(np.uint8)
+            left = left[~fits]
+            if not len(left):
+                break
         minimum = -_MOST * scale
-    if not found.all() or not np.isfinite(minimum).all():
+    if len(left) or not np.isfinite(minimum).all():
         return None
-    step = np.where(scale == 0, 1, scale.astype(np.float32))
-    codes = (np.rint(groups / step[:, :, None]) + _MOST).astype(np.uint8).reshape(rows, -1)[:, :inputs]
-    return QuantizedMatrix(_BITS, inputs, size, pack_codes(np.ascontiguousarray(codes), _BITS), scale, minimum)
-
-
-def _with(groups: F32, tried: F16, scale: F16, found: Flags) -> tuple[F16, Flags]:
-    """Returns scales [rows, groups] and whether they hold their groups exactly, after trying others."""
-    step = np.where(tried == 0, np.inf, tried.astype(np.float32))[:, :, None]
-    codes = np.rint(groups / step)
-    fits = ((codes >= -_MOST) & (codes < _MOST) & (codes * np.where(np.isinf(step), 0, step) == groups)).all(axis=2)
-    better = fits & ~found
-    return np.where(better, tried, scale), found | better
+    packed = pack_codes(np.ascontiguousarray(codes.reshape(rows, -1)[:, :inputs]), _BITS)
+    return QuantizedMatrix(_BITS, inputs, size, packed, scale.reshape(rows, -1), minimum.reshape(rows, -1))
 
 
 @dataclass(frozen=True)
