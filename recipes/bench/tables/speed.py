@@ -147,7 +147,7 @@ def demo_parts(result: Result) -> Sequence[Part]:
 
 
 def conversion(name: str, result: Result) -> Line:
-    widths = re.compile(rf"{name}: matrices at (\d+) bits")
+    widths = re.compile(rf"{name}: matrices at ([\d.]+) bits")
     counts = [f"{{{found[0]}}}×{found[1]}" for found in map(widths.fullmatch, result.by_name) if found]
     lost = f"{{{name}: held-out loss|interval.1%}}{above_promise(name, result)}"
     return (
@@ -257,10 +257,9 @@ SIDES = {"": "llama.cpp", ", not repacked": "its weights as in the file", ", as 
 
 
 def peers_parts(result: Result) -> Sequence[Part]:
-    sides = [side for side in SIDES if f"4.5 bits: decode: Q4_K{side}" in result.by_name]
-    both = partial(_both, sides)
+    both = partial(_both, result)
     lines: list[Line] = [
-        ("", "moert", *(SIDES[side] for side in sides), "ratio to the best"),
+        ("", "moert", *SIDES.values(), "ratio to the best"),
         both("4.5 bits, tokens/s", "4.5 bits: decode"),
         both("the same beside one busy process", "4.5 bits: decode with one busy process", ""),
         both("prompt of 512 tokens, tokens/s", "4.5 bits: prefill of 512"),
@@ -292,11 +291,11 @@ def peers_parts(result: Result) -> Sequence[Part]:
     return [lines, trained, whole, bits(), f"{traffic()} {build(result)}"]
 
 
-def _both(sides: Sequence[str], said: str, row: str, only: str | None = None) -> Line:
-    """Ours and llama.cpp's settings, or `only` one of them."""
-    peer = LEVELS[row.split(":")[0]]
-    cells = ("" if only not in (None, side) else f"{{{row}: {peer}{side}}}" for side in sides)
-    return said, f"{{{row}: moert}}", *cells, f"{{{row}: ratio|.2f}}"
+def _both(result: Result, said: str, row: str, only: str | None = None) -> Line:
+    """Ours and llama.cpp's settings, or `only` one of them; a setting that was not run has no figure."""
+    rows = [f"{row}: {LEVELS[row.split(':')[0]]}{side}" for side in SIDES if only in (None, side)]
+    cells = [f"{{{each}}}" if each in result.by_name else "" for each in rows]
+    return said, f"{{{row}: moert}}", *cells, *[""] * (len(SIDES) - len(cells)), f"{{{row}: ratio|.2f}}"
 
 
 def source(name: str, row: str) -> Line:
