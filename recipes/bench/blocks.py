@@ -224,7 +224,9 @@ def processor(result: Result) -> str:
 
 
 def markdown(lines: Sequence[Line]) -> str:
-    """A table; the first line is its head."""
+    """A table; the first line is its head. Raises ValueError for a line with more or fewer cells."""
+    if unlike := next((line for line in lines if len(line) != len(lines[0])), None):
+        raise ValueError(f"the line {unlike[0]!r} has {len(unlike)} cells under a head of {len(lines[0])}")
     head, *rest = ["|" + "".join(f" {each} |" if each else " |" for each in line) for line in lines]
     return "\n".join([head, "|" + "---|" * len(lines[0]), *rest])
 

@@ -240,6 +240,11 @@ def test_a_block_without_its_result_stays_and_is_told(one_block):
     assert blocks.waiting(TEXT, {"bench": RESULT}) == []
 
 
+def test_a_table_of_results_with_other_columns_is_refused() -> None:
+    with pytest.raises(ValueError, match="'some' has 2 cells under a head of 3"):
+        blocks.markdown([("processor", "", "moert"), ("some", "1")])
+
+
 def test_a_block_without_a_table_ends_with_its_run():
     made = blocks.rendered(["One.", "It is {speed|.1f} a second."], RESULT)
     assert made.startswith("One.\n\nIt is 12.3 a second.\n\n*Commit 0123456")
