@@ -103,14 +103,14 @@ def test_without_a_limit_every_expert_is_read_once_and_then_always_there(packs, 
         assert engine.counters.evictions == 0
 
 
-@pytest.mark.skipif(library.load() is None, reason=f"{library.missing()}")
-def test_a_token_whose_experts_are_in_memory_makes_few_calls(packs) -> None:
+def fewest_calls(pack: Path) -> int:
+    """Of Python functions in one token of 40."""
     counts: list[int] = []
 
     def counted(frame: object, event: str, _: object) -> None:
         counts[-1] += event == "call"
 
-    with Engine.open(packs["decoder"], kernels="auto") as engine, engine.session() as session:
+    with Engine.open(pack, kernels="auto") as engine, engine.session() as session:
         session.add([3, 4, 5], max_new_tokens=40, ignore_eos=True)
         for _ in range(40):
             counts.append(0)
@@ -119,7 +119,14 @@ def test_a_token_whose_experts_are_in_memory_makes_few_calls(packs) -> None:
                 session.turn()
             finally:
                 sys.setprofile(None)
-        assert min(counts) <= 80 + 46 * len(engine.spec.moe_layers())
+    return min(counts)
+
+
+@pytest.mark.skipif(library.load() is None, reason=f"{library.missing()}")
+def test_a_token_whose_experts_are_in_memory_makes_few_calls(packs) -> None:
+    """In a process of its own: what others have loaded or patched makes calls too."""
+    layers = len(Pack.open(packs["decoder"]).manifest.model.moe_layers())
+    assert alone(fewest_calls, packs["decoder"]) <= 80 + 46 * layers
 
 
 @pytest.mark.parametrize("name", SPECS)
