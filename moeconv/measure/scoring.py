@@ -301,27 +301,6 @@ class Seq2Seq:
         with self.calls.writing(len(prefixes)) as keep:
             return self._write(encoded, mask, prefixes, max_new_tokens, substitute, keep)
 
-    def write_like(
-        self, encoded: Tensor, mask: Tensor, drafts: Sequence[Sequence[int]], max_new_tokens: int
-    ) -> list[list[int]]:
-        """Returns the greedy output of each row, as `write` does: a pass over drafts, texts that it may well be, shows
-        where each begins to differ, and it is written from there."""
-        given = padded(drafts, -1)
-        real = given >= 0
-        hidden = self.decode({"input_ids": self.fed(given)}, real, encoded, mask)
-        best = torch.zeros_like(given)
-        best[real] = self.chosen(self.head.best(hidden[real]), real.nonzero()[:, 1])
-        differs = (best != given) & real
-        rows = differs.any(dim=1).nonzero()[:, 0]
-        found = [list(draft) for draft in drafts]
-        if len(rows):
-            first = differs.int().argmax(dim=1)
-            prefixes = [found[row][: int(first[row])] for row in rows.tolist()]
-            written = self.write(encoded[rows], mask[rows], prefixes, max_new_tokens)
-            for row, ids in zip(rows.tolist(), written, strict=True):
-                found[row] = ids
-        return found
-
     def _write(
         self, encoded: Tensor, mask: Tensor, prefixes: Sequence[Sequence[int]], max_new_tokens: int,
         substitute: Substitute | None, keep: Callable[[Tensor], None],
@@ -408,7 +387,6 @@ class GeneratedScorer:
         self._lay_out()
         self.max_new_tokens = max_new_tokens
         self.reference: ReferenceRows | None = None
-        self._drafts: list[list[list[int]]] = []  # by bucket: the outputs of the unquantized model
 
     @property
     def n_samples(self) -> int:
@@ -416,39 +394,22 @@ class GeneratedScorer:
 
     @torch.inference_mode()
     def score(self, *, as_reference: bool = False) -> Scores:
-        if as_reference:
-            self._drafts = []
         hidden, written = [], []
-        for number, bucket in enumerate(self.buckets):
+        for bucket in self.buckets:
             encoded = self.encode(bucket)
             hidden.append(self.target_states(bucket, encoded)[bucket.targets >= 0])
             if self.metric.generates:
-                written.append(self._written(number, encoded))
-        if as_reference:
-            self._drafts = written
+                written += self.model.write(encoded, bucket.mask, [()] * len(bucket.rows), self.max_new_tokens)
         states, targets = torch.cat(hidden), torch.cat([bucket.targets[bucket.targets >= 0] for bucket in self.buckets])
         if as_reference:
             self.reference = self.model.head.reference(states, self.subject.stored_head)
         nats, kls = self.model.head.judge(states, targets, None if as_reference else self.reference)
-        return self.scores_of(self.per_item(nats), self.per_item(kls), [ids for part in written for ids in part])
+        return self.scores_of(self.per_item(nats), self.per_item(kls), written)
 
     @torch.inference_mode()
     def refer(self) -> None:
-        states, written = [], []
-        for number, bucket in enumerate(self.buckets):
-            encoded = self.encode(bucket)
-            states.append(self.target_states(bucket, encoded)[bucket.targets >= 0])
-            if self.metric.generates and not self._drafts:
-                written.append(self._written(number, encoded))
-        self._drafts = self._drafts or written  # as after `score`, so that later scores are the same
+        states = [self.target_states(bucket, self.encode(bucket))[bucket.targets >= 0] for bucket in self.buckets]
         self.reference = self.model.head.reference(torch.cat(states), self.subject.stored_head)
-
-    def _written(self, number: int, encoded: Tensor) -> list[list[int]]:
-        """Returns the greedy outputs of a bucket's rows."""
-        bucket, most = self.buckets[number], self.max_new_tokens
-        if self._drafts and self.subject.calls.rerouting is None and self.model.resumable(most):
-            return self.model.write_like(encoded, bucket.mask, self._drafts[number], most)
-        return self.model.write(encoded, bucket.mask, [()] * len(bucket.rows), most)
 
     def encode(self, bucket: Bucket) -> Tensor:
         return self.model.encode({"input_ids": bucket.inputs}, bucket.mask)
