@@ -226,7 +226,7 @@ def as_stored(settings: Settings, checkpoint: Checkpoint) -> tuple[Settings, str
     if any(codes_of_source(weights, group) is None for weights in first.values()):
         return settings, None
     note = f"experts have 4 bits in groups of {group} in the checkpoint: they are stored as they are, without loss"
-    return replace(settings, quantizer="source", group_size=group), f"note: {note}"
+    return replace(settings, quantizer="source", group_size=group), f"note: {note} (any that do not are coded by group)"
 
 
 def plain_note(settings: Settings) -> str | None:

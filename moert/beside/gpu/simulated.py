@@ -206,7 +206,8 @@ class SimulatedDevice:
         parts, row = np.empty((sum(counts), x.shape[1]), np.float32), 0
         for held, count in zip(experts, counts, strict=True):
             assert held.expert is not None
-            compute_parts(self._host, held.expert, x, tokens[row : row + count], parts[row : row + count], spec)
+            rows = slice(row, row + count)
+            compute_parts(self._host, [held.expert], [count], x, tokens[rows], parts[rows], spec)
             row += count
         return parts
 
@@ -233,15 +234,18 @@ class SimulatedDevice:
         pass
 
 
-def compute_parts(backend: Backend, expert: Expert, x: F32, tokens: I32, parts: F32, spec: Ffn) -> None:
-    """Computes parts [rows, d_model] = expert(x[tokens]), the same bits as in `backend.mixture`."""
-    if len(tokens) == 1:
-        backend.parts([expert], np.ascontiguousarray(x[tokens]), parts, spec)
+def compute_parts(
+    backend: Backend, experts: Sequence[Expert], counts: Sequence[int], x: F32, tokens: I32, parts: F32, spec: Ffn
+) -> None:  # fmt: skip
+    """Computes parts [rows, d_model] = expert(x[tokens]), each expert with the next `counts` of the rows, the same bits
+    as in `backend.mixture`."""
+    if len(tokens) == 1 or len(x) == 1:
+        backend.parts(experts, np.ascontiguousarray(x[tokens[:1]]), parts, spec)
         return
     parts[:] = 0
     rows = len(tokens)
     ones = np.ones(rows, np.float32)
-    backend.mixture([expert], [rows], np.arange(rows, dtype=np.int32), ones, x[tokens], parts, spec)
+    backend.mixture(experts, counts, np.arange(rows, dtype=np.int32), ones, x[tokens], parts, spec)
 
 
 def products_s(projections: Mapping[str, ProjectionView], costs: DeviceCosts | HostCosts, rows: int) -> float:

@@ -36,7 +36,7 @@ from moert.beside.gpu.placement import (
     Placement,
 )
 from moert.beside.gpu.residents import DEFAULT_KEEP, KEEPS, Keeping, Residents, popularity
-from moert.beside.gpu.simulated import SimulatedDevice, VirtualClock, bits_of
+from moert.beside.gpu.simulated import SimulatedDevice, VirtualClock, bits_of, compute_parts
 from moert.beside.wishes import Wishes
 from moert.errors import SettingInvalid, said
 from moert.experts.ahead import Lookahead
@@ -89,8 +89,8 @@ def lent(expert: Expert) -> Lent:
     return cast("Lent", expert)
 
 
-class OfLent:
-    """The mixtures of a backend, of experts that are Lent."""
+class _OfLent:
+    """See of_lent."""
 
     def __init__(self, backend: Backend) -> None:
         self._backend, self.add_parts = backend, backend.add_parts
@@ -100,6 +100,11 @@ class OfLent:
 
     def parts(self, experts: Sequence[Expert], *rest: Any) -> None:
         self._backend.parts([lent(each).expert for each in experts], *rest)
+
+
+def of_lent(backend: Backend) -> Backend:
+    """Returns the mixtures of a backend, of experts that are Lent."""
+    return cast("Backend", _OfLent(backend))
 
 
 class Others(NamedTuple):
@@ -275,7 +280,7 @@ class TieredExperts:
         """`alone`: runs layers of the processor alone, and has the listeners of all."""
         self.listeners = alone.listeners
         self.tiers = tiers
-        self._cache, self._backend, self._spec, self._ahead, self._alone = cache, OfLent(backend), spec, ahead, alone
+        self._cache, self._backend, self._spec, self._ahead, self._alone = cache, of_lent(backend), spec, ahead, alone
 
     def run(self, at: LayerKey, hidden: F32, experts: I64, weights: F32, out: F32, x: F32) -> None:
         """See moert.models.ffn.ExpertRunner. Raises PackError if an expert can't be read."""
@@ -473,24 +478,15 @@ class TieredExperts:
             )
 
     def _compute_wave(self, layer: _Layer, wave: list[int], experts: Sequence[Expert]) -> None:
-        """Computes experts that are leased, the same bits as in a mixture."""
-        spans = [layer.rows(place) for place in wave]
-        rows, all_rows = sum(span.stop - span.start for span in spans), slice(spans[0].start, spans[-1].stop)
-        together = all_rows.stop - all_rows.start == rows
-        made = layer.parts[all_rows] if together else np.empty((rows, layer.parts.shape[1]), np.float32)
-        if len(layer.hidden) == 1:
-            self._backend.parts(experts, layer.hidden, made, self._spec)
-        else:
-            made[:] = 0
-            counts = [layer.group.counts[place] for place in wave]
-            tokens = np.concatenate([layer.tokens(place) for place in wave])
-            each, ones = np.arange(rows, dtype=np.int32), np.ones(rows, np.float32)
-            self._backend.mixture(experts, counts, each, ones, layer.hidden[tokens], made, self._spec)
-        if not together:
-            row = 0
-            for span in spans:
-                layer.parts[span] = made[row : row + span.stop - span.start]
-                row += span.stop - span.start
+        """Computes experts that are leased."""
+        spans, counts = [layer.rows(place) for place in wave], [layer.group.counts[place] for place in wave]
+        together = slice(spans[0].start, spans[-1].stop)
+        apart = together.stop - together.start != sum(counts)  # others lie between them
+        made = np.empty((sum(counts), layer.parts.shape[1]), np.float32) if apart else layer.parts[together]
+        tokens = np.concatenate([layer.tokens(place) for place in wave])
+        compute_parts(self._backend, experts, counts, layer.hidden, tokens, made, self._spec)
+        if apart:
+            layer.parts[np.concatenate([np.arange(span.start, span.stop) for span in spans])] = made
 
     def _waves(self, layer: _Layer, places: list[int]) -> Iterator[list[int]]:
         """Yields small experts together, to be leased and run at once as far as the cache has room for them; others,
@@ -607,7 +603,7 @@ class DeviceTier(Holding):
 
     def runner(self, cache: ExpertCache, ahead: Lookahead | None, listeners: Iterable[Listener]) -> TieredExperts:
         assert self.tiers is not None
-        alone = CachedExperts(self._pack, cache, cast("Backend", OfLent(self.backend)), ahead, listeners)
+        alone = CachedExperts(self._pack, cache, of_lent(self.backend), ahead, listeners)
         self._running = TieredExperts(self.tiers, cache, self.backend, self._pack.manifest.model.moe.ffn, ahead, alone)
         return self._running
 
