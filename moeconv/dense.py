@@ -16,6 +16,8 @@ from moert.pack.tensors import DTYPE_BITS
 # Widths of the matrices outside the experts, by role.
 
 QUANTIZER, GROUP_SIZE = "group", 64
+WEIGHED = "gptq"
+"""The quantizer where moments of the inputs weigh the errors of matrices."""
 
 
 SOURCE = "source"
@@ -54,6 +56,8 @@ def width_text(bits: Mapping[str, int]) -> str:
 
 # Units: the matrices of one role in one layer, which get one width.
 
+UNIT_GROUP_SIZE = 128
+"""Inputs that share a scale where the widths of units are chosen: of GROUP_SIZE, scales cost more than they gain."""
 UNQUANTIZED = 16
 """The widest width of a unit, whose matrices a pack stores in 16 bits."""
 USUAL = 8
@@ -84,12 +88,20 @@ def matrices_of(spec: ModelSpec, unit: DenseUnit) -> list[str]:
     return [name for name, tensor in spec.tensors.items() if tensor.role == unit.role and name.startswith(begins)]
 
 
+def weighed(spec: ModelSpec) -> list[str]:
+    """Returns the canonical names of the matrices of units whose inputs are seen when text runs: all but the embedding,
+    the head, which scorers apply by themselves, and keys and values of another sequence, with its padding."""
+    others = ("embed.weight", "head.weight")
+    named = (name for unit in dense_units(spec) for name in matrices_of(spec, unit) if name not in others)
+    return [name for name in named if not name.endswith((".cross.k.weight", ".cross.v.weight"))]
+
+
 def head_of(spec: ModelSpec) -> str:
     """Returns the canonical name of the matrix that gives logits."""
     return "embed.weight" if spec.head.tied else "head.weight"
 
 
-def dense_of_units(spec: ModelSpec, widths: Mapping[DenseUnit, int]) -> Dense | None:
+def dense_of_units(spec: ModelSpec, widths: Mapping[DenseUnit, int], quantizer: str = QUANTIZER) -> Dense | None:
     """Returns the manifest's entry for widths of all units; None for none. A role has the width of most of its
     matrices, others have their own."""
     if not widths:
@@ -100,12 +112,12 @@ def dense_of_units(spec: ModelSpec, widths: Mapping[DenseUnit, int]) -> Dense | 
         for role in dict.fromkeys(unit.role for unit in widths)
     }
     own = {name: bits for name, bits in each.items() if bits != usual[spec.tensors[name].role or ""]}
-    return Dense(QUANTIZER, GROUP_SIZE, usual, matrices=own or None)
+    return Dense(quantizer, UNIT_GROUP_SIZE, usual, matrices=own or None)
 
 
 def unit_bytes(spec: ModelSpec, units: Sequence[DenseUnit], bits: int) -> dict[DenseUnit, int]:
     """Returns the bytes of each unit's tensors in a pack at a width, scales and minima counted."""
-    dense = Dense(QUANTIZER, GROUP_SIZE, dict.fromkeys(spec.roles(), bits))
+    dense = Dense(QUANTIZER, UNIT_GROUP_SIZE, dict.fromkeys(spec.roles(), bits))
     tensors = stored_tensors(spec, Quantization("", 0, "BF16", 0, dense))
     return {
         unit: sum(

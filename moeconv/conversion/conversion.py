@@ -89,7 +89,7 @@ from moert.pack.writer import check_target
 
 # Digests by which runs recognise the same measurements and the same conversion.
 
-MEASURES = 2  # goes up when quantizers or scorers change what they give, so that old journals are left alone
+MEASURES = 3  # goes up when quantizers or scorers change what they give, so that old journals are left alone
 _ASKED = (
     "margin", "confidence", "allocation", "signal", "per_projection", "bits", "samples", "sweep_samples",
     "heldout_samples",
@@ -188,7 +188,7 @@ class Conversion:
             check_room(place, needed, "--work", place)
         with WorkDir(settings.work / directory) as work:
             work.save("subject.json", subject)
-            bench = Bench(coding, material, work.journal(directory), job.moments)
+            bench = Bench(coding.weighing(job.moments), material, work.journal(directory), job.moments)
             bench = bench.within(memory, self.account.progress)
             say(f"work directory {work.path}, {len(bench.journal)} measurements in its journal")
             coding.checkpoint.check_finite()

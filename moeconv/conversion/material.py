@@ -19,7 +19,7 @@ from moeconv.conversion.settings import (
     Settings,
     neurons_of,
 )
-from moeconv.dense import dense_of, usual_widths
+from moeconv.dense import dense_of, usual_widths, weighed
 from moeconv.errors import CalibrationError, ConversionError, SettingsError
 from moeconv.measure.metrics import Metric, default_metric, find_metric, is_module
 from moeconv.measure.scorers import Scorer, Subject, Tokenizer
@@ -84,12 +84,17 @@ class Coding:
         """None where nothing outside the experts is quantized."""
         return self.dense.dense
 
+    @property
+    def weighed(self) -> list[str]:
+        """The matrices outside the experts whose errors are weighed by their inputs."""
+        return weighed(self.spec) if self.dense.chooses and self.quantizer.wants == "products" else []
+
     def check(self, settings: Settings, layered: bool = False) -> None:
         """Raises TargetMissed for a size that no plan has, SettingsError where the moments that the quantizer needs do
         not fit in --memory."""
         check_budget(settings.target, self.spec, min(settings.bits), self.storage)
         wants = self.quantizer.wants
-        needed = 0 if wants == "nothing" or layered else moments_bytes(self.spec, wants)
+        needed = 0 if wants == "nothing" or layered else moments_bytes(self.spec, wants, self.weighed)
         if needed > (settings.memory_bytes or DEFAULT_MEMORY):
             raise SettingsError(
                 f"--quantizer {self.quantizer.name} collects {needed / 1e6:,.0f} MB about the inputs of this model's "
@@ -100,6 +105,10 @@ class Coding:
         """Returns the file with the moments of the experts' inputs; None where the quantizer needs none."""
         wants = self.quantizer.wants
         return None if wants == "nothing" else folder / f"moments-{wants}.safetensors"
+
+    def weighing(self, moments: Path | None) -> Coding:
+        """Returns this coding with the errors of matrices outside the experts weighed by the moments in a file."""
+        return replace(self, dense=self.dense.weighing(moments))
 
     def experts(self, moments: Path | None) -> ExpertCoder:
         known = None if moments is None else Moments.load(moments)

@@ -35,6 +35,7 @@ from moeconv.promise.judging import Judge, at_chance, check_reference, estimate,
 from moeconv.quantizers.coder import ORIGINAL, ExpertCoder, KeptCodes
 from moeconv.quantizers.moments import collect, widest
 from moeconv.source.archs.config import transformers_model
+from moeconv.source.archs.weights import linears_of
 from moeconv.source.experts import ExpertCalls
 from moeconv.sweep.cluster import runner_for
 from moeconv.sweep.fisher import (
@@ -201,11 +202,14 @@ class Bench:
             return firing_counts(self.trial, scorer, self.show)
 
     def collect_moments(self, path: Path) -> None:
-        """Writes the moments of the experts' inputs on the ranking text into a file."""
+        """Writes the moments of the inputs of experts on the ranking text into a file, and those of the matrices
+        outside them whose widths the conversion chooses."""
         scorer = self.material.scorer(self.loaded, self.material.ranking, self.moment_samples)
+        wants = self.coding.quantizer.wants
         self.loaded.set_dense(stored=True)
         with transformers_model(self.coding.checkpoint.path):
-            moments = collect(self.loaded.calls, scorer.score, self.coding.quantizer.wants)
+            linears = linears_of(self.loaded.model, self.coding.checkpoint.description, self.coding.weighed)
+            moments = collect(self.loaded.calls, scorer.score, wants, linears)
         moments.save(path)
 
     @property

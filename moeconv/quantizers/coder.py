@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
+from functools import cached_property
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -16,8 +17,9 @@ from safetensors.numpy import load_file, save
 from torch import Tensor
 
 from moeconv.artifacts import Bits, DenseUnit
-from moeconv.dense import dense_of_units, head_of
+from moeconv.dense import QUANTIZER, WEIGHED, dense_of_units, head_of
 from moeconv.errors import ConversionError, WeightsUnusable
+from moeconv.quantizers.gptq import GptqQuantizer
 from moeconv.quantizers.group import GroupQuantizer
 from moeconv.quantizers.moments import SIDES, Moments, Side, side_of
 from moeconv.quantizers.quantizer import Coded, Inputs, Quantizer, times_powers
@@ -368,21 +370,32 @@ def _is_finite(matrix: Coded) -> bool:
 
 class DenseCoder:
     """Quantizes the matrices outside the experts at the widths of `dense`; None leaves them all as they are. Codes are
-    kept in memory, for the trial and the pack. `chooses`: a conversion chooses the widths, see `choose`."""
+    kept in memory, for the trial and the pack. `chooses`: a conversion chooses the widths, see `choose`. `moments`: a
+    file with moments of their inputs, which then weigh errors; it is read when the first code is made."""
 
-    def __init__(self, checkpoint: Checkpoint, dense: Dense | None, chooses: bool = False) -> None:
+    def __init__(
+        self, checkpoint: Checkpoint, dense: Dense | None, chooses: bool = False, moments: Path | None = None
+    ) -> None:
         self.checkpoint = checkpoint
         self.dense = dense
         self.chooses = chooses
         self.chosen: Mapping[DenseUnit, int] = {}
+        self._moments_file = moments
         self._tensors = checkpoint.spec.tensors
         self._coded: dict[tuple[str, int], Projection] = {}
+        self._weighed: dict[str, Inputs | None] = {}
+
+    def weighing(self, moments: Path | None) -> DenseCoder:
+        """Returns a coder of the same matrices that weighs errors by the moments in a file, if there is one and the
+        conversion chooses the widths."""
+        return DenseCoder(self.checkpoint, self.dense, self.chooses, moments if self.chooses else None)
 
     def choose(self, widths: Mapping[DenseUnit, int]) -> None:
         """Gives all units their widths, from the next measurement on; without any, all are as in the checkpoint. Widths
         that were given once stay as they are."""
         if self.chooses:
-            self.chosen, self.dense = dict(widths), dense_of_units(self.checkpoint.spec, widths)
+            quantizer = QUANTIZER if self._moments_file is None else WEIGHED
+            self.chosen, self.dense = dict(widths), dense_of_units(self.checkpoint.spec, widths, quantizer)
 
     @property
     def head_width(self) -> int | None:
@@ -443,14 +456,24 @@ class DenseCoder:
 
     def _quantize(self, name: str, width: int) -> Projection:
         assert self.dense is not None
-        weight = self.source(name).float().numpy()
+        weight, inputs = self.source(name).float().numpy(), self._inputs(name)
+        quantizer = GroupQuantizer if inputs is None else GptqQuantizer
         try:
-            matrix = times_powers(GroupQuantizer(self.dense.group_size).quantize, weight[None], width, None)[0]
+            matrix = times_powers(quantizer(self.dense.group_size).quantize, weight[None], width, inputs)[0]
         except WeightsUnusable as error:
             raise WeightsUnusable(f"{name}, at {width} bits: {error}") from None
         if not _is_finite(matrix):
             raise WeightsUnusable(f"{name}: its scales at {width} bits are not finite in float16")
         return matrix
+
+    @cached_property
+    def _moments(self) -> Moments | None:
+        return None if self._moments_file is None else Moments.load(self._moments_file)
+
+    def _inputs(self, name: str) -> Inputs | None:
+        if name not in self._weighed:
+            self._weighed[name] = None if self._moments is None else self._moments.beside(name)
+        return self._weighed[name]
 
 
 # Errors of the weights alone at each width, where no text shows an expert's inputs.

@@ -1,16 +1,19 @@
-"""Second moments of the experts' inputs, drawn towards a sample of their layer's tokens for experts that saw few."""
+"""Second moments of the inputs of matrices: of experts, drawn towards a sample of their layer's tokens for those that
+saw few, and of the matrices outside the experts."""
 
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, Literal, Protocol
 
 import numpy as np
 import numpy.typing as npt
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from moeconv.errors import ConversionError
 from moeconv.quantizers.quantizer import Inputs, Wants
@@ -62,10 +65,12 @@ def worth(tokens: int, in_features: int, wants: Wants) -> float:
 
 # Moments of the experts' inputs on calibration text: an artefact that quantizers weigh their errors with.
 
-SCHEMA = "2"
+SCHEMA = "3"
 Side = Literal["in", "mid"]
 SIDES: tuple[Side, ...] = ("in", "mid")
 """The inputs of gate and up, and the inputs of down."""
+BESIDE = "beside."
+"""The beginning of the names of moments outside the experts."""
 
 
 def side_of(projection: str) -> Side:
@@ -102,8 +107,9 @@ class Moments:
 
     `tensors` maps "D03.rows" to int64 [experts], "D03.in" (inputs of gate and up) and "D03.mid" (inputs of down) to
     float32 [experts, in] or [experts, in, in], "D03.in-counted" and "D03.mid-counted" to the numbers of tokens behind
-    these means, float32 [experts]: arrays in memory after `collect`, which takes `moments_bytes`; parts of an open file
-    after `load`, which are read only where a method needs them.
+    these means, float32 [experts]; "beside.NAME" of a matrix outside the experts to float32 [1, in, in], and
+    "beside.NAME.rows" to int64 [1]: arrays in memory after `collect`, which takes `moments_bytes`; parts of an open
+    file after `load`, which are read only where a method needs them.
     """
 
     def __init__(self, wants: Wants, tensors: Mapping[str, Sliced]) -> None:
@@ -120,6 +126,11 @@ class Moments:
         whats = ("rows", side, f"{side}-counted")
         return Inputs(*(np.concatenate([self._of(key, what) for key in keys]) for what in whats))
 
+    def beside(self, name: str) -> Inputs | None:
+        """Returns the moments of the inputs of a matrix outside the experts; None where none were collected."""
+        place = f"{BESIDE}{name}"
+        return Inputs.of(self.tensors[f"{place}.rows"][:], self.tensors[place][:]) if place in self.tensors else None
+
     def _of(self, key: ExpertKey, what: str) -> npt.NDArray[Any]:
         return self.tensors[_name(key.at, what)][key.expert : key.expert + 1]
 
@@ -129,7 +140,8 @@ class Moments:
         digest = hashlib.sha256()
         for name in sorted(self.tensors):
             digest.update(name.encode())
-            for expert in range(len(self.tensors[name.split(".")[0] + ".rows"][:])):
+            alone = name.startswith(BESIDE)
+            for expert in range(1 if alone else len(self.tensors[name.split(".")[0] + ".rows"][:])):
                 digest.update(self.tensors[name][expert : expert + 1].tobytes())
         return digest.hexdigest()
 
@@ -160,14 +172,16 @@ class Moments:
         return cls(about["wants"], tensors)
 
 
-def moments_bytes(spec: ModelSpec, wants: Wants) -> int:
-    """Returns the bytes of memory that `collect` takes beside the model and the batch that runs."""
+def moments_bytes(spec: ModelSpec, wants: Wants, beside: Sequence[str] = ()) -> int:
+    """Returns the bytes of memory that `collect` takes beside the model and the batch that runs. `beside`: names of the
+    matrices outside the experts that it collects, too."""
     sampled = 0 if wants == "nothing" else SAMPLED * widest(spec) * spec.expert_width
-    return file_bytes(spec, wants) + len(spec.moe_layers()) * 4 * sampled
+    others = sum(4 * spec.tensors[name].shape[1] ** 2 for name in beside)
+    return file_bytes(spec, wants) + len(spec.moe_layers()) * 4 * sampled + others
 
 
 def file_bytes(spec: ModelSpec, wants: Wants) -> int:
-    """Returns the bytes of a file of moments."""
+    """Returns the bytes of a file of moments of experts."""
     power = {"nothing": 0, "squares": 1, "products": 2}[wants]
     an_expert = spec.expert_width**power + spec.moe.ffn.d_ff**power if power else 0
     return len(spec.moe_layers()) * 4 * spec.moe.n * an_expert
@@ -182,21 +196,55 @@ def _name(at: LayerKey, what: str) -> str:
 
 
 @torch.inference_mode()
-def collect(calls: ExpertCalls, run: Callable[[], object], wants: Wants) -> Moments:
+def collect(
+    calls: ExpertCalls, run: Callable[[], object], wants: Wants, beside: Mapping[str, nn.Linear] = MappingProxyType({})
+) -> Moments:
     """Returns the moments of every expert's inputs while `run()` sends text through the unquantized model, padding left
-    out.
+    out; and the products of the inputs of matrices outside the experts, `beside`, by name.
 
     `wants` is "squares" or "products".
     """
     layers = {place: _Layer(calls, place, wants) for place in calls.spec.moe_layers()}
-    with calls.watching(lambda place, call: layers[place].see(call)):
+    others = {name: _Beside(calls, module) for name, module in beside.items()}
+    with calls.watching(lambda place, call: layers[place].see(call)), ExitStack() as hooks:
+        for other in others.values():
+            hooks.enter_context(other.listening())
         run()
     tensors: dict[str, npt.NDArray[Any]] = {}
+    for name, other in others.items():
+        if other.rows:
+            tensors[f"{BESIDE}{name}"] = (other.sums / other.rows)[None].numpy()
+            tensors[f"{BESIDE}{name}.rows"] = np.array([other.rows])
     for at, layer in layers.items():
         tensors[_name(at, "rows")] = layer.rows.numpy()
         for side in SIDES:
             tensors[_name(at, side)], tensors[_name(at, f"{side}-counted")] = layer.mean(side)
     return Moments(wants, tensors)
+
+
+class _Beside:
+    """The sum of x xᵀ over the inputs x of a linear module, and their number."""
+
+    def __init__(self, calls: ExpertCalls, module: nn.Linear) -> None:
+        self.calls, self.module, self.rows = calls, module, 0
+        self.sums = torch.zeros(module.in_features, module.in_features)
+
+    @contextmanager
+    def listening(self) -> Iterator[None]:
+        """Adds the inputs of all calls of the module inside a with block."""
+        hook = self.module.register_forward_pre_hook(lambda module, inputs: self._see(inputs[0]))
+        try:
+            yield
+        finally:
+            hook.remove()
+
+    def _see(self, x: Tensor) -> None:
+        real = self.calls.active
+        if real is not None and real.shape == x.shape[:-1]:
+            x = x[real]
+        x = x.reshape(-1, x.shape[-1])
+        self.rows += len(x)
+        self.sums += summed(x, "products")
 
 
 class _Layer:

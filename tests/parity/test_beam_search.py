@@ -62,7 +62,7 @@ def check(name: str, settings: dict[str, Any], count: int, tiny: Tiny) -> None:
     for ids in asked:
         expected, found = expected_answers(reference, ids, **settings), answers(model, ids, settings)
         assert [each.tokens for each in found] == [tokens for tokens, _ in expected], tokenizer.decode(ids)
-        assert [each.score for each in found] == pytest.approx([score for _, score in expected], abs=2e-4)
+        assert [each.score for each in found] == pytest.approx([score for _, score in expected], rel=1e-5, abs=2e-4)
 
 
 @pytest.mark.parametrize("settings", SETTINGS)

@@ -15,17 +15,19 @@ from torch import Tensor
 from trials import pairs, running, scorers, trial_of
 
 from moeconv.artifacts import uniform
-from moeconv.dense import dense_of, width_text
+from moeconv.dense import dense_of, dense_units, width_text
 from moeconv.errors import SettingsError, VerifyFailed, WeightsUnusable
 from moeconv.measure.scorers import Head
 from moeconv.measure.trial import Trial
 from moeconv.packing.emit import Label, emit
 from moeconv.packing.packed import PackedModel, verify
 from moeconv.quantizers.coder import ORIGINAL, DenseCoder
+from moeconv.quantizers.moments import Moments
 from moeconv.source.archs.weights import fill_backbone
 from moeconv.source.checkpoint import Checkpoint
 from moeconv.source.outline import CheckpointError
 from moert.models.backbone import load_backbone
+from moert.pack.manifest import Dense
 from moert.pack.reader import Pack
 from tests.refusing import one_line
 from tests.shapes import shapes_of
@@ -156,6 +158,33 @@ def test_values_that_a_width_can_not_hold_are_named(
     coder = DenseCoder(checkpoint, dense_of(checkpoint.spec, width))
     with one_line(error, r"decoder\.1\.attn\.k\.weight"):
         coder.code("decoder.1.attn.k.weight")
+
+
+def test_errors_are_weighed_by_inputs_where_a_conversion_chooses_the_widths(tmp_path: Path) -> None:
+    checkpoint = Checkpoint.open(tiny_olmoe(tmp_path / "model"))
+    name, other = "decoder.0.attn.q.weight", "decoder.0.attn.o.weight"
+    size = checkpoint.spec.tensors[name].shape[1]
+    x = np.random.default_rng(0).standard_normal((400, size)) @ np.random.default_rng(1).standard_normal((size, size))
+    products = (x.T @ x / len(x)).astype(np.float32)[None]
+    file = tmp_path / "moments.safetensors"
+    Moments("products", {f"beside.{name}": products, f"beside.{name}.rows": np.array([len(x)])}).save(file)
+    units = dict.fromkeys(dense_units(checkpoint.spec), 3)
+    blind = DenseCoder(checkpoint, None, chooses=True)
+    seeing = blind.weighing(file)
+    for coder in (blind, seeing):
+        coder.choose(units)
+    assert (blind.recorded() or Dense("", 0, {})).quantizer == "group"
+    assert (seeing.recorded() or Dense("", 0, {})).quantizer == "gptq"
+    weight = checkpoint.backbone_tensor(name, checkpoint.spec.tensors[name].shape).float()
+
+    def error(coder: DenseCoder) -> float:
+        wrong = coder.stored_weight(name) - weight
+        return float((wrong @ torch.from_numpy(products[0]) * wrong).sum())
+
+    assert error(seeing) < 0.6 * error(blind)
+    assert torch.equal(seeing.stored_weight(other), blind.stored_weight(other)), "no text has shown its inputs"
+    given = DenseCoder(checkpoint, dense_of(checkpoint.spec, 3))
+    assert torch.equal(given.weighing(file).stored_weight(name), given.stored_weight(name))
 
 
 def test_roles_that_the_model_has_not_are_refused(tiny_model: TinyModel) -> None:

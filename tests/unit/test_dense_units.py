@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from moeconv.artifacts import DenseUnit, SensitivityTable, Summary
-from moeconv.dense import GROUP_SIZE, UNQUANTIZED, dense_of_units, dense_units, matrices_of, unit_bytes
+from moeconv.dense import UNIT_GROUP_SIZE, UNQUANTIZED, dense_of_units, dense_units, matrices_of, unit_bytes
 from moeconv.plan.dense import Beside
 from moeconv.plan.problem import Option, Problem, Unit
 from moert.pack.codec import n_groups, row_bytes
@@ -32,7 +32,7 @@ def test_a_units_bytes_are_those_of_its_tensors(bits: int) -> None:
         if bits == UNQUANTIZED:
             assert nbytes == sum(2 * rows * cols for rows, cols in shapes)
         else:
-            each = (rows * (row_bytes(cols, bits) + 4 * n_groups(cols, GROUP_SIZE)) for rows, cols in shapes)
+            each = (rows * (row_bytes(cols, bits) + 4 * n_groups(cols, UNIT_GROUP_SIZE)) for rows, cols in shapes)
             assert nbytes == sum(each)
 
 

@@ -11,8 +11,10 @@ import pytest
 import torch
 from tiny import tiny_olmoe, tiny_switch
 
+from moeconv.dense import weighed
 from moeconv.quantizers.moments import SAMPLED, Moments, MomentsError, collect, moments_bytes, widest
 from moeconv.quantizers.quantizer import Wants
+from moeconv.source.archs.weights import linears_of
 from moeconv.source.checkpoint import Checkpoint
 from moeconv.source.experts import ExpertCalls
 from moert.pack.model_spec import ExpertKey
@@ -42,6 +44,34 @@ def test_squares_are_the_diagonal_of_products_and_every_token_is_counted(make, t
                     np.diagonal(whole), squares.inputs([key], projection).moment[0], rtol=1e-4, atol=1e-6
                 )
                 assert np.linalg.eigvalsh(whole.astype(np.float64)).min() > -1e-4
+
+
+def test_inputs_outside_the_experts_are_those_that_the_model_computes_with_padding_left_out(tmp_path: Path) -> None:
+    checkpoint = Checkpoint.open(tiny_olmoe(tmp_path / "model"))
+    model = checkpoint.model(torch.float32)
+    calls = ExpertCalls(model, checkpoint.family, checkpoint.spec)
+    ids = torch.randint(4, 30, (3, 11), generator=torch.Generator().manual_seed(0))
+    real = torch.arange(11) < torch.tensor([[11], [4], [9]])
+
+    def run() -> None:
+        with calls.only(real):
+            model(input_ids=ids)
+
+    linears = linears_of(model, checkpoint.description, weighed(checkpoint.spec))
+    collect(calls, run, "products", linears).save(tmp_path / "moments.safetensors")
+    loaded = Moments.load(tmp_path / "moments.safetensors")
+    with torch.inference_mode():
+        x = model.model.layers[0].input_layernorm(model.model.embed_tokens(ids))[real]
+    for name in "qkv":
+        found = loaded.beside(f"decoder.0.attn.{name}.weight")
+        assert found is not None
+        assert found.rows.tolist() == [24]
+        assert np.allclose(found.moment[0], (x.T @ x / 24).numpy(), rtol=1e-4, atol=1e-6)
+    assert loaded.beside("decoder.1.attn.o.weight") is not None
+    assert loaded.beside("head.weight") is loaded.beside("embed.weight") is None
+    assert loaded.digest != collect(calls, run, "products").digest
+    model(input_ids=ids)
+    assert not any(module._forward_pre_hooks for module in linears.values())
 
 
 def random_moments(n: int = 3, size: int = 64) -> Moments:
@@ -87,6 +117,8 @@ def test_moments_take_as_much_memory_as_is_said(wants: Wants, tmp_path: Path) ->
     found = collect(calls, lambda: None, wants)
     taken = sum(tensor[:].nbytes for name, tensor in found.tensors.items() if name.endswith(("in", "mid")))
     spec = checkpoint.spec
+    inputs = spec.tensors["decoder.1.attn.o.weight"].shape[1]
+    assert moments_bytes(spec, wants, ["decoder.1.attn.o.weight"]) == moments_bytes(spec, wants) + 4 * inputs**2
     samples = 4 * len(spec.moe_layers()) * SAMPLED * widest(spec) * spec.expert_width
     assert moments_bytes(spec, wants) == taken + samples
     assert moments_bytes(checkpoint.spec, "nothing") == 0

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from dataclasses import replace
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from moeconv.source.archs.description import Description
 
@@ -38,3 +39,19 @@ def parameter(model: Any, description: Description, name: str) -> Tensor:
         return found if index is None else found[index]
 
     return description.parameters[name].read(fetch, description.spec.tensors[name].shape)
+
+
+def linears_of(model: Any, description: Description, names: Iterable[str]) -> dict[str, nn.Linear]:
+    """Returns those of the named matrices that a linear module of the model has, by canonical name: its inputs are the
+    matrix's, in the same order."""
+    found = {}
+    for name in names:
+        place, shape = description.parameters.get(name), description.spec.tensors[name].shape
+        module = None if place is None else model.get_submodule(place.name.rpartition(".")[0])
+        if place is None or type(module) is not nn.Linear or module.in_features != shape[-1]:
+            continue
+        numbered = torch.arange(shape[-1]).expand(module.weight.shape)
+        columns = replace(place, factor=1.0, plus=0.0).read(lambda *_, numbered=numbered: numbered, shape)
+        if torch.equal(columns, numbered[:1].expand(shape)):
+            found[name] = module
+    return found
