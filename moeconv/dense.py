@@ -18,6 +18,8 @@ from moert.pack.tensors import DTYPE_BITS
 QUANTIZER, GROUP_SIZE = "group", 64
 WEIGHED = "gptq"
 """The quantizer where moments of the inputs weigh the errors of matrices."""
+MOST_WEIGHED = 4096
+"""The most inputs of such a matrix: their moments take 67 MB, and twelve times that while they are factored."""
 
 
 SOURCE = "source"
@@ -89,11 +91,13 @@ def matrices_of(spec: ModelSpec, unit: DenseUnit) -> list[str]:
 
 
 def weighed(spec: ModelSpec) -> list[str]:
-    """Returns the canonical names of the matrices of units whose inputs are seen when text runs: all but the embedding,
-    the head, which scorers apply by themselves, and keys and values of another sequence, with its padding."""
+    """Returns the canonical names of the matrices of units whose inputs are collected when text runs: all but the
+    embedding, the head, which scorers apply by themselves, keys and values of another sequence, with its padding, and
+    matrices of more than MOST_WEIGHED inputs."""
     others = ("embed.weight", "head.weight")
     named = (name for unit in dense_units(spec) for name in matrices_of(spec, unit) if name not in others)
-    return [name for name in named if not name.endswith((".cross.k.weight", ".cross.v.weight"))]
+    seen = (name for name in named if not name.endswith((".cross.k.weight", ".cross.v.weight")))
+    return [name for name in seen if spec.tensors[name].shape[-1] <= MOST_WEIGHED]
 
 
 def head_of(spec: ModelSpec) -> str:

@@ -171,7 +171,7 @@ class Conversion:
         if note := module_note(settings.metric):
             say(note)
         material = Material.read(settings, coding.checkpoint)
-        memory = memory_of(settings, coding.checkpoint, material)
+        memory = memory_of(settings, coding, material)
         coding.check(settings, memory.layered)
         check_layered(settings, memory, coding.checkpoint)
         if note := vocabulary_note(material.tokenizer, coding.spec):
@@ -188,7 +188,8 @@ class Conversion:
             check_room(place, needed, "--work", place)
         with WorkDir(settings.work / directory) as work:
             work.save("subject.json", subject)
-            bench = Bench(coding.weighing(job.moments), material, work.journal(directory), job.moments)
+            beside = coding.beside_in(settings.work / directory) if memory.layered else job.moments
+            bench = Bench(coding.weighing(beside), material, work.journal(directory), job.moments)
             bench = bench.within(memory, self.account.progress)
             say(f"work directory {work.path}, {len(bench.journal)} measurements in its journal")
             coding.checkpoint.check_finite()
@@ -240,11 +241,12 @@ class Conversion:
         return deliver(self.settings, bench.coder, bench.coding.dense, outcome, account, self._lost)  # 12
 
     def _collect_moments(self, bench: Bench) -> None:
-        """Collects the moments that the quantizer needs, where it needs any and the work directory has none."""
-        if bench.moments is not None and not bench.journal.sealed(bench.moments):
+        """Collects the moments that codes need, where they need any and the work directory has none."""
+        file = bench.moments or bench.coding.dense.moments_file
+        if file is not None and not bench.journal.sealed(file):
             with self.account.step("moments", bench.journal):
-                bench.collect_moments(bench.moments)
-                bench.journal.seal(bench.moments)
+                bench.collect_moments(file)
+                bench.journal.seal(file)
 
     def _taught(self, bench: Bench, work: WorkDir, order: NeuronOrder | None) -> Taught | None:
         """Returns the hash function or the predictor that is part of every measured plan; None if none is trained."""

@@ -106,6 +106,11 @@ class Coding:
         wants = self.quantizer.wants
         return None if wants == "nothing" else folder / f"moments-{wants}.safetensors"
 
+    def beside_in(self, folder: Path) -> Path | None:
+        """Returns the file with the moments of `weighed` alone, of a model that goes through memory layer by layer;
+        None where there are none."""
+        return folder / "moments-beside.safetensors" if self.weighed else None
+
     def weighing(self, moments: Path | None) -> Coding:
         """Returns this coding with the errors of matrices outside the experts weighed by the moments in a file."""
         return replace(self, dense=self.dense.weighing(moments))

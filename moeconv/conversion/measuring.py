@@ -20,7 +20,7 @@ from moeconv.conversion.room import Memory
 from moeconv.conversion.settings import Settings
 from moeconv.dense import width_text
 from moeconv.errors import TargetMissed
-from moeconv.measure.codes import CodingJob, CodingWorker, LayerCoding, Shared
+from moeconv.measure.codes import CodingJob, CodingWorker, LayerCoding, Shared, collect_beside
 from moeconv.measure.firing import Counts, firing_counts
 from moeconv.measure.metrics import METRICS
 from moeconv.measure.passes import LayeredModel
@@ -203,7 +203,13 @@ class Bench:
 
     def collect_moments(self, path: Path) -> None:
         """Writes the moments of the inputs of experts on the ranking text into a file, and those of the matrices
-        outside them whose widths the conversion chooses."""
+        outside them whose widths the conversion chooses; only these where the model goes through memory layer by
+        layer, whose experts are coded at once."""
+        if self.memory.layered:
+            seen = self.material.scorer(self.layered, self.material.ranking, self.moment_samples)
+            assert isinstance(seen, TextScorer)
+            collect_beside(self.layered, seen.texts, self.coding.weighed, path)
+            return
         scorer = self.material.scorer(self.loaded, self.material.ranking, self.moment_samples)
         wants = self.coding.quantizer.wants
         self.loaded.set_dense(stored=True)

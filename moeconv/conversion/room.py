@@ -15,6 +15,7 @@ from moeconv.errors import ConversionError, SettingsError
 from moeconv.measure.passes import LEAST_TOKENS, Room, token_bytes
 from moeconv.plan.outlook import parameters
 from moeconv.plan.search import uniform_bytes
+from moeconv.quantizers.moments import beside_bytes
 from moeconv.report.page import size
 from moeconv.source.checkpoint import Checkpoint
 from moeconv.source.skeleton import by_layers
@@ -27,6 +28,7 @@ from moert.pack.model_spec import ModelSpec
 PROCESS_BYTES = 1_100_000_000
 """Memory of Python, torch and transformers while they run: 0.7 to 1.0 GB were seen."""
 _FLOAT = 4
+_FACTORED = 12  # times the moments of a matrix, while they are factored: copies in float32 and float64
 _EXPERTS = 4  # in memory at once, a quantizer's copies of one among them
 
 
@@ -34,10 +36,11 @@ _EXPERTS = 4  # in memory at once, a quantizer's copies of one among them
 class Memory:
     """The division of the memory. `sweep_bytes`: the most that an exact sweep may keep beside a model in memory.
     `limit_bytes`: the most that the whole process may take where the model goes through memory layer by layer; None
-    where the model is in memory."""
+    where the model is in memory. `weighing_bytes`: of these, what codes of matrices outside the experts take."""
 
     sweep_bytes: int = DEFAULT_MEMORY
     limit_bytes: int | None = None
+    weighing_bytes: int = 0
 
     @property
     def layered(self) -> bool:
@@ -47,13 +50,13 @@ class Memory:
         """Returns the room for passes layer by layer, which gradients of a model in memory need too."""
         if self.limit_bytes is None:
             return Room(folder, self.sweep_bytes // 2, self.sweep_bytes // 4)
-        return room_in(self.limit_bytes, spec, folder)
+        return room_in(self.limit_bytes - self.weighing_bytes, spec, folder)
 
 
-def memory_of(settings: Settings, checkpoint: Checkpoint, material: Material) -> Memory:
+def memory_of(settings: Settings, coding: Coding, material: Material) -> Memory:
     """Returns the division of the memory for a conversion. Raises SettingsError where not even one layer at a time
     fits."""
-    spec, asked = checkpoint.spec, settings.memory_bytes
+    checkpoint, spec, asked = coding.checkpoint, coding.spec, settings.memory_bytes
     whole = whole_bytes(spec, checkpoint.description.computed)
     limit = within(asked)
     beside = DEFAULT_MEMORY if asked is None else asked - whole
@@ -71,8 +74,9 @@ def memory_of(settings: Settings, checkpoint: Checkpoint, material: Material) ->
             f"{_megabytes(whole + DEFAULT_MEMORY)}: give more, or convert without text (--bits 4)"
         )
     assert limit is not None
-    check_least(limit, spec)
-    return Memory(limit_bytes=limit)
+    weighing = max((_FACTORED * beside_bytes(spec, [name]) for name in coding.weighed), default=0)
+    check_least(limit, spec, weighing)
+    return Memory(limit_bytes=limit, weighing_bytes=weighing)
 
 
 def within(asked: int | None) -> int | None:
@@ -86,9 +90,9 @@ def whole_bytes(spec: ModelSpec, computed: Collection[str] = ()) -> int:
     return PROCESS_BYTES + _FLOAT * parameters(spec, computed).total
 
 
-def check_least(limit_bytes: int, spec: ModelSpec) -> None:
-    """Raises SettingsError where `limit_bytes` are too few to go layer by layer."""
-    least = _fixed_bytes(spec) + 2 * LEAST_TOKENS * token_bytes(spec)
+def check_least(limit_bytes: int, spec: ModelSpec, weighing_bytes: int = 0) -> None:
+    """Raises SettingsError where `limit_bytes` are too few to go layer by layer, and to weigh errors."""
+    least = _fixed_bytes(spec) + 2 * LEAST_TOKENS * token_bytes(spec) + weighing_bytes
     if limit_bytes < least:
         raise SettingsError(
             f"--memory {_megabytes(limit_bytes)}: text takes at least {_megabytes(least)} to go through this model "
@@ -127,7 +131,8 @@ def work_bytes(material: Material, coding: Coding) -> int:
     variants = len(spec.moe_layers()) * (len(widths) + 1) * WINDOWS
     scales = 2 * variants * settings.context * a_token
     plans = 2 * (material.judged.decoder_tokens + material.heldout.decoder_tokens) * a_token
-    return kept + back + scales + plans + sum(uniform_bytes(spec, bits, coding.storage) for bits in widths)
+    codes = sum(uniform_bytes(spec, bits, coding.storage) for bits in widths)
+    return kept + back + scales + plans + codes + beside_bytes(spec, coding.weighed)
 
 
 def check_layered(settings: Settings, memory: Memory, checkpoint: Checkpoint) -> None:

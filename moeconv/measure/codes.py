@@ -18,8 +18,9 @@ from moeconv.measure.passes import LayeredModel, Passage
 from moeconv.measure.scoring import Texts
 from moeconv.quantizers import QUANTIZERS
 from moeconv.quantizers.coder import ExpertCoder, KeptCodes
-from moeconv.quantizers.moments import LayerSample, Side, summed, told, widest
+from moeconv.quantizers.moments import LayerSample, Listener, Moments, Side, listening, summed, told, widest
 from moeconv.quantizers.quantizer import Inputs, Wants
+from moeconv.source.archs.weights import linears_of
 from moeconv.source.checkpoint import Checkpoint
 from moeconv.source.experts import Call, Weights, expert_inner
 from moert.pack.codec import Width
@@ -262,3 +263,32 @@ class LayerCoding:
         folder.mkdir(parents=True, exist_ok=True)
         keep(self.model.call_of(states, at, self.texts.ids, self.texts.real, states_in(folder)), folder)
         return folder
+
+
+# Moments of the inputs of matrices outside the experts, layer by layer.
+
+
+@torch.inference_mode()
+def collect_beside(model: LayeredModel, texts: Texts, names: Sequence[str], path: Path) -> None:
+    """Writes a file with the moments of the inputs of the named matrices on the texts, in the unquantized model. Raises
+    ConversionError."""
+    model.original_experts()  # as LayerCoding does, which goes on from the same states
+    ids, real = texts.ids, texts.real
+    states = model.passage(ids, keeps=True)
+    model.through(states, ids, real, "what enters each layer")
+    linears = linears_of(model.model, model.checkpoint.description, names)
+    layers = {name: int(name.split(".")[1]) for name in linears}
+    of_layer: dict[str, Tensor] = {}  # sums that are not written yet
+
+    def sums(name: str) -> Tensor:
+        if name not in of_layer:
+            at = layers[name]
+            listeners = {each: Listener(model.calls, linears[each]) for each, layer in layers.items() if layer == at}
+            with listening(listeners.values()):
+                model.without_experts(states, at, ids, real)
+            of_layer.update((each, listener.sums) for each, listener in listeners.items())
+            bar.update(1)
+        return of_layer.pop(name)
+
+    with model.show("inputs outside the experts", len({*layers.values()}), "layer") as bar:
+        Moments.save_beside(path, int(real.sum()), {name: one.in_features for name, one in linears.items()}, sums)

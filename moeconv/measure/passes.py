@@ -361,6 +361,13 @@ class Passes:
                 self.step(passage, at.layer, ids, real, batch)
         return Call(x, torch.cat(chosen), torch.cat(weights))
 
+    def without_experts(self, passage: Passage, at: int, ids: Tensor, real: Tensor) -> None:
+        """Runs all rows through one layer, whose input the passage has kept, with zeros in place of its experts'
+        results."""
+        with self.ready(at), self.calls.answering(lambda _, call: torch.zeros_like(call.x)):
+            for batch in self.batches(ids):
+                self.step(passage, at, ids, real, batch)
+
     @contextmanager
     def ready(self, at: int) -> Iterator[None]:
         """Fills in the weights of one layer, without experts, for the length of a with block."""

@@ -380,10 +380,9 @@ class DenseCoder:
         self.dense = dense
         self.chooses = chooses
         self.chosen: Mapping[DenseUnit, int] = {}
-        self._moments_file = moments
+        self.moments_file = moments
         self._tensors = checkpoint.spec.tensors
         self._coded: dict[tuple[str, int], Projection] = {}
-        self._weighed: dict[str, Inputs | None] = {}
 
     def weighing(self, moments: Path | None) -> DenseCoder:
         """Returns a coder of the same matrices that weighs errors by the moments in a file, if there is one and the
@@ -394,7 +393,7 @@ class DenseCoder:
         """Gives all units their widths, from the next measurement on; without any, all are as in the checkpoint. Widths
         that were given once stay as they are."""
         if self.chooses:
-            quantizer = QUANTIZER if self._moments_file is None else WEIGHED
+            quantizer = QUANTIZER if self.moments_file is None else WEIGHED
             self.chosen, self.dense = dict(widths), dense_of_units(self.checkpoint.spec, widths, quantizer)
 
     @property
@@ -468,12 +467,10 @@ class DenseCoder:
 
     @cached_property
     def _moments(self) -> Moments | None:
-        return None if self._moments_file is None else Moments.load(self._moments_file)
+        return None if self.moments_file is None else Moments.load(self.moments_file)
 
     def _inputs(self, name: str) -> Inputs | None:
-        if name not in self._weighed:
-            self._weighed[name] = None if self._moments is None else self._moments.beside(name)
-        return self._weighed[name]
+        return None if self._moments is None else self._moments.beside(name)
 
 
 # Errors of the weights alone at each width, where no text shows an expert's inputs.

@@ -4,7 +4,7 @@ saw few, and of the matrices outside the experts."""
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from types import MappingProxyType
@@ -127,9 +127,10 @@ class Moments:
         return Inputs(*(np.concatenate([self._of(key, what) for key in keys]) for what in whats))
 
     def beside(self, name: str) -> Inputs | None:
-        """Returns the moments of the inputs of a matrix outside the experts; None where none were collected."""
+        """Returns the moments of the inputs of a matrix outside the experts; None where none were seen."""
         place = f"{BESIDE}{name}"
-        return Inputs.of(self.tensors[f"{place}.rows"][:], self.tensors[place][:]) if place in self.tensors else None
+        moment: npt.NDArray[Any] = self.tensors[place][:] if place in self.tensors else np.zeros(1)
+        return Inputs.of(self.tensors[f"{place}.rows"][:], moment) if moment.any() else None
 
     def _of(self, key: ExpertKey, what: str) -> npt.NDArray[Any]:
         return self.tensors[_name(key.at, what)][key.expert : key.expert + 1]
@@ -147,14 +148,21 @@ class Moments:
 
     def save(self, path: Path) -> None:
         """Writes a safetensors file, whole or not at all; equal moments give equal bytes. Raises MomentsError."""
-        about = {"format": "moeconv moments", "schema": SCHEMA, "wants": self.wants}
         whole = {name: torch.from_numpy(tensor[:]) for name, tensor in self.tensors.items()}
         parts = [Part(name, one.dtype, tuple(one.shape), lambda one=one: one) for name, one in whole.items()]  # type: ignore[misc]
-        try:
-            with atomic_write(path) as fresh, fresh.open("wb") as file:
-                write_tensors(file, parts, about)
-        except OSError as error:
-            raise MomentsError(f"can't write {path} ({' '.join(str(error).split())}): free some space there") from None
+        _write(path, self.wants, parts)
+
+    @staticmethod
+    def save_beside(path: Path, rows: int, sizes: Mapping[str, int], sums: Callable[[str], Tensor]) -> None:
+        """Writes a file with moments outside the experts alone: of matrices of so many inputs (`sizes`), each over
+        `rows` tokens. `sums` returns the sum of x xᵀ for a name, asked for in alphabetical order. Raises
+        MomentsError."""
+        parts = [
+            Part(f"{BESIDE}{name}", torch.float32, (1, size, size), lambda name=name: sums(name) / rows)  # type: ignore[misc]
+            for name, size in sizes.items()
+        ]
+        counts = [Part(f"{part.name}.rows", torch.int64, (1,), lambda: torch.tensor([rows])) for part in parts]
+        _write(path, "products", [*parts, *counts])
 
     @classmethod
     def load(cls, path: Path) -> Moments:
@@ -172,12 +180,25 @@ class Moments:
         return cls(about["wants"], tensors)
 
 
+def _write(path: Path, wants: Wants, parts: Sequence[Part]) -> None:
+    about = {"format": "moeconv moments", "schema": SCHEMA, "wants": wants}
+    try:
+        with atomic_write(path) as fresh, fresh.open("wb") as file:
+            write_tensors(file, parts, about)
+    except OSError as error:
+        raise MomentsError(f"can't write {path} ({' '.join(str(error).split())}): free some space there") from None
+
+
 def moments_bytes(spec: ModelSpec, wants: Wants, beside: Sequence[str] = ()) -> int:
     """Returns the bytes of memory that `collect` takes beside the model and the batch that runs. `beside`: names of the
     matrices outside the experts that it collects, too."""
     sampled = 0 if wants == "nothing" else SAMPLED * widest(spec) * spec.expert_width
-    others = sum(4 * spec.tensors[name].shape[1] ** 2 for name in beside)
-    return file_bytes(spec, wants) + len(spec.moe_layers()) * 4 * sampled + others
+    return file_bytes(spec, wants) + len(spec.moe_layers()) * 4 * sampled + beside_bytes(spec, beside)
+
+
+def beside_bytes(spec: ModelSpec, names: Iterable[str]) -> int:
+    """Returns the bytes of the moments of matrices outside the experts, in memory and in a file."""
+    return sum(4 * spec.tensors[name].shape[1] ** 2 for name in names)
 
 
 def file_bytes(spec: ModelSpec, wants: Wants) -> int:
@@ -205,10 +226,8 @@ def collect(
     `wants` is "squares" or "products".
     """
     layers = {place: _Layer(calls, place, wants) for place in calls.spec.moe_layers()}
-    others = {name: _Beside(calls, module) for name, module in beside.items()}
-    with calls.watching(lambda place, call: layers[place].see(call)), ExitStack() as hooks:
-        for other in others.values():
-            hooks.enter_context(other.listening())
+    others = {name: Listener(calls, module) for name, module in beside.items()}
+    with calls.watching(lambda place, call: layers[place].see(call)), listening(others.values()):
         run()
     tensors: dict[str, npt.NDArray[Any]] = {}
     for name, other in others.items():
@@ -222,8 +241,8 @@ def collect(
     return Moments(wants, tensors)
 
 
-class _Beside:
-    """The sum of x xᵀ over the inputs x of a linear module, and their number."""
+class Listener:
+    """The sum of x xᵀ over the inputs x of a linear module, padding left out, and their number."""
 
     def __init__(self, calls: ExpertCalls, module: nn.Linear) -> None:
         self.calls, self.module, self.rows = calls, module, 0
@@ -245,6 +264,15 @@ class _Beside:
         x = x.reshape(-1, x.shape[-1])
         self.rows += len(x)
         self.sums += summed(x, "products")
+
+
+@contextmanager
+def listening(listeners: Iterable[Listener]) -> Iterator[None]:
+    """Makes all of them listen inside a with block."""
+    with ExitStack() as hooks:
+        for each in listeners:
+            hooks.enter_context(each.listening())
+        yield
 
 
 class _Layer:

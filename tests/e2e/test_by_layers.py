@@ -26,6 +26,7 @@ from moeconv.sweep.fisher import PairGradients
 from moert.pack.paths import PATHS, TRACE
 from moert.pack.reader import Pack
 from tests.e2e.conversions import Done, settings_for
+from tests.refusing import one_line
 
 SMALL = {"loss": 0.3, "samples": 8, "sweep_samples": 4, "heldout_samples": 6}
 
@@ -102,6 +103,24 @@ def test_widths_are_chosen_and_kept_for_other_targets(
     again = Done(settings_for(sources, "olmoe", tmp_path, **{**SMALL, "loss": 0.03}, memory_bytes=tight(monkeypatch)))
     assert again.manifest.experts == done.manifest.experts
     assert passes == [], "everything was measured before"
+
+
+def test_codes_outside_the_experts_are_weighed_by_their_inputs_too(
+    sources: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    changes: dict[str, Any] = {**SMALL, "quantizer": "gptq", "dense_bits": None, "memory_bytes": tight(monkeypatch)}
+    done = Done(settings_for(sources, "olmoe", tmp_path, **changes))
+    dense = done.manifest.quantization.dense
+    assert dense is not None
+    assert dense.quantizer == "gptq"
+    assert verify(Pack.open(done.settings.out), Checkpoint.open(done.settings.model)).worst is not None
+    (kept,) = done.settings.work.glob("*/moments-beside.safetensors")
+    monkeypatch.setattr(measuring, "collect_beside", lambda *_: pytest.fail("collected again"))
+    again = Done(settings_for(sources, "olmoe", tmp_path, **changes)).manifest
+    assert again.files["backbone.safetensors"] == done.manifest.files["backbone.safetensors"]
+    kept.write_bytes(kept.read_bytes()[:-8] + bytes(8))
+    with one_line(ConversionError, "was changed since it was made"):
+        Done(settings_for(sources, "olmoe", tmp_path, **changes))
 
 
 def test_gradients_rank_a_model_in_memory_too(sources: dict[str, Path], tmp_path: Path) -> None:

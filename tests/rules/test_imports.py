@@ -74,7 +74,7 @@ INSIDE = {
     ],
     "moeconv.source.gguf": [("container",), ("families", "tokenizer"), ("tensors",), ("folder",)],
     "moeconv.calibration": [("samples",), ("apart",), ("rendering",), ("load",)],
-    "moeconv.quantizers": [("quantizer",), ("group", "moments"), ("gptq", "coder", "source"), ("trellis",)],
+    "moeconv.quantizers": [("quantizer",), ("group", "moments"), ("gptq", "source"), ("coder", "trellis")],
     "moeconv.measure": [
         ("metrics", "workdir"), ("scorers",), ("scoring",), ("firing",), ("passes",), ("trial", "codes"),
     ],

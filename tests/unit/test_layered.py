@@ -15,8 +15,9 @@ from tiny import TINY, VARIANTS, features, variant_id
 from trials import running
 
 from moeconv.artifacts import uniform
-from moeconv.dense import dense_of
+from moeconv.dense import dense_of, weighed
 from moeconv.errors import ConversionError
+from moeconv.measure.codes import collect_beside
 from moeconv.measure.metrics import find_metric
 from moeconv.measure.passes import LayeredModel, Passage, Room
 from moeconv.measure.scoring import Extent, build_scorer, load_tokenizer
@@ -24,6 +25,8 @@ from moeconv.measure.trial import LoadedModel, Trial
 from moeconv.progress import unseen
 from moeconv.quantizers import QUANTIZERS
 from moeconv.quantizers.coder import DenseCoder, ExpertCoder
+from moeconv.quantizers.moments import BESIDE, Moments, collect
+from moeconv.source.archs.weights import linears_of
 from moeconv.source.checkpoint import Checkpoint
 from moeconv.source.outline import CheckpointError
 from moert.pack.tensors import TOKENIZER
@@ -70,6 +73,28 @@ def test_the_same_nats_as_in_memory(family: str, variant: str, tiny_model: TinyM
     tokens = before.tokens
     for mine, theirs in zip(*found, strict=True):
         assert abs(mine - theirs).max() / tokens.max() < 1e-5
+
+
+@pytest.mark.parametrize("family", ["olmoe", "deepseek_v3", "qwen2_moe", "jamba"])
+def test_inputs_outside_the_experts_are_those_in_memory(family: str, tiny_model: TinyModel, tmp_path: Path) -> None:
+    """Whole layers without experts and shared experts among them."""
+    path = tiny_model(family, next(iter(TINY[family][1])))
+    layered, loaded = layered_of(path, tmp_path / "room"), LoadedModel(Checkpoint.open(path))
+    names = weighed(layered.spec)
+    collect_beside(layered, scorer_of(layered).texts, names, tmp_path / "beside.safetensors")
+    found = Moments.load(tmp_path / "beside.safetensors")
+    linears = linears_of(loaded.model, loaded.checkpoint.description, names)
+    expected = collect(loaded.calls, scorer_of(loaded).score, "products", linears)
+    assert {name.removeprefix(BESIDE).removesuffix(".rows") for name in found.tensors} == {*linears}
+    seen = {name for name in linears if expected.beside(name) is not None}
+    assert seen == {name for name in linears if found.beside(name) is not None}
+    assert len(seen) > len(linears) / 2
+    for name in seen:
+        mine, theirs = found.beside(name), expected.beside(name)
+        assert mine is not None
+        assert theirs is not None
+        assert mine.rows.tolist() == theirs.rows.tolist()
+        assert abs(mine.moment - theirs.moment).max() < 1e-4 * abs(theirs.moment).max(), name
 
 
 @pytest.mark.parametrize("family", sorted(WHOLE))
