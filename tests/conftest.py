@@ -19,10 +19,12 @@ from command_line import Moert
 from hypothesis import settings
 from random_packs import write_pack
 
+from moert.command import description
 from moert.experts import store
 
 torch.set_num_threads(1)
 store._PAUSES_S = (0.0, 0.0, 0.0)  # what a test damages does not mend itself
+description.MOST_BYTES = 8 << 20  # to multiply 256 MiB of each width takes seconds; a slow test does
 SLOW_S = 1800.0  # that a slow test may take; for all others pyproject.toml says it
 MEMORY, ROOM_BYTES = Path("/dev/shm"), 4 << 30
 SIGNALS = [getattr(signal, name) for name in ("SIGINT", "SIGTERM", "SIGPIPE") if hasattr(signal, name)]

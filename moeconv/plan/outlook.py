@@ -88,9 +88,10 @@ def compared_widths(storage: Storage) -> tuple[Width, ...]:
 @dataclass(frozen=True)
 class Fit:
     """One pack in memory: its budget, and the bytes that the process holds without it and that a request takes.
-    `backbone_bytes`: of the backbone's file."""
+    `backbone_bytes`: of the backbone's file; `largest_bytes`: of the largest expert's."""
 
     backbone_bytes: int
+    largest_bytes: int
     budget: Budget
     held_bytes: int
     request_bytes: int
@@ -106,7 +107,7 @@ class Fit:
         budget = Budget.sized(spec, backbone, files, host.widened, host.thread_bytes)
         budget = replace(budget, tokenizer=vocabulary_takes(spec.vocab_size))
         request = Footprint(spec, host.widened).request([Load(PROMPT_TOKENS, NEW_TOKENS)])
-        return cls(backbone, budget, host.held_bytes, request)
+        return cls(backbone, max(map(max, files.values())), budget, host.held_bytes, request)
 
     @property
     def pack_bytes(self) -> int:
@@ -153,7 +154,7 @@ def _outlook(
         dense_bits=dense_bits_of(dense),
         pack_bytes=fit.pack_bytes,
         backbone_bytes=fit.backbone_bytes,
-        expert_bytes=max(map(max, expert_files(spec, quantization, lambda key: widths).values())),
+        expert_bytes=fit.largest_bytes,
         token_bytes=fit.budget.token_bytes,
         smallest_memory=fit.smallest_memory,
         whole_memory=fit.whole_memory,
@@ -175,13 +176,15 @@ def expert_files(
     """Returns the bytes of each expert's file: at the same widths they differ at most by the length of its name."""
     page, known = choose_page_bytes(spec), dict[tuple[Width, ...], int]()
     files: dict[LayerKey, list[int]] = {}
-    for key in spec.expert_keys():
-        bits = widths(key)
-        alike = (len(str(key)), *bits.values())
-        if alike not in known:
-            layout = expert_layout(spec, key, bits, quantization.coding, page, quantization.neurons)
-            known[alike] = layout.file_bytes
-        files.setdefault(key.at, []).append(known[alike])
+    for at, experts in spec.experts.items():
+        sizes = files[at] = []
+        for key in map(at.expert, range(experts.n)):
+            bits = widths(key)
+            alike = (len(str(key)), *bits.values())
+            if alike not in known:
+                layout = expert_layout(spec, key, bits, quantization.coding, page, quantization.neurons)
+                known[alike] = layout.file_bytes
+            sizes.append(known[alike])
     return files
 
 

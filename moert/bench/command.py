@@ -14,7 +14,7 @@ from typing import Any
 from moert.bench.measure import BenchRun, BenchSettings, bound_s, measure
 from moert.beside.flash.runner import EXACT
 from moert.beside.gpu.device import DeviceCounters, DeviceUse
-from moert.command.description import system_facts
+from moert.command.description import machine_facts
 from moert.command.prompts import Longest, Source, read_records
 from moert.engine.budget import CacheLimit, MemoryLimit, room_within
 from moert.engine.registry import check_pack
@@ -224,7 +224,7 @@ def texts_of(prompt: str | None, path: Path | None, longest: Longest) -> list[st
 def summary_of(measured: BenchRun) -> dict[str, Any]:
     """Returns the plain values of the JSON line."""
     manifest = (measured.pack.root / MANIFEST).read_bytes()
-    facts = system_facts()
+    facts = machine_facts()
     hardware = {
         "processor": facts["processor"],
         "cores": facts["cores"]["usable"],

@@ -17,7 +17,7 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
-from moert.command.description import system_facts
+from moert.command.description import machine_facts
 from moert.kernels import library
 from moert.pack.files import write_atomically
 from recipes.bench.sized import SMOKE
@@ -172,7 +172,7 @@ def _commit() -> tuple[str, bool]:
 
 def _hardware() -> dict[str, Any]:
     """Processor, cores and memory that this process may use, and the instruction set of the native kernels."""
-    facts = system_facts()
+    facts = machine_facts()
     return {
         "processor": facts["processor"],
         "cores": facts["cores"]["usable"],

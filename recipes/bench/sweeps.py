@@ -25,7 +25,7 @@ from moert.bench.drive import figure as drive_figure
 from moert.bench.measure import BenchRun, BenchSettings, furthest_first, measure, silent
 from moert.beside.flash.runner import PREDICTED
 from moert.command import console
-from moert.command.description import system_facts
+from moert.command.description import machine_facts
 from moert.command.prompts import longest_text
 from moert.command.settings import (
     DriveOption,
@@ -410,7 +410,7 @@ def folder_of(plot: str | None, packs: Sequence[Path], overwrite: bool) -> Path 
 
 
 def _on_this_machine(figure: Figure) -> Figure:
-    facts = system_facts()
+    facts = machine_facts()
     machine = f"Machine: {facts['processor']}, {facts['cores']['usable']} cores."
     return replace(figure, caption=f"{figure.caption} {machine}")
 

@@ -36,6 +36,7 @@ MARK = "MOECONV_TEST_CLUSTER"
 """In the environment of all processes of a cluster."""
 TASKS = [ToyTask(block, 10 * block + number) for block in range(3) for number in range(8)]
 HERE = Path(__file__).parent
+_slow = partial(pytest.param, marks=pytest.mark.slow)
 
 
 @pytest.fixture(scope="module")
@@ -73,6 +74,7 @@ def notes(job: ToyJob) -> list[list[int]]:
     return [[int(word) for word in line.split()] for line in path.read_text().splitlines()] if path.exists() else []
 
 
+@pytest.mark.slow
 def test_a_killed_worker_changes_no_result(cluster: Any, tmp_path: Path) -> None:
     job = ToyJob(tmp_path, crew=3)  # nobody goes on before there is one in the killed one's place
     found: dict[ToyTask, list[tuple[int, int]]] = {}
@@ -134,8 +136,8 @@ def gone(pids: set[int]) -> bool:
 @pytest.mark.parametrize(
     ("how", "error", "words"),
     [
-        ("exception", ClusterError, "block 1 failed 3 times, at last on .*: ZeroDivisionError: by zero"),
-        ("death", ClusterError, "3 processes ended during one task of block 1"),
+        _slow("exception", ClusterError, "block 1 failed 3 times, at last on .*: ZeroDivisionError: by zero"),
+        _slow("death", ClusterError, "3 processes ended during one task of block 1"),
         ("user's mistake", CheckpointError, "^no such model: look again$"),
     ],
 )
@@ -171,7 +173,7 @@ class Unborn:
     ("make", "words"),
     [
         (Unborn(import_module, "moeconv_of_tomorrow"), r"No module named 'moeconv_of_tomorrow'\): check that moeconv"),
-        (Unborn(os._exit, 3), r"ActorDiedError: .*: check that moeconv with the extra cluster is installed"),
+        _slow(Unborn(os._exit, 3), r"ActorDiedError: .*: check that moeconv with the extra cluster is installed"),
     ],
     ids=["not installed", "ends"],
 )
@@ -185,6 +187,7 @@ def test_a_process_that_can_not_start_is_said_at_once(cluster: Any, tmp_path: Pa
     assert not notes(ToyJob(tmp_path))
 
 
+@pytest.mark.slow
 def test_a_file_that_a_node_can_not_read_is_said_at_once(cluster: Any, tmp_path: Path) -> None:
     with (
         pytest.raises(ClusterError, match=r"can't read .*/nowhere: it must lie at the same path"),
@@ -194,6 +197,7 @@ def test_a_file_that_a_node_can_not_read_is_said_at_once(cluster: Any, tmp_path:
     assert not notes(ToyJob(tmp_path))
 
 
+@pytest.mark.slow
 def test_a_busy_cluster_is_waited_for_and_then_said(cluster: Any, tmp_path: Path) -> None:
     ray.init(address=cluster.address, log_to_driver=False)
     try:
@@ -239,6 +243,7 @@ if __name__ == "__main__":
 """
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("interrupted", [False, True], ids=["with a killed worker", "Ctrl-C"])
 def test_auto_starts_a_cluster_quietly_and_leaves_nothing_behind(tmp_path: Path, interrupted: bool) -> None:
     script = tmp_path / "driver.py"
@@ -301,6 +306,7 @@ class KillsOne:
             os.kill(self.killed, signal.SIGKILL)
 
 
+@pytest.mark.slow
 def test_experts_are_coded_layer_by_layer_as_by_one_process(
     cluster: Any, sources: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -329,6 +335,7 @@ def entries(work: Path) -> list[dict[str, Any]]:
     return sorted(lines, key=lambda line: line["id"])
 
 
+@pytest.mark.slow
 def test_a_sweep_on_the_cluster_is_that_of_one_process(
     cluster: Any, sources: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

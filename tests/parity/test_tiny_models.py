@@ -4,15 +4,16 @@ values, which it keeps in 16 bits."""
 from __future__ import annotations
 
 import random
+from collections.abc import Hashable, Iterator
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-import pytest
 import torch
 from packs import Tiny, greedy, open_model, pack_of, reference_greedy
 from tiny import TINY, VARIANTS, VOCAB, features, transformers_model, variant_id
 
+from moeconv.source.archs import FAMILIES, deepseek, dense
 from moert.kernels import open_backend
 from moert.kernels.backend import opaque
 from moert.models.kv import state_bytes
@@ -87,8 +88,17 @@ def test_keys_and_values_of_16_bits_are_off_by_their_rounding(tiny: Tiny, family
     )  # not nothing: then nothing was rounded
 
 
-@pytest.mark.parametrize("kernels", ["auto", "reference"])
-@pytest.mark.parametrize("family", TINY)
+def few(case: tuple[str, str]) -> Iterator[Hashable]:
+    """Each family, and each of the two kernels with it; of the dense ones and of DeepSeek's kin, with one of those that
+    extend the same class in the same file."""
+    family, kernels = case
+    made = type(FAMILIES[family])
+    kin = (made.__module__, made.__base__) if made.__module__ in (dense.__name__, deepseek.__name__) else family
+    yield family
+    yield kin, kernels
+
+
+@thinned("family, kernels", TINY, ["auto", "reference"], facts=few)
 def test_steps_equal_one_pass_across_cache_blocks(family: str, kernels: str, tmp_path: Path) -> None:
     """Stepping past the block size grows the caches and the position tables; the logits stay those of one pass, on the
     native kernels bit for bit."""

@@ -1,4 +1,4 @@
-"""Tiny checkpoints, each written once for all tests."""
+"""Tiny checkpoints, each written once for all tests, and a machine that is not measured."""
 
 from __future__ import annotations
 
@@ -7,6 +7,9 @@ from pathlib import Path
 
 import pytest
 from tiny import TINY, VOCAB
+
+from moeconv.command import forecast
+from tests.still_machine import MACHINE, TIMED
 
 TinyModel = Callable[..., Path]
 
@@ -28,3 +31,10 @@ def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> TinyModel:
         return made[family, variant]
 
     return model
+
+
+@pytest.fixture
+def still(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A machine that is looked at without a measurement."""
+    monkeypatch.setattr(forecast, "facts", lambda: MACHINE)
+    monkeypatch.setattr(forecast, "timing", lambda: TIMED)

@@ -92,12 +92,13 @@ def test_of_another_layout_too(tmp_path: Path, layout: str) -> None:
         check(str(source), HOST, "shelf")
 
 
-def test_moert_takes_the_memory_that_was_said(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+@pytest.mark.parametrize("bits", [8, pytest.param(4, marks=pytest.mark.slow)])  # trellis codes take most of a minute
+def test_moert_takes_the_memory_that_was_said(bits: int, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     source = tiny_olmoe(tmp_path / "hf", hidden_size=256, intermediate_size=512, max_position_embeddings=2048)
-    pack_of(source, tmp_path / "model.pack", 4, None)
+    pack_of(source, tmp_path / "model.pack", bits, None)
     assert cli._exit_code(["check", str(source), "--json"]) == 0
     outlooks = json.loads(capsys.readouterr().out)["outlooks"]
-    (said,) = [each for each in outlooks if (each["bits"], each["dense_bits"]) == (4, 16)]
+    (said,) = [each for each in outlooks if (each["bits"], each["dense_bits"]) == (bits, 16)]
     asked = [sys.executable, "-c", ASKED, str(tmp_path / "model.pack"), str(said["smallest_memory"])]
     assert subprocess.run(asked, capture_output=True, text=True, check=True).stdout == "[True, False]\n"
 
@@ -107,21 +108,23 @@ import sys
 from moeconv.command.check import Host, check
 from moeconv.source.checkpoint import Checkpoint
 
-folders = sys.argv[1:]
+loaded, *folders = sys.argv[1:]
 for folder in folders:
     check(folder, Host(0, 0, False))
 assert "torch" not in sys.modules, "torch"
 import torch
-for folder in folders:
+for folder in folders[:int(loaded)]:
     Checkpoint.open(folder).model(torch.float32)
 print(len(folders))
 """
 
 
-def test_no_family_needs_torch_to_be_looked_at(tiny_model: Callable[[str], Path]) -> None:
+@pytest.mark.parametrize("loaded", [3, pytest.param(len(TINY), marks=pytest.mark.slow)])
+def test_no_family_needs_torch_to_be_looked_at(loaded: int, tiny_model: Callable[[str], Path]) -> None:
     """And all can be loaded afterwards in the same process; Gemma 4's class of settings imports torch by itself."""
     folders = [str(tiny_model(family)) for family in sorted(TINY) if not family.startswith("gemma4")]
-    done = subprocess.run([sys.executable, "-c", WITHOUT_TORCH, *folders], capture_output=True, text=True, check=False)
+    asked = [sys.executable, "-c", WITHOUT_TORCH, str(loaded), *folders]
+    done = subprocess.run(asked, capture_output=True, text=True, check=False)
     assert (done.stdout, done.returncode) == (f"{len(folders)}\n", 0), done.stderr[-2000:]
 
 

@@ -212,6 +212,7 @@ def test_a_hub_model_is_fetched_once_and_checked_by_its_index(
     assert checkpoint.sha256 == Checkpoint.open(source).sha256
 
 
+@pytest.mark.usefixtures("still")
 def test_where_some_shards_are_missing_all_else_is_checked(source: Path, capsys: pytest.CaptureFixture[str]) -> None:
     shard(source, 3)
     whole = check(str(source), HOST)

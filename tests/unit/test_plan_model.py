@@ -20,29 +20,13 @@ from moeconv.errors import SettingsError
 from moeconv.plan.forecast import DEFAULT_DRIVE
 from moeconv.report.page import many
 from moeconv.tuned import said
-
-MACHINE: dict[str, Any] = {
-    "process": {"held_bytes": 45_000_000, "thread_bytes": 1 << 20},
-    "native_kernels": {"missing": None},
-    "memory": {"free_bytes": 20_000_000_000},
-    "kernel_bytes_per_s": {"2": 2e10, "3": 2e10, "4": 2e10, "8": 2e10, "16": 2e10},
-    "trellis_bytes_per_s": {"1": 1e10, "1.5": 1e10, "2": 1e10, "2.5": 1e10, "3": 1e10, "4": 1e10},
-    "drive": None,
-}
-TIMED = Timing({"group": 4e7, "gptq": 5e5, "trellis": 3e5}, 1e11)
+from tests.still_machine import MACHINE, TIMED
 
 
 def written(folder: Path, config: dict[str, Any]) -> str:
     folder.mkdir(exist_ok=True)
     (folder / "config.json").write_text(json.dumps(config))
     return str(folder)
-
-
-@pytest.fixture
-def still(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A machine that is looked at without a measurement."""
-    monkeypatch.setattr(forecast, "facts", lambda: MACHINE)
-    monkeypatch.setattr(forecast, "timing", lambda: TIMED)
 
 
 def test_a_person_reads_sizes_speeds_and_what_converting_takes(
@@ -229,6 +213,13 @@ def test_what_can_not_be_converted_is_one_line(tmp_path: Path, still: None, caps
     model = written(tmp_path / "model", {**MIXTRAL_8X7B, "model_type": "mamba"})
     assert cli._exit_code(["plan", model]) == cli.EXIT_USER
     assert "model_type 'mamba' is not supported" in capsys.readouterr().err
+
+
+@pytest.mark.slow
+def test_this_machine_is_measured(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli._exit_code(["plan", written(tmp_path / "mixtral", MIXTRAL_8X7B), "--json"]) == 0
+    said = json.loads(capsys.readouterr().out)
+    assert said["converting"]["with_text"]["seconds"] > said["converting"]["without_text"]["seconds"] > 0
 
 
 def test_what_is_timed_is_weights_over_seconds() -> None:

@@ -207,7 +207,7 @@ def test_few_documents_take_the_quantile_further_out() -> None:
     assert further == pytest.approx(widening(20, 0.95) * np.sqrt(1.5))
 
 
-@pytest.mark.parametrize("within", [0.0, 0.05, 0.7])
+@pytest.mark.parametrize("within", [0.0, pytest.param(0.05, marks=pytest.mark.slow), 0.7])
 def test_bounds_of_rows_in_runs_hold_whatever_neighbours_have_in_common(within: float) -> None:
     """720 rows in 60 runs; `within` of the damage's variance is common to a run. Independent rows are counted as such,
     and rows that are alike by runs."""
@@ -342,11 +342,10 @@ def test_bisection_over_nested_plans_costs_the_promise_nothing() -> None:
         after = np.where(latest < 0, before, np.take_along_axis(np.clip(moved, 0, 1), np.maximum(latest, 0), axis=0))
         plans = columns(after.T)
         reference = columns(before[:, None])
-        same = np.broadcast_to(reference[:n], plans[:n].shape)
-        bounds = upper_bounds(metric, same, plans[:n], Terms(0.95, n, 1, draws=400))
         low, high = -1, steps
         while high - low > 1:
             middle = (low + high) // 2
-            low, high = (middle, high) if bounds[middle] <= target else (low, middle)
+            bound = upper_bound(metric, reference[:n, 0], plans[:n, middle], Terms(0.95, n, 1, draws=400))
+            low, high = (middle, high) if bound <= target else (low, middle)
         met += int(low < 0 or losses("rouge2", reference[n:, 0], plans[n:, low]) <= target)
     assert met / 100 >= 0.93

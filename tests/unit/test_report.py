@@ -14,8 +14,9 @@ from report_packs import LARGE, NASTY, SWITCH, bare_pack, bare_report, full_pack
 from moeconv.artifacts import ConversionReport, DenseReport, Standing, Step, Target, to_json
 from moeconv.command.present import conversion_table
 from moeconv.errors import ConversionError
+from moeconv.report import curves
 from moeconv.report.curves import path_shares, prediction, top_share
-from moeconv.report.page import duration, percent, result, size
+from moeconv.report.page import Chart, duration, percent, result, size
 from moeconv.report.sections import marked
 from moeconv.report.writer import read_report, write_report
 from moert.pack.manifest import LossEstimate
@@ -41,6 +42,12 @@ def written(pack: Pack, tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def bare(tmp_path_factory: pytest.TempPathFactory) -> Pack:
     return Pack.open(bare_pack(tmp_path_factory.mktemp("bare") / "p"))
+
+
+@pytest.fixture
+def undrawn(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Pages with empty figures: to draw those of a report takes seconds."""
+    monkeypatch.setattr(curves, "draw", lambda name, *_: Chart(name, "<svg></svg>", b"<svg></svg>", b""))
 
 
 def page_of(root: Path) -> str:
@@ -76,6 +83,7 @@ def test_page_says_the_result(written: Path) -> None:
         assert text in page
 
 
+@pytest.mark.usefixtures("undrawn")
 def test_a_bound_without_confidence_is_called_what_it_is(tmp_path: Path) -> None:
     note = "3 documents to judge plans by are too few for a promise at 95%"
     standing = Standing(0.95, 3, 2.5, 2, 30, 6, 2, (note,))
@@ -92,6 +100,7 @@ def test_a_bound_without_confidence_is_called_what_it_is(tmp_path: Path) -> None
     assert note in table
 
 
+@pytest.mark.usefixtures("undrawn")
 def test_a_perplexity_has_its_unit_and_that_per_token_beside_it(tmp_path: Path) -> None:
     calibration, heldout = (
         LossEstimate(300.0, 309.0, 0.03, 0.02, 0.04, 9, 60.0, 61.5),
@@ -113,6 +122,7 @@ def test_a_perplexity_has_its_unit_and_that_per_token_beside_it(tmp_path: Path) 
     assert "per token" not in conversion_table(other, "m.pack")
 
 
+@pytest.mark.usefixtures("undrawn")
 def test_dense_widths_and_their_loss_are_on_the_page(tmp_path: Path) -> None:
     dense = DenseReport("group", 64, {"attention": 4, "head": 8}, 500_000, 1_600_000,
                         LossEstimate(0.82, 0.81, 0.0123, 0.004, 0.021, 600))  # fmt: skip
@@ -131,7 +141,8 @@ def test_dense_widths_and_their_loss_are_on_the_page(tmp_path: Path) -> None:
     assert "500,000 = 31.2% of the source's" in conversion_table(report, "m.pack")
 
 
-def test_reused_measurements_are_on_the_page_with_what_they_had_taken(tmp_path: Path) -> None:
+@pytest.mark.usefixtures("undrawn")
+def test_reused_measurements_are_on_the_page_with_what_they_had_taken(written: Path, tmp_path: Path) -> None:
     steps = (Step("reference", 0.0, 22.0), Step("sweep", 1.0, 190.0), Step("pack", 4.2))
     report = replace(full_report(SWITCH), steps=steps)
     pack = Pack.open(report_pack(tmp_path / "p", SWITCH, to_json(report)))
@@ -141,13 +152,7 @@ def test_reused_measurements_are_on_the_page_with_what_they_had_taken(tmp_path: 
     assert "Measurements of earlier runs were reused, which had taken 3 min 32 s" in page
     assert "reused from earlier runs</th>" in page
     assert page.index("<td>sweep</td>") < page.index("<td>reference</td>") < page.index("<td>pack</td>")
-    assert "reused" not in page_of(written_report(tmp_path))
-
-
-def written_report(tmp_path: Path) -> Path:
-    pack = Pack.open(report_pack(tmp_path / "fresh", SWITCH, to_json(full_report(SWITCH))))
-    write_report(pack, tmp_path / "fresh.report")
-    return tmp_path / "fresh.report"
+    assert "reused" not in page_of(written)
 
 
 def test_a_page_without_dense_widths_says_so(written: Path) -> None:
@@ -237,6 +242,7 @@ def test_packs_without_a_usable_report_are_refused(content: bytes | None, said: 
     assert not (tmp_path / "r").exists()
 
 
+@pytest.mark.usefixtures("undrawn")
 def test_only_a_report_is_replaced(bare: Pack, tmp_path: Path) -> None:
     other = tmp_path / "other"
     other.mkdir()
@@ -257,6 +263,7 @@ def test_only_a_report_is_replaced(bare: Pack, tmp_path: Path) -> None:
     assert write_report(bare, empty)[0].is_file()
 
 
+@pytest.mark.usefixtures("undrawn")
 def test_a_failed_write_leaves_the_old_report(bare: Pack, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     out = tmp_path / "r"
     write_report(bare, out)

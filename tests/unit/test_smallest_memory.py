@@ -25,6 +25,7 @@ from tests.random_hash import add_hash
 
 ROOT = Path(__file__).resolve().parents[2]
 KINDS = ("decoder", "no text", "encoder and decoder", "large vocabulary", "pieces", "hash function")
+FAST = ("decoder", "large vocabulary")
 LETTERS = [chr(ord("a") + place) for place in range(26)]
 BY_PYTHON = """
 import json, sys
@@ -59,7 +60,10 @@ def vocabulary(kind: str, count: int) -> Tokenizer:
     return tokenizer
 
 
-@pytest.fixture(scope="module", params=KINDS)
+@pytest.fixture(
+    scope="module",
+    params=[pytest.param(kind, marks=[pytest.mark.slow] * (kind not in FAST)) for kind in KINDS],
+)
 def pack(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
     kind, out = request.param, tmp_path_factory.mktemp("smallest") / "p"
     if kind == "hash function":
@@ -111,13 +115,13 @@ def named(errors: str) -> int:
 def test_it_is_one_number_that_is_enough_and_a_megabyte_less_is_not(pack: Path) -> None:
     code, out, errors = moert("info", pack, "--json")
     assert code == 0, errors
-    smallest = json.loads(out)["smallest_memory"]["bytes"]
+    smallest, has_tokenizer = json.loads(out)["smallest_memory"]["bytes"], json.loads(out)["has_tokenizer"]
     code, out, errors = moert("run", pack, "abc", "--memory", "1MB")
     assert (code, out, named(errors)) == (2, "", smallest)
     assert by_python(pack) == by_python(pack, smallest) == [smallest] * 2
     assert by_python(pack, smallest - 10**6)[-2:] == [smallest, "refused"]
     assert by_python(pack, 10**6) == [smallest, "refused"]
-    if json.loads(moert("info", pack, "--json")[1])["has_tokenizer"]:
+    if has_tokenizer:
         code, out, errors = moert(*usual(pack, "--memory", smallest))
         assert code == 0, errors
         assert json.loads(out)["prompt_tokens"] == TYPICAL.prompt_tokens

@@ -5,7 +5,9 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+from collections.abc import Callable
 from dataclasses import replace
+from functools import cache
 from pathlib import Path
 from weakref import WeakSet
 
@@ -29,10 +31,17 @@ MIXED: dict[str, FixedState] = {
 """Of some 6 MB of state a layer."""
 
 
-def write(out: Path, mixer: FixedState) -> Path:
-    mixers = tuple((layer, mixer) for layer in range(4))
-    shape = DECODER_SHAPE.but(decoder=(True,) * 5, mixers=mixers, eos=(), family="mixers")
-    return write_pack(out, shape.spec, paths=False)
+@pytest.fixture(scope="module")
+def write(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
+    """The pack of a mixer, written once."""
+
+    @cache
+    def written(name: str) -> Path:
+        mixers = tuple((layer, MIXED[name]) for layer in range(4))
+        shape = DECODER_SHAPE.but(decoder=(True,) * 5, mixers=mixers, eos=(), family="mixers")
+        return write_pack(tmp_path_factory.mktemp("mixers") / name, shape.spec, paths=False)
+
+    return written
 
 
 def in_group(command: str, pack: Path, limit_bytes: int, *more: object) -> tuple[subprocess.CompletedProcess[str], int]:
@@ -62,16 +71,18 @@ def in_the_smallest(command: str, pack: Path, *more: object) -> tuple[str, int]:
 
 @pytest.mark.skipif(missing() is not None, reason=str(missing()))
 @pytest.mark.parametrize("name", MIXED)
-def test_beams_of_every_mixer_run_in_the_smallest_memory_that_is_named(tmp_path: Path, name: str) -> None:
-    pack = write(tmp_path / "p", MIXED[name])
+def test_beams_of_every_mixer_run_in_the_smallest_memory_that_is_named(write: Callable[[str], Path], name: str) -> None:
+    pack = write(name)
     said, limit = in_the_smallest("run", pack, "one small step", "--max-new-tokens", 24, "--tune", f"beams={BEAMS}")
     assert json.loads(said)["stats"]["peak_rss_bytes"] <= limit
 
 
 @pytest.mark.skipif(missing() is not None, reason=str(missing()))
 @thinned("name, more", MIXED, [[], ["--context", 64]], facts=each)
-def test_texts_are_scored_in_the_smallest_memory_that_is_named(tmp_path: Path, name: str, more: list[object]) -> None:
-    pack, text = write(tmp_path / "p", MIXED[name]), "one small step " * 25
+def test_texts_are_scored_in_the_smallest_memory_that_is_named(
+    write: Callable[[str], Path], name: str, more: list[object]
+) -> None:
+    pack, text = write(name), "one small step " * 25
     said, _ = in_the_smallest("score", pack, text, *more)
     assert json.loads(said)["scored_tokens"] > 200
 

@@ -8,10 +8,11 @@ from pathlib import Path
 
 import pytest
 
-from moert.command import cli
+from moert.command import cli, description
 from moert.command.description import system_facts, system_lines
 from moert.experts.probe import drive_key
 from moert.kernels import library
+from moert.kernels.speed import MOST_BYTES
 from moert.machine import usable_cores
 
 
@@ -113,7 +114,9 @@ def test_a_pack_or_the_system(arguments: list[str], capsys: pytest.CaptureFixtur
     assert "give PACK or --system" in capsys.readouterr().err
 
 
-def test_how_fast_the_kernels_are_is_measured() -> None:
+@pytest.mark.parametrize("most_bytes", [8 << 20, pytest.param(MOST_BYTES, marks=pytest.mark.slow)])
+def test_how_fast_the_kernels_are_is_measured(most_bytes: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(description, "MOST_BYTES", most_bytes)
     facts = system_facts()
     speeds = facts["kernel_bytes_per_s"]
     if library.load() is None:
