@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import cache
 from typing import NamedTuple
@@ -178,18 +179,25 @@ class _Problem:
         weight = scale.square()
         weight /= torch.where(weight.sum(1) > 0, weight.mean(1), 1.0)[:, None]
         run, code = code_pairs() or viterbi.code_pairs, _pair_code(self.bits)[0]
-        last = {(i, first): -1 for i in range(n) for first in range(0, out, ROWS)}
+        wanted, by, scales, weights, found = (each.numpy() for each in (values, factor, scale, weight, coded))
+        parts = [(i, first) for i in range(n) for first in range(0, out, ROWS)]
+        last = dict.fromkeys(parts, -1)
 
         def settle(block: slice, moved: Tensor) -> None:
             known, pairs = slice(block.start, min(block.stop + 2, inputs)), slice(block.start // 2, block.stop // 2)
-            for i, first in last:
+            move = moved.numpy()
+
+            def state_after(part: tuple[int, int]) -> int:
+                i, first = part
                 rows = slice(first, first + ROWS)
                 of_block = Pairs(
-                    values[i, known, rows].numpy(), factor[i, known, known].numpy(), scale[i, rows].numpy(),
-                    weight[i, rows].numpy(), coded[i, known, rows].numpy(), moved[i, :, rows].numpy(),
-                    states[i, pairs, rows], _LOOK, improves,
+                    wanted[i, known, rows], by[i, known, known], scales[i, rows], weights[i, rows],
+                    found[i, known, rows], move[i, :, rows], states[i, pairs, rows], _LOOK, improves,
                 )  # fmt: skip
-                last[i, first] = run(code, of_block, last[i, first])
+                return run(code, of_block, last[part])
 
-        by_blocks(values, factor, settle)
+            last.update(zip(parts, pool.map(state_after, parts), strict=True))
+
+        with ThreadPoolExecutor(min(torch.get_num_threads(), len(parts))) as pool:
+            by_blocks(values, factor, settle)
         return states

@@ -148,3 +148,13 @@ def test_a_matrix_is_coded_as_it_is_alone() -> None:
         own = Inputs(inputs.rows[i : i + 1], inputs.moment[i : i + 1], inputs.counted[i : i + 1])
         (alone,) = TrellisQuantizer().quantize(weights[i : i + 1], 1.5, own)
         assert alone.stream.tobytes() == matrix.stream.tobytes()
+
+
+def test_codes_do_not_depend_on_the_number_of_threads(monkeypatch: pytest.MonkeyPatch) -> None:
+    weights, inputs, found = normal(2, 300, 64), inputs_of(2, 64, 5), []
+    for threads in (1, 3):
+        monkeypatch.setattr(quantizer.torch, "get_num_threads", lambda threads=threads: threads)
+        found.append(TrellisQuantizer(sweeps=1).coded(weights, 2, inputs))
+    for mine, theirs in zip(*found, strict=True):
+        assert np.array_equal(mine.stream, theirs.stream)
+        assert np.array_equal(mine.scale, theirs.scale)
