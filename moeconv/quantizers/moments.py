@@ -258,10 +258,9 @@ class Listener:
             hook.remove()
 
     def _see(self, x: Tensor) -> None:
-        real = self.calls.active
-        if real is not None and real.shape == x.shape[:-1]:
-            x = x[real]
-        x = x.reshape(-1, x.shape[-1])
+        x, real = x.reshape(-1, x.shape[-1]), self.calls.active
+        if real is not None and real.numel() == len(x):
+            x = x[real.reshape(-1)]
         self.rows += len(x)
         self.sums += summed(x, "products")
 

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from tiny import tiny_olmoe, tiny_switch
+from tiny import TINY, tiny_olmoe, tiny_switch
 
 from moeconv.dense import weighed
 from moeconv.quantizers.moments import SAMPLED, Moments, MomentsError, collect, moments_bytes, widest
@@ -72,6 +72,28 @@ def test_inputs_outside_the_experts_are_those_that_the_model_computes_with_paddi
     assert loaded.digest != collect(calls, run, "products").digest
     model(input_ids=ids)
     assert not any(module._forward_pre_hooks for module in linears.values())
+
+
+def test_padding_is_left_out_of_shared_experts_too(tmp_path: Path) -> None:
+    """Their layer gets all rows as one."""
+    checkpoint = Checkpoint.open(TINY["qwen2_moe"][0](tmp_path / "model"))
+    model = checkpoint.model(torch.float32)
+    calls = ExpertCalls(model, checkpoint.family, checkpoint.spec)
+    ids = torch.randint(4, 30, (3, 11), generator=torch.Generator().manual_seed(0))
+    real = torch.arange(11) < torch.tensor([[11], [4], [9]])
+
+    def run() -> None:
+        with calls.only(real):
+            model(input_ids=ids)
+
+    linears = linears_of(model, checkpoint.description, weighed(checkpoint.spec))
+    found = collect(calls, run, "products", linears)
+    shared = [name for name in linears if ".shared." in name]
+    assert shared
+    for name in shared:
+        seen = found.beside(name)
+        assert seen is not None
+        assert seen.rows.tolist() == [24]
 
 
 def random_moments(n: int = 3, size: int = 64) -> Moments:
