@@ -62,7 +62,8 @@ def check(name: str, settings: dict[str, Any], count: int, tiny: Tiny) -> None:
     for ids in asked:
         expected, found = expected_answers(reference, ids, **settings), answers(model, ids, settings)
         assert [each.tokens for each in found] == [tokens for tokens, _ in expected], tokenizer.decode(ids)
-        assert [each.score for each in found] == pytest.approx([score for _, score in expected], rel=1e-5, abs=2e-4)
+        scores = pytest.approx([score for _, score in expected], abs=1e-3)  # 4e-4 was seen without AVX-512
+        assert [each.score for each in found] == scores
 
 
 @pytest.mark.parametrize("settings", SETTINGS)
