@@ -188,7 +188,7 @@ class Conversion:
             check_room(place, needed, "--work", place)
         with WorkDir(settings.work / directory) as work:
             work.save("subject.json", subject)
-            beside = coding.beside_in(settings.work / directory) if memory.layered else job.moments
+            beside = coding.beside_in(settings.work / directory, memory.layered)
             bench = Bench(coding.weighing(beside), material, work.journal(directory), job.moments)
             bench = bench.within(memory, self.account.progress)
             say(f"work directory {work.path}, {len(bench.journal)} measurements in its journal")

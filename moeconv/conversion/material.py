@@ -106,10 +106,12 @@ class Coding:
         wants = self.quantizer.wants
         return None if wants == "nothing" else folder / f"moments-{wants}.safetensors"
 
-    def beside_in(self, folder: Path) -> Path | None:
-        """Returns the file with the moments of `weighed` alone, of a model that goes through memory layer by layer;
-        None where there are none."""
-        return folder / "moments-beside.safetensors" if self.weighed else None
+    def beside_in(self, folder: Path, layered: bool) -> Path | None:
+        """Returns the file with the moments of `weighed`, which has no others where the model goes through memory layer
+        by layer; None where no errors are weighed."""
+        if not self.weighed:
+            return None
+        return folder / "moments-beside.safetensors" if layered else self.moments_in(folder)
 
     def weighing(self, moments: Path | None) -> Coding:
         """Returns this coding with the errors of matrices outside the experts weighed by the moments in a file."""

@@ -285,7 +285,7 @@ def collect_beside(model: LayeredModel, texts: Texts, names: Sequence[str], path
             at = layers[name]
             listeners = {each: Listener(model.calls, linears[each]) for each, layer in layers.items() if layer == at}
             with listening(listeners.values()):
-                model.without_experts(states, at, ids, real)
+                model.answered(states, at, ids, real, lambda _, call: torch.zeros_like(call.x))
             of_layer.update((each, listener.sums) for each, listener in listeners.items())
             bar.update(1)
         return of_layer.pop(name)

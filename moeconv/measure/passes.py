@@ -356,15 +356,15 @@ class Passes:
             weights.append(call.weights)
             return torch.zeros_like(call.x)
 
-        with self.ready(at.layer), self.calls.answering(answer):
-            for batch in self.batches(ids):
-                self.step(passage, at.layer, ids, real, batch)
+        self.answered(passage, at.layer, ids, real, answer)
         return Call(x, torch.cat(chosen), torch.cat(weights))
 
-    def without_experts(self, passage: Passage, at: int, ids: Tensor, real: Tensor) -> None:
-        """Runs all rows through one layer, whose input the passage has kept, with zeros in place of its experts'
-        results."""
-        with self.ready(at), self.calls.answering(lambda _, call: torch.zeros_like(call.x)):
+    def answered(
+        self, passage: Passage, at: int, ids: Tensor, real: Tensor, answer: Callable[[LayerKey, Call], Tensor]
+    ) -> None:
+        """Runs all rows through one layer, whose input the passage has kept, with the results of `answer` [tokens,
+        d_model] in place of its experts' own."""
+        with self.ready(at), self.calls.answering(answer):
             for batch in self.batches(ids):
                 self.step(passage, at, ids, real, batch)
 

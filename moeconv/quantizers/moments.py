@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any, Literal, Protocol
@@ -129,7 +129,9 @@ class Moments:
     def beside(self, name: str) -> Inputs | None:
         """Returns the moments of the inputs of a matrix outside the experts; None where none were seen."""
         place = f"{BESIDE}{name}"
-        moment: npt.NDArray[Any] = self.tensors[place][:] if place in self.tensors else np.zeros(1)
+        if place not in self.tensors:
+            return None
+        moment = self.tensors[place][:]
         return Inputs.of(self.tensors[f"{place}.rows"][:], moment) if moment.any() else None
 
     def _of(self, key: ExpertKey, what: str) -> npt.NDArray[Any]:
@@ -248,17 +250,10 @@ class Listener:
         self.calls, self.module, self.rows = calls, module, 0
         self.sums = torch.zeros(module.in_features, module.in_features)
 
-    @contextmanager
-    def listening(self) -> Iterator[None]:
-        """Adds the inputs of all calls of the module inside a with block."""
-        hook = self.module.register_forward_pre_hook(lambda module, inputs: self._see(inputs[0]))
-        try:
-            yield
-        finally:
-            hook.remove()
-
-    def _see(self, x: Tensor) -> None:
-        x, real = x.reshape(-1, x.shape[-1]), self.calls.active
+    def see(self, _: nn.Module, inputs: tuple[Tensor]) -> None:
+        """Adds the inputs of a call of the module: its forward pre-hook."""
+        (given,) = inputs
+        x, real = given.reshape(-1, given.shape[-1]), self.calls.active
         if real is not None and real.numel() == len(x):
             x = x[real.reshape(-1)]
         self.rows += len(x)
@@ -267,11 +262,13 @@ class Listener:
 
 @contextmanager
 def listening(listeners: Iterable[Listener]) -> Iterator[None]:
-    """Makes all of them listen inside a with block."""
-    with ExitStack() as hooks:
-        for each in listeners:
-            hooks.enter_context(each.listening())
+    """Makes each listener see all calls of its module inside a with block."""
+    hooks = [each.module.register_forward_pre_hook(each.see) for each in listeners]
+    try:
         yield
+    finally:
+        for hook in hooks:
+            hook.remove()
 
 
 class _Layer:

@@ -75,6 +75,14 @@ def test_the_pack_is_the_model_that_was_measured(sources: dict[str, Path], famil
             assert np.array_equal(weight, theirs), f"{name} stayed at a width that it had before"
 
 
+@pytest.mark.parametrize("quantizer", ["group", "gptq"])
+def test_a_pack_says_what_made_its_other_codes(sources: dict[str, Path], quantizer: str, tmp_path: Path) -> None:
+    """Inputs weigh their errors where the experts' quantizer takes the products of inputs: group takes squares."""
+    dense = convert(sources, "olmoe", tmp_path, quantizer=quantizer).manifest.quantization.dense
+    assert dense is not None
+    assert dense.quantizer == quantizer
+
+
 def test_the_runtime_computes_what_transformers_computes(sources: dict[str, Path], tmp_path: Path) -> None:
     settings = convert(sources, "olmoe", tmp_path).settings
     ids = [5, 9, 14, 3, 7]

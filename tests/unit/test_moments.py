@@ -46,22 +46,29 @@ def test_squares_are_the_diagonal_of_products_and_every_token_is_counted(make, t
                 assert np.linalg.eigvalsh(whole.astype(np.float64)).min() > -1e-4
 
 
+class Padded:
+    """A model that runs three rows of 11, 4 and 9 tokens, padded."""
+
+    def __init__(self, path: Path) -> None:
+        checkpoint = Checkpoint.open(path)
+        self.model = checkpoint.model(torch.float32)
+        self.calls = ExpertCalls(self.model, checkpoint.family, checkpoint.spec)
+        self.ids = torch.randint(4, 30, (3, 11), generator=torch.Generator().manual_seed(0))
+        self.real = torch.arange(11) < torch.tensor([[11], [4], [9]])
+        self.linears = linears_of(self.model, checkpoint.description, weighed(checkpoint.spec))
+
+    def run(self) -> None:
+        with self.calls.only(self.real):
+            self.model(input_ids=self.ids)
+
+
 def test_inputs_outside_the_experts_are_those_that_the_model_computes_with_padding_left_out(tmp_path: Path) -> None:
-    checkpoint = Checkpoint.open(tiny_olmoe(tmp_path / "model"))
-    model = checkpoint.model(torch.float32)
-    calls = ExpertCalls(model, checkpoint.family, checkpoint.spec)
-    ids = torch.randint(4, 30, (3, 11), generator=torch.Generator().manual_seed(0))
-    real = torch.arange(11) < torch.tensor([[11], [4], [9]])
-
-    def run() -> None:
-        with calls.only(real):
-            model(input_ids=ids)
-
-    linears = linears_of(model, checkpoint.description, weighed(checkpoint.spec))
-    collect(calls, run, "products", linears).save(tmp_path / "moments.safetensors")
+    padded = Padded(tiny_olmoe(tmp_path / "model"))
+    model, ids = padded.model, padded.ids
+    collect(padded.calls, padded.run, "products", padded.linears).save(tmp_path / "moments.safetensors")
     loaded = Moments.load(tmp_path / "moments.safetensors")
     with torch.inference_mode():
-        x = model.model.layers[0].input_layernorm(model.model.embed_tokens(ids))[real]
+        x = model.model.layers[0].input_layernorm(model.model.embed_tokens(ids))[padded.real]
     for name in "qkv":
         found = loaded.beside(f"decoder.0.attn.{name}.weight")
         assert found is not None
@@ -69,26 +76,16 @@ def test_inputs_outside_the_experts_are_those_that_the_model_computes_with_paddi
         assert np.allclose(found.moment[0], (x.T @ x / 24).numpy(), rtol=1e-4, atol=1e-6)
     assert loaded.beside("decoder.1.attn.o.weight") is not None
     assert loaded.beside("head.weight") is loaded.beside("embed.weight") is None
-    assert loaded.digest != collect(calls, run, "products").digest
+    assert loaded.digest != collect(padded.calls, padded.run, "products").digest
     model(input_ids=ids)
-    assert not any(module._forward_pre_hooks for module in linears.values())
+    assert not any(module._forward_pre_hooks for module in padded.linears.values())
 
 
 def test_padding_is_left_out_of_shared_experts_too(tmp_path: Path) -> None:
     """Their layer gets all rows as one."""
-    checkpoint = Checkpoint.open(TINY["qwen2_moe"][0](tmp_path / "model"))
-    model = checkpoint.model(torch.float32)
-    calls = ExpertCalls(model, checkpoint.family, checkpoint.spec)
-    ids = torch.randint(4, 30, (3, 11), generator=torch.Generator().manual_seed(0))
-    real = torch.arange(11) < torch.tensor([[11], [4], [9]])
-
-    def run() -> None:
-        with calls.only(real):
-            model(input_ids=ids)
-
-    linears = linears_of(model, checkpoint.description, weighed(checkpoint.spec))
-    found = collect(calls, run, "products", linears)
-    shared = [name for name in linears if ".shared." in name]
+    padded = Padded(TINY["qwen2_moe"][0](tmp_path / "model"))
+    found = collect(padded.calls, padded.run, "products", padded.linears)
+    shared = [name for name in padded.linears if ".shared." in name]
     assert shared
     for name in shared:
         seen = found.beside(name)
