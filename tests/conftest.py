@@ -37,8 +37,8 @@ settings.load_profile("repeatable")
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Puts the many small files of fast tests into memory: to sync and delete them takes a drive minutes."""
-    if config.option.markexpr == "not slow" and _takes_direct_reads(MEMORY):
+    """Puts the many small files of tests into memory: to sync and delete them takes a drive minutes."""
+    if config.option.markexpr in ("not slow", "slow") and _takes_direct_reads(MEMORY):
         os.environ.setdefault("PYTEST_DEBUG_TEMPROOT", str(MEMORY))
 
 

@@ -99,7 +99,7 @@ def code_pairs() -> CodePairs | None:
     def coded(code: PairCode, pairs: Pairs, state: int) -> int:
         inputs, columns = pairs.moved.shape
         many = columns + pairs.look
-        room = np.empty(4 * (5120 + 3 * many) + (many * 4096 >> code.step), np.uint8)
+        room = np.empty(8 * many + (8 + many) * (4096 >> code.step), np.uint8)
         addresses = (
             pairs.values, pairs.factor, pairs.scale, pairs.weight, code.first, code.second, pairs.coded, pairs.moved,
             pairs.states, room,

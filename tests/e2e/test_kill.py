@@ -89,14 +89,14 @@ def test_a_killed_conversion_resumes_to_the_same_bytes(undisturbed: Undisturbed,
 
 
 @pytest.mark.slow
-def test_killed_at_twenty_moments_it_resumes_to_the_same_bytes(undisturbed: Undisturbed, tmp_path: Path) -> None:
+def test_killed_at_ten_moments_it_resumes_to_the_same_bytes(undisturbed: Undisturbed, tmp_path: Path) -> None:
     killed = 0
-    for place, moment in enumerate(moments(20, seed=2)):
+    for place, moment in enumerate(moments(10, seed=2)):
         root = tmp_path / str(place)
         root.mkdir()
         killed += kill_and_resume(undisturbed, root, moment)
         shutil.rmtree(root)
-    assert killed >= 15, "most of the runs were over before they were killed"
+    assert killed >= 7, "most of the runs were over before they were killed"
 
 
 @pytest.mark.slow

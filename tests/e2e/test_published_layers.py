@@ -41,11 +41,15 @@ class SharedWeights:
     def run(
         self, at: LayerKey, hidden: F32, experts: npt.NDArray[np.int64], weights: F32, out: F32, x: F32
     ) -> None:  # fmt: skip
-        for number in sorted({*experts.ravel().tolist()} - {-1}):
+        chosen = {*experts.ravel().tolist()} - {-1}
+        self.chosen |= chosen
+        if self.backend.widens:  # each call unpacks its experts: one call for all of them
+            experts, weights = np.zeros((len(experts), 1), np.int64), (weights * (experts >= 0)).sum(1, keepdims=True)
+            chosen = {0} if chosen else set()
+        for number in sorted(chosen):
             taken = experts == number
             tokens = np.flatnonzero(taken.any(1)).astype(np.int32)
             self.backend.mixture([self.expert], [len(tokens)], tokens, weights[taken], hidden, out, self.ffn)
-            self.chosen.add(number)
 
 
 def views(spec: ModelSpec) -> dict[str, ProjectionView]:

@@ -21,10 +21,10 @@ from tests.shapes import every
 
 REQUESTS = [(1, 300), (7, 150), (40, 40), (120, 20), (130, 260), (64, 1), (100, 200), (3, 29)]
 """Tokens of a prompt, and new ones: 1000 of them in all."""
-ROUNDS = 20
+ROUNDS = 10
 WIDTHS = (2, 4, 8, 3, 16)
 LOADERS = 3
-MOST_GROWTH_BYTES = 4_000_000
+MOST_GROWTH_BYTES = 2_500_000
 
 
 @dataclass(frozen=True)
@@ -114,11 +114,11 @@ def pack(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.mark.slow
 @pytest.mark.skipif(sys.platform != "linux", reason="counts what /proc tells")
-def test_20000_tokens_in_little_memory(pack: Path) -> None:
+def test_thousands_of_tokens_in_little_memory(pack: Path) -> None:
     done = alone(soak, pack, alone(write_all, pack))  # so that the peak is its own
     stats, first, last = done.stats, done.rounds[0], done.rounds[-1]
     print(*done.rounds, *stats.lines(), sep="\n")
-    assert stats.new_tokens == 20_000
+    assert stats.new_tokens == 1000 * ROUNDS
     assert done.wrong == []
     assert last.others_bytes - first.others_bytes < MOST_GROWTH_BYTES
     assert (last.threads, last.files) == (first.threads, first.files)

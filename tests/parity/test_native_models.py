@@ -56,7 +56,7 @@ def stepped(model: Model, ids: list[int], target: list[int]) -> F32:
 def test_few_bits_are_off_by_the_rounding_of_activations(tiny: Tiny, family: str, name: str, bits: int) -> None:
     pack, shares = tiny.pack(family, name, bits), []
     (reference, leader), (native, follower) = open_model(pack), open_model(pack, open_backend())
-    for ids, target in sequences(name, 5):
+    for ids, target in sequences(name, 4):
         expected = forward(reference, ids, target)
         follower.given, leader.decided = leader.decided, []
         found = forward(native, ids, target)
@@ -80,7 +80,7 @@ def test_16_bits_are_the_reference(tiny: Tiny, family: str, name: str, run: Call
     pack = tiny.pack(family, name)
     (reference, leader), (native, follower) = open_model(pack), open_model(pack, open_backend())
     jumps = pack.manifest.model.moe.router.score == "sparsemixer"
-    for ids, target in sequences(name, 6)[1::2]:
+    for ids, target in sequences(name, 4)[1::2]:
         leader.decided = []
         expected = run(reference, ids, target)
         follower.given = leader.decided if jumps else []

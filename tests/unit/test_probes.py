@@ -108,11 +108,11 @@ def assert_equal(found: Scores, expected: Scores, near_ties: int, what: object) 
     ("case", "dense_bits"),
     [(case, None) for case in CASES] + [("switch writes", 4), ("switch, untied head", 3), ("olmoe", 3)],
 )
-@pytest.mark.parametrize("every", [7, pytest.param(1, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("every", [7, pytest.param(2, marks=pytest.mark.slow)])
 def test_probes_equal_full_evaluations_of_every_expert(
     case: str, dense_bits: int | None, every: int, tiny_model: TinyModel
 ) -> None:
-    """Of most experts at one of the patterns; the slow test has all of them."""
+    """Of most experts at one of the patterns; the slow test has half of all of them."""
     family, variant, samples, metric = CASES[case]
     trial = trial_of(tiny_model(family, variant), dense_bits)
     [scorer] = scorers(trial, samples, metric, max_new_tokens=6)
@@ -133,7 +133,7 @@ def test_probes_equal_full_evaluations_of_every_expert(
         rewritten += expected.outputs != base.outputs
     assert moved > len(probes) / 4, "hardly any probe changed anything: little was tested"
     assert rewritten > 5 / every or not scorer.metric.generates, "hardly any output changed: little was tested"
-    spare = 1 if every == 1 else 1.3  # few probes share a pass
+    spare = 1.3  # few probes share a pass
     if not trial.spec.moe.chooses and not trial.spec.decoder[0].adds_experts:
         spare *= 1.5  # every row is computed again, and with the norm behind its network
     assert sum(one.flops for one in found) < spare * naive_flops

@@ -395,7 +395,7 @@ typedef struct {
     const float *first, *second;   /* [4096]: the values that a state stands for */
     float *coded, *moved;          /* as values; [inputs + ahead, columns] if they are improved */
     uint16_t *states;              /* [inputs / 2, columns], rows `stride` apart */
-    void *room;                    /* bytes: 4 (5120 + 3 (columns + look)) + (columns + look) 4096 >> step */
+    void *room;                    /* bytes: 8 (columns + look) + (8 + columns + look) (4096 >> step) */
     int64_t stride, across;
     int32_t inputs, ahead, columns, look, step, state, improves;
 } moert_trellis;
