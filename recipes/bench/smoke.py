@@ -2,10 +2,10 @@
 
 The runs are too short for figures that mean anything. The exit status is 1 if a bench does not run.
 
-Everything happens in build/smoke, a folder with links to this checkout and with recipes that convert on a little text,
-so that no result and no pack of a whole run is touched. If only the environment of llama.cpp is built and not its
-library, as in continuous integration, its programs start in their own Python and must reach that library. A bench
-whose other peers were not built is skipped, with a line that says so.
+Everything happens in build/smoke, in two folders with links to this checkout and with recipes that convert on a little
+text, so that no result and no pack of a whole run is touched; a bench runs in each. If only the environment of
+llama.cpp is built and not its library, as in continuous integration, its programs start in their own Python and must
+reach that library. A bench whose other peers were not built is skipped, with a line that says so.
 """
 
 from __future__ import annotations
@@ -18,7 +18,9 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from queue import SimpleQueue
 
 from recipes.bench.program import as_program
 from tests.cgroups import missing
@@ -28,6 +30,7 @@ FOLDER = ROOT / "build/smoke"
 PACK = ROOT / "tests/golden/tiny.pack"
 LLAMA_FOLDER = ROOT / "build/peers/llama"
 SHARED = ("data", "peers")  # of build
+AT_ONCE = 2
 SMALL = {
     "samples": 8, "sweep_samples": 2, "heldout_samples": 8, "context": 32, "loss": '"95%"', "bits": "[4]",
     "quantizer": '"channel"',
@@ -35,8 +38,8 @@ SMALL = {
 """What recipes say instead."""
 NO_LIBRARY = "Shared library with base name 'llama' not found"
 PEER = re.compile(r"llama|Q[24]_K")
-MOST_S = 600
-"""Of one bench: several times what it takes on two quiet cores."""
+MOST_S = 900
+"""Of one bench: several times what it takes beside another one on two quiet cores."""
 
 
 def benches(makefile: str) -> dict[str, str]:
@@ -52,20 +55,19 @@ def unbuilt(makefile: str, target: str) -> list[str]:
     return [each for each in wanted if not (LLAMA_FOLDER.parent / each).exists()]
 
 
-def prepare() -> None:
-    """Makes the folder anew."""
-    shutil.rmtree(FOLDER, ignore_errors=True)
-    (FOLDER / "build").mkdir(parents=True)
-    (FOLDER / "recipes").mkdir()
+def prepare(folder: Path) -> None:
+    """Fills a folder."""
+    (folder / "build").mkdir(parents=True)
+    (folder / "recipes").mkdir()
     for path in [each for each in ROOT.iterdir() if each.name not in ("build", "recipes", ".venv")]:
-        (FOLDER / path.name).symlink_to(path)
+        (folder / path.name).symlink_to(path)
     for name in SHARED:
-        (FOLDER / "build" / name).symlink_to(ROOT / "build" / name)
+        (folder / "build" / name).symlink_to(ROOT / "build" / name)
     for path in (ROOT / "recipes").iterdir():
         if path.suffix == ".toml":
-            (FOLDER / "recipes" / path.name).write_text(smaller(path.read_text(encoding="utf-8")), encoding="utf-8")
+            (folder / "recipes" / path.name).write_text(smaller(path.read_text(encoding="utf-8")), encoding="utf-8")
         else:
-            (FOLDER / "recipes" / path.name).symlink_to(path)
+            (folder / "recipes" / path.name).symlink_to(path)
 
 
 def smaller(recipe: str) -> str:
@@ -76,20 +78,20 @@ def smaller(recipe: str) -> str:
     return recipe
 
 
-def ran(module: str, *arguments: str) -> subprocess.CompletedProcess[str]:
-    """Runs a module of the checkout in the folder."""
-    command = [sys.executable, "-m", module, *arguments, "--smoke"]
-    return subprocess.run(command, cwd=FOLDER, capture_output=True, text=True, timeout=MOST_S)
+def ran(module: str, folder: Path) -> subprocess.CompletedProcess[str]:
+    """Runs a module of the checkout in a folder."""
+    command = [sys.executable, "-m", module, "--smoke"]
+    return subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=MOST_S)
 
 
-def faults(module: str, without_library: bool) -> list[str]:
-    """Runs a bench and returns what was wrong with it, in lines."""
-    before = set((FOLDER / "build/bench").glob("*.json"))
+def faults(module: str, folder: Path, without_library: bool) -> list[str]:
+    """Runs a bench in a folder and returns what was wrong with it, in lines."""
+    before = set((folder / "build/bench").glob("*.json"))
     try:
-        done = ran(module)
+        done = ran(module, folder)
     except subprocess.TimeoutExpired:
         return [f"still runs after {MOST_S} s"]
-    results = set((FOLDER / "build/bench").glob("*.json")) - before
+    results = set((folder / "build/bench").glob("*.json")) - before
     failed = [
         each for path in results for each in json.loads(path.read_text())["context"]["settings"].get("failed", [])
     ]
@@ -118,25 +120,38 @@ def main(asked: Sequence[str]) -> int:
     without_library = not (LLAMA_FOLDER / ".built").exists()
     found = list(peer_faults()) if without_library and LLAMA_FOLDER.exists() else []
     makefile, started = (ROOT / "Makefile").read_text(encoding="utf-8"), time.monotonic()
-    prepare()
-    done = ran("recipes.demo")
+    shutil.rmtree(FOLDER, ignore_errors=True)
+    folders = [FOLDER / str(number) for number in range(AT_ONCE)]
+    for folder in folders:
+        prepare(folder)
+    done = ran("recipes.demo", folders[0])
     if done.returncode:
         raise SystemExit(f"the demo: {done.stderr.strip()[-2000:]}")
+    for folder in folders[1:]:
+        shutil.copytree(folders[0] / "build/demo", folder / "build/demo")
     say("the demo", started)
-    lacking = missing(reads=FOLDER)
-    for target, module in benches(makefile).items():
-        if asked and target not in asked:
-            continue
+    lacking, free = missing(reads=FOLDER), SimpleQueue[Path]()
+    for folder in folders:
+        free.put(folder)
+
+    def lines(target: str, module: str) -> list[str]:
+        """Runs a bench in a folder that is free, prints how it went, and returns what was wrong with it."""
         if lacking and "tests.cgroups" in (ROOT / f"{module.replace('.', '/')}.py").read_text(encoding="utf-8"):
             print(f"{target}: skipped, {lacking}", flush=True)
-            continue
+            return []
         if peers := unbuilt(makefile, target):
             print(f"{target}: skipped, its peers are not built ({', '.join(peers)})", flush=True)
-            continue
-        begun = time.monotonic()
-        wrong = faults(module, without_library)
+            return []
+        folder, begun = free.get(), time.monotonic()
+        wrong = faults(module, folder, without_library)
+        free.put(folder)
         say(f"{target}: {'; '.join(wrong) or 'runs'}", begun)
-        found += [f"{target}: {line}" for line in wrong]
+        return [f"{target}: {line}" for line in wrong]
+
+    wanted = {target: module for target, module in benches(makefile).items() if not asked or target in asked}
+    with ThreadPoolExecutor(AT_ONCE) as pool:
+        for some in pool.map(lines, wanted, wanted.values()):
+            found += some
     say(f"all; llama.cpp {'as far as to its library, which is not built' if without_library else 'too'}", started)
     for line in found:
         print(f"make bench-smoke: {line}", file=sys.stderr)

@@ -534,21 +534,19 @@ def test_only_what_lacks_llamas_library_may_fail(
     failed: list[str], code: int, without_library: bool, wrong: list[str],
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
 ) -> None:  # fmt: skip
-    def ran(module: str) -> subprocess.CompletedProcess[str]:
-        out = tmp_path / "build/bench/some.json"
+    def ran(module: str, folder: Path) -> subprocess.CompletedProcess[str]:
+        out = folder / "build/bench/some.json"
         out.parent.mkdir(parents=True)
         out.write_text(json.dumps({"context": {"settings": {"failed": failed}}, "rows": []}))
         return subprocess.CompletedProcess([], code, "", "said")
 
-    monkeypatch.setattr(smoke, "FOLDER", tmp_path)
     monkeypatch.setattr(smoke, "ran", ran)
-    assert smoke.faults("some", without_library) == wrong
+    assert smoke.faults("some", tmp_path, without_library) == wrong
 
 
 def test_a_bench_without_a_result_is_a_fault(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(smoke, "FOLDER", tmp_path)
-    monkeypatch.setattr(smoke, "ran", lambda module: subprocess.CompletedProcess([], 2, "", "no safetensors"))
-    assert smoke.faults("some", False) == ["exit status 2, no result: no safetensors"]
+    monkeypatch.setattr(smoke, "ran", lambda module, folder: subprocess.CompletedProcess([], 2, "", "no safetensors"))
+    assert smoke.faults("some", tmp_path, False) == ["exit status 2, no result: no safetensors"]
 
 
 def test_sizes_are_small_where_it_is_asked_for_and_the_flag_is_taken() -> None:
