@@ -128,7 +128,7 @@ def main(asked: Sequence[str]) -> int:
     if done.returncode:
         raise SystemExit(f"the demo: {done.stderr.strip()[-2000:]}")
     for folder in folders[1:]:
-        shutil.copytree(folders[0] / "build/demo", folder / "build/demo")
+        shutil.copytree(folders[0] / "build" / "demo", folder / "build" / "demo")
     say("the demo", started)
     lacking, free = missing(reads=FOLDER), SimpleQueue[Path]()
     for folder in folders:
