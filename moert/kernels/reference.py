@@ -146,9 +146,8 @@ def _plane(packed: npt.NDArray[np.uint8], width: int, n: int, unit: float) -> F3
     """Returns the codes of a packed plane [out, bytes], [out, n] in float32, each times `unit`."""
     if width == 8:
         return packed[:, :n].astype(np.float32)
-    wide: F32 = np.take(_table(width, unit), packed, axis=0).reshape(
-        packed.shape[0], -1
-    )  # six times as fast as [packed]
+    table = _table(width, unit)
+    wide: F32 = np.take(table, packed, axis=0).reshape(packed.shape[0], -1)  # six times as fast as table[packed]
     return wide if wide.shape[1] == n else np.ascontiguousarray(wide[:, :n])
 
 
