@@ -129,7 +129,7 @@ class Builder:
         if join is not None and join.after is not None:
             norms["after"] = self.norm(join.after, f"{name}.mixer_after")
         tensors = list(part.tensors(at, 1))
-        inner = part.norm if isinstance(part, Latent) else _like(layer.norm)
+        inner = part.norm if isinstance(part, Latent) else _like(layer.inner_norm)
         norms |= {each: self.norm(inner, f"{at}.{each}_norm") for each in _named(tensors, at, "_norm.weight")}
         matrices = {each: self.matrix(f"{at}.{each}") for each in _named(tensors, at, ".weight") if "_norm" not in each}
         sinks = self.floats(f"{at}.sinks") if isinstance(part, Attention) and part.sinks else None

@@ -69,6 +69,11 @@ class Layer:
         return None if self.attention is None else self.attention.buckets
 
     @property
+    def inner_norm(self) -> Norm | None:
+        """Returns the norm whose eps those of heads have: the layer's or, without one, that behind its mixer."""
+        return self.norm or self.mixer_join.after
+
+    @property
     def adds_experts(self) -> bool:
         """Returns whether the experts' output is added to the stream as it is, but for a factor."""
         experts = self.ffn
@@ -113,17 +118,16 @@ class Layer:
                 yield "attention to the encoder's output has positions, which that output has not"
             if self.cross.window is not None or self.cross.chunk is not None:
                 yield "attention to the encoder's output has a window, and all of it is before every token"
-        if self.norm is None and self._borrows:
+        own = isinstance(self.ffn, Experts) and self.ffn.router.own_norm
+        if (own and self.norm is None) or (self._norms_heads and self.inner_norm is None):
             yield "a part of a layer has norms with the eps of the layer's, which it has not"
         if self.positions is not None and self.positions.skips_pad:
             yield "the positions of a layer skip the pad token, which only those of a stack do"
 
     @property
-    def _borrows(self) -> bool:
-        """Returns whether a part has norms that take their eps from the layer's."""
+    def _norms_heads(self) -> bool:
         heads = [each for each in (self.mixer, self.cross) if isinstance(each, Attention)]
-        own = isinstance(self.ffn, Experts) and self.ffn.router.own_norm
-        return own or any(each.qk_norm is not None or each.v_norm for each in heads)
+        return any(each.qk_norm is not None or each.v_norm for each in heads)
 
 
 @dataclass(frozen=True)

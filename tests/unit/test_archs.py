@@ -80,14 +80,21 @@ def check_names_and_shapes(described: Description, path: Path) -> None:
 def check_frequencies(described: Description, model: Any) -> None:
     [module] = [module for module in model.modules() if "RotaryEmbedding" in type(module).__name__] or [None]
     ours = [value for name, value in described.computed.items() if name.startswith("rope.")]
-    theirs = (
-        [] if module is None else [b for name, b in module.named_buffers() if not name.endswith("original_inv_freq")]
-    )
+    theirs = [] if module is None else [
+        (b, module.config.rope_parameters.get("short_mscale") or _factor(module, name))
+        for name, b in module.named_buffers() if not name.endswith("original_inv_freq")
+    ]  # fmt: skip
     assert len(described.spec.ropes) == len(ours) == len(theirs)
     for rope, mine in zip(described.spec.ropes, ours, strict=True):
-        assert any(mine.shape == each.shape and np.allclose(mine, each, rtol=_ROUNDED, atol=0) for each in theirs)
-        factor = module.config.rope_parameters.get("short_mscale") or getattr(module, "attention_scaling", 1.0)
-        assert rope.factor == factor
+        assert any(
+            mine.shape == each.shape and np.allclose(mine, each, rtol=_ROUNDED, atol=0) and rope.factor == factor
+            for each, factor in theirs
+        )
+
+
+def _factor(module: Any, frequencies: str) -> float:
+    """The factor of the features that these frequencies turn."""
+    return float(getattr(module, f"{frequencies.removesuffix('inv_freq')}attention_scaling", 1.0))
 
 
 def test_loaded_experts_are_views_of_the_stored_ones(tiny: tuple[str, Path]) -> None:

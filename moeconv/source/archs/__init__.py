@@ -20,7 +20,7 @@ from moeconv.source.archs.deepseek import (
     Mistral4,
     SolarOpen,
 )
-from moeconv.source.archs.dense import Gemma3, Gemma3Text, Llama, Mistral, Phi3, Qwen2, Qwen3, SmolLM3
+from moeconv.source.archs.dense import Gemma3, Gemma3Text, Llama, Mistral, Olmo2, Olmo3, Phi3, Qwen2, Qwen3, SmolLM3
 from moeconv.source.archs.description import Description
 from moeconv.source.archs.family import Family
 from moeconv.source.archs.gemma4 import Gemma4, Gemma4Text
@@ -32,7 +32,17 @@ from moeconv.source.archs.llama4 import Llama4, Llama4Text
 from moeconv.source.archs.mimo import MiMoV2Flash
 from moeconv.source.archs.nllb_moe import NllbMoe
 from moeconv.source.archs.opt import Opt
-from moeconv.source.archs.plain import Afmoe, Ernie45Moe, HunyuanV1Moe, MiniMaxM2, MiniMaxM3Vl, Mixtral, Olmoe, Phimoe
+from moeconv.source.archs.plain import (
+    Afmoe,
+    Ernie45Moe,
+    FlexOlmo,
+    HunyuanV1Moe,
+    MiniMaxM2,
+    MiniMaxM3Vl,
+    Mixtral,
+    Olmoe,
+    Phimoe,
+)
 from moeconv.source.archs.qwen import Qwen2Moe, Qwen3Moe, Qwen3Next, Qwen3VlMoe, Qwen35Moe, Qwen35MoeText
 from moeconv.source.archs.switch import SwitchTransformers
 
@@ -46,7 +56,8 @@ FAMILIES: Mapping[str, Family] = {
         GraniteMoeShared(), Phimoe(), ExaoneMoe(), Llama4(), Llama4Text(), Gemma4(), Gemma4Text(), KimiK2(),
         Lfm2Moe(), NllbMoe(), Jamba(), Qwen3Next(), Qwen35Moe(), Qwen35MoeText(), GraniteMoeHybrid(),
         NemotronH(), GptsanJapanese(), Opt(), Llama(), Mistral(), Qwen2(), Qwen3(), SmolLM3(),
-        Phi3(), Gemma3(), Gemma3Text(), Qwen3VlMoe(), KimiK25(), Mistral4(), SolarOpen(), HyV3(), Afmoe(),
+        Phi3(), Gemma3(), Gemma3Text(), Olmo2(), Olmo3(), FlexOlmo(), Qwen3VlMoe(), KimiK25(), Mistral4(),
+        SolarOpen(), HyV3(), Afmoe(),
         DeepseekV32(), GlmMoeDsa(), MiMoV2Flash(), MiniMaxM3Vl(),
     )
 }  # fmt: skip
@@ -59,7 +70,6 @@ REFUSED: Mapping[str, str] = {
     "cohere2_moe": "packs have no layers whose attention and experts read the same input",
     "deepseek_v4": "packs have no streams mixed between layers (hyper-connections), and no keys of many tokens",
     "ernie4_5_vl_moe": "a pack holds one kind of experts, and it has others for images: take ERNIE 4.5 without images",
-    "flex_olmo": "packs have no layers that norm queries and keys, and not what these are made of",
     "glm5_next": "packs have no streams mixed between layers (hyper-connections)",
     "kimi_linear": "packs have no delta rules in which each feature decays by itself",
     "longcat_flash": "packs have no layers with two attentions, and no experts that return their input",

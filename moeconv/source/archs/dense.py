@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 from moeconv.source.archs.config import Config, text_settings
 from moeconv.source.archs.description import Description, Names, Place, Source, decoder, in_one, limited, named, rows
 from moeconv.source.archs.family import Family
+from moeconv.source.archs.plain import NORMS_BEHIND
 from moert.pack.codec import F32
 from moert.pack.model_spec import ExpertKey, Head, Join, Layer, StackName, Tokens
 from moert.pack.parts import Attention, Experts, Ffn, Norm, Rope, Router
@@ -39,6 +40,10 @@ class Dense(Family):
         """Returns the attention of each layer. Raises UnsupportedModel."""
         raise NotImplementedError
 
+    def layer(self, norm: Norm, attention: Attention, network: Ffn) -> Layer:
+        """Returns a layer with its norms, which are all of one kind."""
+        return Layer(norm, attention, None, alone(network))
+
     def ropes(self, config: Config, dim: int) -> list[tuple[Rope, F32]]:
         """Returns the ropes and their frequencies, for heads of `dim` features. Raises UnsupportedModel."""
         return [config.rope(dim)]
@@ -52,7 +57,7 @@ class Dense(Family):
         bias = self.biased and bool(config.get("mlp_bias"))
         norm, network = Norm(config.get("rms_norm_eps")), config.network("intermediate_size", bias=bias)
         attentions = self.attentions(config)
-        layers = [Layer(norm, attention, None, alone(network)) for attention in attentions]
+        layers = [self.layer(norm, attention, network) for attention in attentions]
         names, ropes = self.names(config, attentions[0], network), self.ropes(config, attentions[0].dim)
         return decoder(self.model_type, config, tokens, layers, names, ropes)
 
@@ -141,6 +146,45 @@ class SmolLM3(Dense):
             config.attention(biases=biases, window=window, rope=0 if turns else None)
             for window, turns in zip(config.windows(), turned, strict=True)
         ]
+
+
+class Olmo2(Dense):
+    """OLMo 2: queries and keys normed as a whole, norms behind attention and network, and none before."""
+
+    model_type = "olmo2"
+    model_class = "Olmo2ForCausalLM"
+
+    def attentions(self, config: Config) -> Sequence[Attention]:
+        biases = config.biases("attention_bias", "qkvo")
+        return _in_all_layers(config, config.attention(qk_norm="whole", biases=biases))
+
+    def layer(self, norm: Norm, attention: Attention, network: Ffn) -> Layer:
+        return Layer(None, attention, None, alone(network), Join(norm), Join(norm))
+
+    def names(self, config: Config, attention: Attention, network: Ffn) -> Names:
+        return replace(super().names(config, attention, network), inside=NORMS_BEHIND)
+
+
+class Olmo3(Olmo2):
+    """OLMo 3: as OLMo 2, with windows by layer; a rope for layers with a window, another for those without."""
+
+    model_type = "olmo3"
+    model_class = "Olmo3ForCausalLM"
+
+    def attentions(self, config: Config) -> Sequence[Attention]:
+        biases, turning = config.biases("attention_bias", "qkvo"), self._turning(config)
+        return [
+            config.attention(qk_norm="whole", biases=biases, window=window, rope=turning.index(kind))
+            for window, kind in zip(config.windows(), config.get("layer_types"), strict=True)
+        ]
+
+    def ropes(self, config: Config, dim: int) -> list[tuple[Rope, F32]]:
+        return [config.rope(dim, of=kind) for kind in self._turning(config)]
+
+    @staticmethod
+    def _turning(config: Config) -> list[str]:
+        """Returns the kinds of layers, each of which has a rope of its own."""
+        return list(dict.fromkeys(config.get("layer_types")))
 
 
 class Phi3(Dense):

@@ -337,7 +337,7 @@ def decoder(
         )
     if not any(isinstance(layer.ffn, Experts) for layer in layers):
         raise UnsupportedModel("config.json sets no layer with experts: a pack needs some")
-    names, norm = names or Names(), layers[0].norm
+    names, norm = names or Names(), layers[0].inner_norm
     if (attention := next((layer.attention for layer in layers if layer.attention is not None), None)) is None:
         raise UnsupportedModel("config.json sets no layer with attention: transformers writes no text with one")
     ropes = [config.rope(attention.turning)] if ropes is None else ropes

@@ -72,6 +72,25 @@ class Olmoe(Family):
         return decoder(self.model_type, config, tokens, [layer] * config.count("num_hidden_layers"))
 
 
+NORMS_BEHIND = {"mixer_after": "post_attention_layernorm", "ffn_after": "post_feedforward_layernorm"}
+
+
+class FlexOlmo(Family):
+    """FlexOlmo: as OLMoE, with norms behind attention and experts in place of those before."""
+
+    model_type = "flex_olmo"
+    model_class = "FlexOlmoForCausalLM"
+
+    def describe(self, config: Config, tokens: Tokens) -> Description:
+        attention = config.attention(qk_norm="whole", biases=config.biases("attention_bias", "qkvo"))
+        router = Router(config.count("num_experts_per_tok"), config.get("norm_topk_prob"), capacity=None)
+        experts = Experts(config.count("num_experts"), config.network("intermediate_size"), router)
+        behind = Join(Norm(config.get("rms_norm_eps")))
+        layer = Layer(None, attention, None, experts, behind, behind)
+        layers = [layer] * config.count("num_hidden_layers")
+        return decoder(self.model_type, config, tokens, layers, Names(NORMS_BEHIND))
+
+
 _CHOSEN = 2  # whatever num_experts_per_tok is
 
 
