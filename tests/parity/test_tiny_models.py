@@ -42,7 +42,7 @@ def test_logits_and_greedy_tokens_equal_those_of_transformers(tiny: Tiny, family
     assert runner.dropped > 0 or name != "small capacity"
     written = reference_greedy(reference, prompts[::EVERY], MAX_NEW)
     assert [greedy(model, ids, MAX_NEW) for ids in prompts[::EVERY]] == written
-    assert len({tuple(tokens) for tokens in written}) > len(written) // 2, (
+    assert len({tuple(tokens) for tokens in written}) >= len(written) // 2, (
         "the random model writes the same whatever it is asked: it proves nothing"
     )
 
