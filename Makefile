@@ -6,6 +6,8 @@ PY := $(VENV)/bin/python
 STAMP := $(VENV)/.installed
 RECIPES := recipes/g2p.toml recipes/wiki.toml
 NATIVE := moert/kernels/_native.so
+# Which of the tests that take minutes `make test-slow` runs.
+SLOW ?= slow
 # The tests of a file stay together: what they share is made once.
 AT_ONCE := -n 2 --dist loadfile
 # The native kernels and the program that tests them, as one program.
@@ -56,8 +58,8 @@ talk: setup  ## fetch a small published model, convert it at a 5% loss, and chat
 test: lint  ## lint, types and all tests that take seconds
 	$(PY) -m pytest -m "not slow" --durations=30 $(AT_ONCE)
 
-test-slow: setup  ## the tests that take minutes, some of them only as root (it is said which)
-	$(PY) -m pytest -m slow --durations=30 $(AT_ONCE)
+test-slow: setup  ## the tests that take minutes, some of them only as root (it is said which; SLOW="slow and not product": some)
+	$(PY) -m pytest -m "$(SLOW)" --durations=30 $(AT_ONCE)
 
 unchanged: setup  ## record in build/unchanged what a change of structure must leave alone: answers, packs, messages
 	$(PY) -m tests.unchanged record build/unchanged/$$(git rev-parse --short HEAD).json packs messages

@@ -38,7 +38,7 @@ settings.load_profile("repeatable")
 
 def pytest_configure(config: pytest.Config) -> None:
     """Puts the many small files of tests into memory: to sync and delete them takes a drive minutes."""
-    if config.option.markexpr in ("not slow", "slow") and _takes_direct_reads(MEMORY):
+    if config.option.markexpr and _takes_direct_reads(MEMORY):
         os.environ.setdefault("PYTEST_DEBUG_TEMPROOT", str(MEMORY))
 
 

@@ -1,4 +1,5 @@
-"""Products of parameters, thinned: `make test` runs few cases with every pair of values, the slow suite all others."""
+"""Products of parameters, thinned: `make test` runs few cases with every pair of values, the slow suite all others,
+which it marks as "product"."""
 
 from __future__ import annotations
 
@@ -9,6 +10,7 @@ from typing import Any
 
 import pytest
 
+OTHERS = [pytest.mark.slow, pytest.mark.product]
 Case = tuple[Any, ...]
 Facts = Callable[[Case], Iterable[Hashable]]
 
@@ -67,7 +69,7 @@ def thinned(
     return pytest.mark.parametrize(
         names,
         [
-            pytest.param(*case, marks=marks[at] + [pytest.mark.slow] * (at not in few), id=ids and ids(case))
+            pytest.param(*case, marks=marks[at] + OTHERS * (at not in few), id=ids and ids(case))
             for at, case in enumerate(cases)
         ],
         indirect=indirect,
@@ -78,8 +80,5 @@ def thinned_fixture(*axes: Iterable[str]) -> Callable[[Callable[..., Any]], Any]
     """Makes a fixture of a module, of the product of `axes`; cases beyond those that have every value are slow."""
     cases = list(product(*map(list, axes)))
     few = set(covering(cases, each))
-    params = [
-        pytest.param(case, marks=[pytest.mark.slow] * (at not in few), id="-".join(case))
-        for at, case in enumerate(cases)
-    ]
+    params = [pytest.param(case, marks=OTHERS * (at not in few), id="-".join(case)) for at, case in enumerate(cases)]
     return pytest.fixture(scope="module", params=params)

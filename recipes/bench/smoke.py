@@ -55,6 +55,11 @@ def unbuilt(makefile: str, target: str) -> list[str]:
     return [each for each in wanted if not (LLAMA_FOLDER.parent / each).exists()]
 
 
+def needs_demo(makefile: str, target: str) -> bool:
+    """Returns whether a bench reads the packs of the demo."""
+    return re.search(rf"^{target}:.*build/demo/", makefile, re.MULTILINE) is not None
+
+
 def prepare(folder: Path) -> None:
     """Fills a folder."""
     (folder / "build").mkdir(parents=True)
@@ -124,15 +129,20 @@ def main(asked: Sequence[str]) -> int:
     folders = [FOLDER / str(number) for number in range(AT_ONCE)]
     for folder in folders:
         prepare(folder)
-    done = ran("recipes.demo", folders[0])
-    if done.returncode:
-        raise SystemExit(f"the demo: {done.stderr.strip()[-2000:]}")
-    for folder in folders[1:]:
-        shutil.copytree(folders[0] / "build" / "demo", folder / "build" / "demo")
-    say("the demo", started)
     lacking, free = missing(reads=FOLDER), SimpleQueue[Path]()
     for folder in folders:
         free.put(folder)
+
+    def demo_faults() -> list[str]:
+        """Runs the demo in a folder that is free, copies its packs to the other one, and returns what was wrong."""
+        folder, begun = free.get(), time.monotonic()
+        done = ran("recipes.demo", folder)
+        if not done.returncode:
+            for other in set(folders) - {folder}:
+                shutil.copytree(folder / "build" / "demo", other / "build" / "demo")
+        free.put(folder)
+        say("the demo", begun)
+        return [f"the demo: {done.stderr.strip()[-2000:]}"] if done.returncode else []
 
     def lines(target: str, module: str) -> list[str]:
         """Runs a bench in a folder that is free, prints how it went, and returns what was wrong with it."""
@@ -142,16 +152,21 @@ def main(asked: Sequence[str]) -> int:
         if peers := unbuilt(makefile, target):
             print(f"{target}: skipped, its peers are not built ({', '.join(peers)})", flush=True)
             return []
+        if needs_demo(makefile, target) and demo.result():
+            return []
         folder, begun = free.get(), time.monotonic()
         wrong = faults(module, folder, without_library)
         free.put(folder)
         say(f"{target}: {'; '.join(wrong) or 'runs'}", begun)
         return [f"{target}: {line}" for line in wrong]
 
-    wanted = {target: module for target, module in benches(makefile).items() if not asked or target in asked}
+    wanted = [(target, module) for target, module in benches(makefile).items() if not asked or target in asked]
+    wanted.sort(key=lambda bench: needs_demo(makefile, bench[0]))  # what needs it comes after it
     with ThreadPoolExecutor(AT_ONCE) as pool:
-        for some in pool.map(lines, wanted, wanted.values()):
+        demo = pool.submit(demo_faults)
+        for some in pool.map(lambda bench: lines(*bench), wanted):
             found += some
+        found += demo.result()
     say(f"all; llama.cpp {'as far as to its library, which is not built' if without_library else 'too'}", started)
     for line in found:
         print(f"make bench-smoke: {line}", file=sys.stderr)

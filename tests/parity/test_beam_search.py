@@ -19,7 +19,7 @@ from moert.stats import RequestTimes
 from tests.kept_keys import WideKeys
 from tests.open_gate import OpenGate
 
-MAX_NEW, RETURNED, MANY, FEW = 24, 3, 15, 2
+MAX_NEW, RETURNED, MANY, FEW = 24, 3, 10, 1
 SETTINGS: dict[str, dict[str, Any]] = {
     "plain": {"beams": 4},
     "penalty": {"beams": 4, "length_penalty": 0.4, "early_stopping": True},

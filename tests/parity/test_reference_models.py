@@ -17,7 +17,7 @@ from moert.engine.engine import Engine
 from moert.engine.generation import GenerationSettings
 
 ROOT = Path(__file__).resolve().parents[2]
-PROMPTS, FEW, MAX_NEW, PROMPT_TOKENS = 100, 10, 24, 48
+PROMPTS, FEW, MAX_NEW, PROMPT_TOKENS = 40, 10, 24, 48
 
 
 def model_folder(name: str) -> Path:
