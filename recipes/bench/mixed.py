@@ -35,7 +35,7 @@ from recipes.bench.sized import sized
 
 FOLDER = Path("build/bench/mixed")
 MODELS = sized(("wiki", "wikids"), ("wiki",))
-EXPERTS = (16, 4, 3, 2)
+EXPERTS = sized((16, 4, 3, 2), (16, 4))
 NARROWER = sized((8, 4, 3, 2), (4,))
 ATTENTION, ALL = "attention", "all"
 MB = 1e6
