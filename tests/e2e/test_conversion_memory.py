@@ -44,7 +44,7 @@ def test_a_model_that_does_not_fit_is_converted_and_profiled_in_its_memory(on_a_
     chance, text, pack = random.Random(0), on_a_drive / "text.jsonl", on_a_drive / "m.pack"
     text.write_text("".join(json.dumps({"text": words(chance, 40)}) + "\n" for _ in range(150)))
     said, kills = in_the_group(
-        "quantize", str(model), "--out", str(pack), "--calib", str(text), "--bits-per-weight", "3", "--bits", "2,16",
+        "quantize", str(model), "--out", str(pack), "--calib", str(text), "--bits-per-weight", "3", "--bits", "2,4",
         "--context", "64", "--samples", "16", "--tune", "sweep-samples=8", "--tune", "heldout-samples=8",
     )  # fmt: skip
     assert kills == 0
