@@ -106,6 +106,15 @@ def features(case: tuple[Any, ...]) -> Iterator[Any]:
         yield kin, place, value
 
 
+def families(case: tuple[Any, ...]) -> Iterator[Any]:
+    """Yields the family of a case that begins with a variant, and the file of the family's class with each of the
+    case's other values: for tests of a mechanism that another test, which tries every setting, rests on."""
+    family, _, *others = case
+    yield family
+    for place, value in enumerate(others):
+        yield type(FAMILIES[family]).__module__, place, value
+
+
 def _kind(value: Any) -> Any:
     if isinstance(value, dict):
         return value.get("rope_type")

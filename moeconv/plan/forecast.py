@@ -17,6 +17,7 @@ from moeconv.plan.outlook import (
     Host,
     Mixture,
     Parameters,
+    backbone_bytes,
     compared_widths,
     dense_bits_of,
     mixture,
@@ -384,7 +385,8 @@ def prospect(
     source's 16 bits)."""
     quantization, names = quantization_of(storage, dense), spec.moe.ffn.projections
     widths = {bits: dict.fromkeys(names, bits) for bits in (mixed.low, mixed.high)}
-    fit = Fit.of(spec, quantization, lambda key: widths[mixed.width(key)], wide, host)
+    backbone = backbone_bytes(spec, quantization, wide)
+    fit = Fit.of(spec, quantization, lambda key: widths[mixed.width(key)], backbone, host)
     return Prospect(mixed, dense_bits_of(dense), fit, _work(spec, storage, mixed, quantization, fit))
 
 

@@ -75,7 +75,12 @@ def outlooks(
 ) -> list[Outlook]:
     """Returns an outlook for each way to store the matrices outside the experts, and each width. `wide`: the tensors
     that have 32 bits whatever the source has."""
-    return [_outlook(spec, storage, bits, dense, wide, host) for dense in denses for bits in compared_widths(storage)]
+    found = []
+    for dense in denses:
+        quantization = quantization_of(storage, dense)
+        backbone = backbone_bytes(spec, quantization, wide)
+        found += [_outlook(spec, quantization, bits, backbone, host) for bits in compared_widths(storage)]
+    return found
 
 
 def compared_widths(storage: Storage) -> tuple[Width, ...]:
@@ -99,11 +104,11 @@ class Fit:
     @classmethod
     def of(
         cls, spec: ModelSpec, quantization: Quantization, widths: Callable[[ExpertKey], Mapping[str, Width]],
-        wide: Collection[str], host: Host,
+        backbone: int, host: Host,
     ) -> Fit:  # fmt: skip
-        """Returns the fit of a pack with experts at their `widths`, beside a prompt of PROMPT_TOKENS and NEW_TOKENS
-        more."""
-        backbone, files = backbone_bytes(spec, quantization, wide), expert_files(spec, quantization, widths)
+        """Returns the fit of a pack with experts at their `widths` and a backbone's file of `backbone` bytes, beside a
+        prompt of PROMPT_TOKENS and NEW_TOKENS more."""
+        files = expert_files(spec, quantization, widths)
         budget = Budget.sized(spec, backbone, files, host.widened, host.thread_bytes)
         budget = replace(budget, tokenizer=vocabulary_takes(spec.vocab_size))
         request = Footprint(spec, host.widened).request([Load(PROMPT_TOKENS, NEW_TOKENS)])
@@ -140,18 +145,17 @@ def room_share(
 ) -> float:  # fmt: skip
     """Returns the share of all experts, each with its `widths`, that stays in memory where moert gets `memory_bytes`:
     see Fit."""
-    return Fit.of(spec, quantization, widths, wide, host).room_share(memory_bytes)
+    return Fit.of(spec, quantization, widths, backbone_bytes(spec, quantization, wide), host).room_share(memory_bytes)
 
 
 def _outlook(
-    spec: ModelSpec, storage: Storage, bits: Width, dense: Dense | None, wide: Collection[str], host: Host
+    spec: ModelSpec, quantization: Quantization, bits: Width, backbone: int, host: Host
 ) -> Outlook:
-    quantization = quantization_of(storage, dense)
     widths = dict.fromkeys(spec.moe.ffn.projections, bits)
-    fit = Fit.of(spec, quantization, lambda key: widths, wide, host)
+    fit = Fit.of(spec, quantization, lambda key: widths, backbone, host)
     return Outlook(
         bits=bits,
-        dense_bits=dense_bits_of(dense),
+        dense_bits=dense_bits_of(quantization.dense),
         pack_bytes=fit.pack_bytes,
         backbone_bytes=fit.backbone_bytes,
         expert_bytes=fit.largest_bytes,
@@ -174,13 +178,13 @@ def expert_files(
     spec: ModelSpec, quantization: Quantization, widths: Callable[[ExpertKey], Mapping[str, Width]]
 ) -> dict[LayerKey, list[int]]:
     """Returns the bytes of each expert's file: at the same widths they differ at most by the length of its name."""
-    page, known = choose_page_bytes(spec), dict[tuple[Width, ...], int]()
+    page, known = choose_page_bytes(spec), dict[tuple[int, ...], int]()
     files: dict[LayerKey, list[int]] = {}
     for at, experts in spec.experts.items():
-        sizes = files[at] = []
+        sizes, name = files.setdefault(at, []), len(str(at))
         for key in map(at.expert, range(experts.n)):
             bits = widths(key)
-            alike = (len(str(key)), *bits.values())
+            alike = (name, len(str(key.expert)), *bits.values())
             if alike not in known:
                 layout = expert_layout(spec, key, bits, quantization.coding, page, quantization.neurons)
                 known[alike] = layout.file_bytes

@@ -14,7 +14,7 @@ import pytest
 import torch
 from hypothesis import assume, given
 from hypothesis import strategies as st
-from tiny import TINY, VARIANTS, VOCAB, features, transformers_model, variant_id
+from tiny import TINY, VARIANTS, VOCAB, families, features, transformers_model, variant_id
 from tokenizers import Tokenizer as Library
 from tokenizers import processors
 from trials import pairs, questions, running, scorers, trial_of, words
@@ -172,7 +172,7 @@ def test_a_substitute_stands_in_for_its_rows_alone(tiny_model: TinyModel) -> Non
 # Stacks and head ------------------------------------------------------------------------------------------------------
 
 
-@thinned("family, variant", DEEP, facts=features, ids=variant_id)
+@thinned("family, variant", DEEP, facts=families, ids=variant_id)
 @torch.inference_mode()
 def test_a_stack_goes_on_from_any_layer(family: str, variant: str, tiny_model: TinyModel) -> None:
     trial = trial_of(tiny_model(family, variant))
