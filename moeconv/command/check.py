@@ -22,7 +22,8 @@ from moeconv.quantizers import codes_of, group_size_of
 from moeconv.report.page import many, size
 from moeconv.source.checkpoint import Checkpoint
 from moeconv.source.gguf.folder import is_gguf
-from moeconv.source.outline import CONFIG, Outline, features, find
+from moeconv.source.hub import find
+from moeconv.source.outline import CONFIG, Outline, features
 from moeconv.source.tensors import FileTensors, has_weights
 from moert.pack.codec import Width
 from moert.pack.model_spec import ModelSpec

@@ -148,9 +148,7 @@ def room_share(
     return Fit.of(spec, quantization, widths, backbone_bytes(spec, quantization, wide), host).room_share(memory_bytes)
 
 
-def _outlook(
-    spec: ModelSpec, quantization: Quantization, bits: Width, backbone: int, host: Host
-) -> Outlook:
+def _outlook(spec: ModelSpec, quantization: Quantization, bits: Width, backbone: int, host: Host) -> Outlook:
     widths = dict.fromkeys(spec.moe.ffn.projections, bits)
     fit = Fit.of(spec, quantization, lambda key: widths, backbone, host)
     return Outlook(
@@ -178,7 +176,7 @@ def expert_files(
     spec: ModelSpec, quantization: Quantization, widths: Callable[[ExpertKey], Mapping[str, Width]]
 ) -> dict[LayerKey, list[int]]:
     """Returns the bytes of each expert's file: at the same widths they differ at most by the length of its name."""
-    page, known = choose_page_bytes(spec), dict[tuple[int, ...], int]()
+    page, known = choose_page_bytes(spec), dict[tuple[float, ...], int]()
     files: dict[LayerKey, list[int]] = {}
     for at, experts in spec.experts.items():
         sizes, name = files.setdefault(at, []), len(str(at))

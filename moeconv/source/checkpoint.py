@@ -20,7 +20,8 @@ from moeconv.source.archs.description import Source
 from moeconv.source.decoded import DecodedTensors
 from moeconv.source.gguf.folder import is_gguf, opened
 from moeconv.source.gguf.tensors import GgufTensors
-from moeconv.source.outline import CONFIG, GENERATION_CONFIG, CheckpointError, Outline, find
+from moeconv.source.hub import find
+from moeconv.source.outline import CONFIG, GENERATION_CONFIG, CheckpointError, Outline
 from moeconv.source.tensors import FileTensors, Tensors, add_file
 from moeconv.tokenizers import made
 from moert.pack.errors import SizeOverflow

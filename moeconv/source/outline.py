@@ -21,7 +21,7 @@ from moert.pack.parts import Attention, Experts, Ffn, FixedState, GatedDelta, La
 # Allowed places of a checkpoint's files: inside its folder, or in the hub's cache where the folder's links lead.
 
 _READ = (".json", ".safetensors", ".model", ".txt", ".jinja", ".tiktoken", ".py")
-_SNAPSHOTS, _BLOBS = "snapshots", "blobs"
+_SNAPSHOTS, BLOBS = "snapshots", "blobs"
 _KEPT = ("models--", "datasets--")  # how the folders of the hub's cache begin
 
 
@@ -38,10 +38,10 @@ def leads_out(folder: Path, path: Path) -> bool:
     folder to the cache's blobs."""
     try:
         real, root = path.resolve(), folder.resolve()
-        blobs = (root.parent.parent / _BLOBS).resolve()
+        blobs = (root.parent.parent / BLOBS).resolve()
     except (OSError, RuntimeError):  # links in a circle
         return True
-    kept = real.parent.name == _BLOBS and real.parent.parent.name.startswith(_KEPT)
+    kept = real.parent.name == BLOBS and real.parent.parent.name.startswith(_KEPT)
     linked = root.parent.name == _SNAPSHOTS and real.parent == blobs
     return not (real.is_relative_to(root) or linked or kept)
 
@@ -217,15 +217,10 @@ MAX_JSON_BYTES = 1 << 27  # of any JSON file; the index of the largest model pub
 MOST_EXPERTS = 1 << 20  # of a model: no manifest could list more
 _LONGEST = 600
 GGUF = ".gguf"
-_GGUF_OF_HUB = re.compile(rf"([\w-][\w.-]*/[\w-][\w.-]*)[:/]([\w-][\w./-]*{re.escape(GGUF)})")
 SPLIT = re.compile(rf"(.+)-(\d{{5}})-of-(\d{{5}}){re.escape(GGUF)}")
 """The name of one of several GGUF files of a model: what all names begin with, its number, and how many there are."""
 MOST_FILES = 1 << 10  # of a model in GGUF files
 INDEX, SINGLE = "model.safetensors.index.json", "model.safetensors"
-_SETTINGS = (CONFIG, GENERATION_CONFIG, CODED)
-_OF_TEXT = ("*.json", "*.model", "*.tiktoken", "*.txt", "*.jinja", "tokenization_*.py")
-_COPIES = ("original/*", "consolidated*", "metal/*", "onnx/*", "openvino/*")
-"""Files with copies of the weights in other forms, beside those that transformers reads."""
 
 
 class CheckpointError(ConversionError):
@@ -294,71 +289,9 @@ def _check(spec: ModelSpec, file: Path) -> None:
         raise CheckpointError(f"{file} can't be converted: it has {count} experts, a pack at most {MOST_EXPERTS}")
 
 
-def find(path_or_hub_id: str, weights: bool = True) -> Path:
-    """Returns a local directory or GGUF file, or those of a hub model, which are fetched (or found in the cache):
-    without `weights` only its settings and index, or the whole GGUF file. Raises CheckpointError."""
-    path = Path(path_or_hub_id)
-    if path.is_dir():
-        if (link := stray(path)) is not None:
-            raise CheckpointError(f"{link} is a link that leads out of {path}: put the file itself there")
-        return path
-    if path.suffix.lower() == GGUF:
-        return _gguf(path_or_hub_id)
-    if path.exists():
-        raise CheckpointError(f"{path} is a file: give the directory that holds config.json and the weights")
-    if path_or_hub_id.count("/") > 1 or path_or_hub_id.startswith((".", "/", "~")) or not path_or_hub_id:
-        raise CheckpointError(f"there is no directory {path_or_hub_id!r}: give a local model or a hub id")
-    return _from_hub(path_or_hub_id, weights)
-
-
 def split_names(one: re.Match[str], count: int) -> list[str]:
     """Returns the names of the first `count` GGUF files of a model, by the name of one of them, a match of SPLIT."""
     return [f"{one[1]}-{number:05}-of-{one[3]}{GGUF}" for number in range(1, count + 1)]
-
-
-def _gguf(path_or_hub_id: str) -> Path:
-    """Returns the path of a local GGUF file, or of one that is fetched from the hub, with the others of a model in
-    several: owner/name/FILE or owner/name:FILE. Raises CheckpointError."""
-    if Path(path_or_hub_id).is_file():
-        return Path(path_or_hub_id)
-    named = _GGUF_OF_HUB.fullmatch(path_or_hub_id)
-    if named is None:
-        raise CheckpointError(f"there is no file {path_or_hub_id!r}: give a local model or a hub id")
-    from huggingface_hub import hf_hub_download
-
-    split = SPLIT.fullmatch(named[2])
-    files = [named[2]] if split is None else split_names(split, min(int(split[3]), MOST_FILES))
-    try:
-        fetched = [Path(hf_hub_download(named[1], file)) for file in files]
-    except Exception as error:
-        raise CheckpointError(
-            f"{path_or_hub_id!r} is neither a local file nor a file of the hub that can be fetched now ({line(error)})"
-        ) from None
-    return fetched[0]
-
-
-def _from_hub(hub_id: str, weights: bool) -> Path:
-    """Returns the folder of a hub model's files in the cache; of several copies of its weights only the one that is
-    read is fetched. Raises CheckpointError."""
-    from huggingface_hub import snapshot_download
-
-    def fetched(patterns: Sequence[str], revision: str | None = None) -> Path:
-        return Path(
-            snapshot_download(hub_id, revision=revision, allow_patterns=[*patterns], ignore_patterns=[*_COPIES])
-        )
-
-    try:
-        path = fetched([*_SETTINGS, INDEX, *(_OF_TEXT if weights else ())])
-        if weights:
-            index = json_object(path / INDEX)
-            fetched([SINGLE] if index is None else sorted(set(indexed_files(path, index).values())), path.name)
-    except CheckpointError:
-        raise
-    except Exception as error:
-        raise CheckpointError(
-            f"{hub_id!r} is neither a local directory nor a hub model that can be fetched now ({line(error)})"
-        ) from None
-    return path
 
 
 def indexed_files(path: Path, index: Mapping[str, Any]) -> Mapping[str, str]:

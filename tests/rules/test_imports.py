@@ -70,7 +70,7 @@ STAGES = ("moeconv.sweep", "moeconv.plan", "moeconv.promise", "moeconv.packing",
 # __init__ may show all of it.
 INSIDE = {
     "moeconv.source": [
-        ("outline", "decoders"), ("tensors",), ("decoded", "gguf"), ("checkpoint", "experts", "skeleton"),
+        ("outline", "decoders"), ("hub", "tensors"), ("decoded", "gguf"), ("checkpoint", "experts", "skeleton"),
     ],
     "moeconv.source.gguf": [("container",), ("families", "tokenizer"), ("tensors",), ("folder",)],
     "moeconv.calibration": [("samples",), ("apart",), ("rendering",), ("load",)],

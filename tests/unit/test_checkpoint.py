@@ -170,7 +170,7 @@ def hub(of: Path, kept: Path, monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
     fetched: list[str] = []
 
-    def download(hub_id: str, revision: str | None = None, **patterns: Any) -> str:
+    def download(hub_id: str, revision: str | None = None, tqdm_class: Any = None, **patterns: Any) -> str:
         assert (hub_id, revision) in {("some/model", None), ("some/model", "c0ffee")}
         (folder := kept / "snapshots" / "c0ffee").mkdir(parents=True, exist_ok=True)
         names = (str(file.relative_to(of)) for file in sorted(of.rglob("*")) if file.is_file())
