@@ -10,7 +10,7 @@ NATIVE := moert/kernels/_native.so
 SLOW ?= slow
 # The tests of a file stay together: what they share is made once.
 AT_ONCE := -n 2 --dist loadfile
-# The native kernels and the program that tests them, as one program.
+# The program that tests the native kernels: with the library, or as one program with its sources.
 DRIVER := build/native/driver
 DRIVER_FLAGS := -std=gnu11 -fno-math-errno -fno-trapping-math -ffp-contract=off -Wall -Wextra -Imoert/kernels/csrc
 DRIVER_SOURCES := tests/native/*.c moert/kernels/csrc/*.c -lm -pthread
@@ -73,9 +73,9 @@ check-gpu: setup  ## on a GPU, 8 minutes: test-cuda, a pack there beside the pro
 test-anywhere: setup  ## the tests in three orders, as an ordinary user, holding 2 GB, on one core (an hour; PROOFS=core: one)
 	$(PY) -m tests.anywhere $(PROOFS)
 
-test-native:  ## the native kernels beside plain arithmetic, on each instruction set that runs here
+test-native: $(NATIVE)  ## the native library beside plain arithmetic, on each instruction set that runs here
 	@mkdir -p $(dir $(DRIVER))
-	$(CC) -O3 $(DRIVER_FLAGS) -o $(DRIVER) $(DRIVER_SOURCES)
+	$(CC) -O3 $(DRIVER_FLAGS) -o $(DRIVER) tests/native/*.c $(NATIVE) -lm -pthread
 	$(DRIVER)
 
 test-sanitize: $(SANITIZED)/_native.so  ## the same with sanitizers: addresses, undefined behaviour, threads

@@ -113,10 +113,20 @@ def _say(message: str) -> None:
     print(f"moert: {message}", file=sys.stderr)
 
 
+def _is_current(target: Path) -> bool:
+    """Returns whether a library is newer than its sources, as an installation just before has left it."""
+    sources = [Path(__file__), *(HERE / "csrc").iterdir()]
+    return target.is_file() and target.stat().st_mtime_ns > max(source.stat().st_mtime_ns for source in sources)
+
+
 def main() -> int:
-    """Compiles the library for developers: a change that does not compile is an error; a missing compiler is none."""
+    """Compiles the library for developers where its sources have changed: a change that does not compile is an error; a
+    missing compiler is none."""
+    target = HERE / "_native.so"
+    if _is_current(target):
+        return 0
     try:
-        compile_library(HERE / "_native.so")
+        compile_library(target)
     except CompilerMissing as error:
         _say(f"the native kernels were not built, moert will be slow: {error}")
     except CompilationFailed as error:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import os
 import re
 import shutil
 import subprocess
@@ -241,6 +242,19 @@ def test_for_developers_a_mistake_in_c_is_an_error(tmp_path: Path, monkeypatch: 
     assert build.main() == 1
     monkeypatch.setenv("CC", "/nonexistent")
     assert build.main() == 0
+
+
+@needs_compiler
+def test_a_library_that_is_newer_than_its_sources_stays(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(build, "HERE", tmp_path)
+    make_sources(tmp_path, "int one;\n")
+    library = tmp_path / "_native.so"
+    library.write_bytes(b"made just now")
+    assert build.main() == 0
+    assert library.read_bytes() == b"made just now"
+    os.utime(library, ns=(0, 0))
+    assert build.main() == 0
+    assert library.read_bytes().startswith(b"\x7fELF")
 
 
 def test_it_is_found_without_torch() -> None:
