@@ -74,8 +74,9 @@ RICH = ModelSpec(
     family="rich", vocab_size=11, d_model=10, encoder=None,
     decoder=stack_of(
         [
-            Layer(_LAYER_NORM, _LATENT, None, _EXPERTS, Join(_LAYER_NORM, 0.5), Join(_NORM, 0.25), scaled=True),
-            Layer(_NORM, _HEADS, None, _WIDE, Join(), Join(None, 0.5)),
+            Layer(_LAYER_NORM, _LATENT, None, _EXPERTS, Join(_LAYER_NORM, 0.5), Join(_NORM, 0.25), scaled=True,
+                  parallel=True),
+            Layer(_NORM, _HEADS, None, _WIDE, Join(), Join(None, 0.5), parallel=True),
             Layer(_NORM, replace(_LATENT, q_rank=None), None,
                   replace(_EXPERTS, router=Router(2, False, None, "sparsemixer", jitter=0.01), shared=_EXPERT,
                           shared_gate=False, beside=None)),

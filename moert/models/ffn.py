@@ -197,10 +197,13 @@ class MoeFfn:
         self._join, self._shared, self._beside, self._narrow = join, shared, beside, narrow
         self._bypass = bypass
 
-    def __call__(self, x: F32, lengths: Sequence[int], recent: Sequence[Recent]) -> None:
+    def __call__(
+        self, x: F32, lengths: Sequence[int], recent: Sequence[Recent], entered: F32 | None = None
+    ) -> None:  # fmt: skip
         """Changes x [tokens, d_model] in place, sequences of `lengths` tokens one after the other; see Router for
-        `recent`."""
-        hidden, experts, weights = self._routers[self._at].route(x, lengths, recent)
+        `recent`. `entered` [tokens, d_model]: its input, if that is not x."""
+        entered = x if entered is None else entered
+        hidden, experts, weights = self._routers[self._at].route(entered, lengths, recent)
         out = np.zeros_like(x) if self._join.apart else x
         if self._shared is not None:
             for rows in _pieces(len(x)):
@@ -220,7 +223,7 @@ class MoeFfn:
             for rows in _pieces(len(x)):
                 out[rows] += self._backend.linear(made[rows], self._narrow.widen)
         if self._join.apart:
-            self._bring_in(x, out)
+            self._bring_in(x, out, entered)
 
     def _tanh(self, x: F32) -> F32:
         made: F32 = 2 * self._backend.sigmoid(2 * x) - 1
@@ -241,12 +244,12 @@ class MoeFfn:
             weights = self._backend.gate(hidden, shared.gate, add)
         shared.network.add(hidden, weights, out)
 
-    def _bring_in(self, x: F32, made: F32) -> None:
-        """Adds the experts' output to x in place."""
+    def _bring_in(self, x: F32, made: F32, entered: F32) -> None:
+        """Adds the experts' output to x in place; `entered`: the layer's input."""
         if (beside := self._beside) is not None:
             made = self._backend.norm(made, beside.experts_after)
             for rows in _pieces(len(x)):
-                hidden, other = self._backend.norm(x[rows], beside.norm), np.zeros_like(x[rows])
+                hidden, other = self._backend.norm(entered[rows], beside.norm), np.zeros_like(x[rows])
                 beside.network.add(hidden, np.ones(len(hidden), np.float32), other)
                 made[rows] += self._backend.norm(other, beside.after)
         if self._join.after is not None:
@@ -260,11 +263,14 @@ class DenseFfn:
     def __init__(self, network: Network, norm: NormWeights, after: NormWeights | None, add: float, backend: Backend):
         self._network, self._norm, self._after, self._add, self._backend = network, norm, after, add, backend
 
-    def __call__(self, x: F32, lengths: Sequence[int], recent: Sequence[Recent]) -> None:
-        """Changes x [tokens, d_model] in place; the sequence that a token belongs to makes no difference."""
+    def __call__(
+        self, x: F32, lengths: Sequence[int], recent: Sequence[Recent], entered: F32 | None = None
+    ) -> None:  # fmt: skip
+        """Changes x [tokens, d_model] in place; the sequence that a token belongs to makes no difference. `entered`
+        [tokens, d_model]: its input, if that is not x."""
         for piece in _pieces(len(x)):
             rows = x[piece]
-            hidden = self._backend.norm(rows, self._norm)
+            hidden = self._backend.norm(rows if entered is None else entered[piece], self._norm)
             factors = np.full(len(rows), self._add, np.float32)
             if self._after is None:
                 self._network.add(hidden, factors, rows)

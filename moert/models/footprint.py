@@ -42,13 +42,14 @@ def _layer_bytes(spec: ModelSpec, tokens: int, widened: bool) -> int:
 
 def _whole_row_bytes(d_model: int, kind: Layer) -> int:
     """Returns the bytes that a token keeps while a layer runs: the stream, its norm, the router's scores and choice;
-    and the experts' output where it does not go into the stream at once."""
+    the layer's input where both halves read it; and the experts' output where it does not go into the stream at
+    once."""
     if not isinstance(kind.ffn, Experts):
-        return 4 * 3 * d_model
+        return 4 * (3 + kind.parallel) * d_model
     apart = 3 if kind.ffn.beside is not None or kind.ffn_join.after is not None or kind.ffn.bypass else 0
     router, narrow = kind.ffn.router, kind.ffn.narrow
     apart += (router.weigh == "input") + (router.overflow == "itself")
-    made = (3 + apart) * d_model + (0 if narrow is None else 3 * d_model + 3 * narrow.features)
+    made = (3 + apart + kind.parallel) * d_model + (0 if narrow is None else 3 * d_model + 3 * narrow.features)
     return 4 * made + 16 * kind.ffn.n + 48 * kind.ffn.router.top_k
 
 

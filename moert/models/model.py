@@ -262,10 +262,12 @@ class _Tower:
         sequences = [x[start:end] for start, end in pairwise(accumulate(lengths, initial=0))]
         known: dict[object, Positions] = {}
         for place, layer in enumerate(self.layers):
+            if layer.positions is not None:
+                for rows, state in zip(sequences, states, strict=True):
+                    layer.positions.add_from(rows, state.own[place].length)
+            entered = x.copy() if layer.part.parallel else None
             for rows, state, prefix in zip(sequences, states, prefixes, strict=True):
                 own = state.own[place]
-                if layer.positions is not None:
-                    layer.positions.add_from(rows, own.length)
                 if isinstance(own, Kept):
                     self._attend(layer, rows, own, prefix, known)
                 elif layer.mixer is not None:
@@ -277,7 +279,7 @@ class _Tower:
                         self.backend.attend(layer.cross, piece, state.cross[place], 0, Positions())
             if layer.ffn is not None:
                 routed = layer.routed if states[0].recent else None
-                layer.ffn(x, lengths, () if routed is None else [state.recent[routed] for state in states])
+                layer.ffn(x, lengths, () if routed is None else [state.recent[routed] for state in states], entered)
             if layer.scale is not None:
                 x *= layer.scale
 

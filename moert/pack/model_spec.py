@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
-from typing import Annotated, Literal, NamedTuple, TypeVar
+from typing import Annotated, ClassVar, Literal, NamedTuple, TypeVar
 
 from moert.pack.documents import MAX_COUNT, Within
 from moert.pack.parts import (
@@ -48,8 +48,10 @@ class Join:
 class Layer:
     """One layer. mixer(norm(x)) joins the stream x, if the layer has a mixer; in a decoder that reads an encoder's
     output x += cross(norm(x), output); ffn(norm(x)) joins x, if the layer has an ffn; and if it is `scaled`, at the end
-    x *= a number of its own. Without a norm all parts get x as it is. `positions` are added to x before."""
+    x *= a number of its own. Without a norm all parts get x as it is. `positions` are added to x before. If the layer
+    is `parallel`, its ffn gets the norm of the x that its mixer got."""
 
+    LEFT_OUT: ClassVar = ("parallel",)
     norm: Norm | None
     mixer: Attention | Latent | FixedState | None
     cross: Attention | None
@@ -58,6 +60,7 @@ class Layer:
     ffn_join: Join = Join()
     scaled: bool = False
     positions: PositionTable | None = None
+    parallel: bool = False
 
     @property
     def attention(self) -> Attention | Latent | None:
@@ -123,6 +126,8 @@ class Layer:
             yield "a part of a layer has norms with the eps of the layer's, which it has not"
         if self.positions is not None and self.positions.skips_pad:
             yield "the positions of a layer skip the pad token, which only those of a stack do"
+        if self.parallel and (self.mixer is None or self.ffn is None or self.cross is not None):
+            yield "a layer is parallel, and has not just a mixer and a feed-forward"
 
     @property
     def _norms_heads(self) -> bool:

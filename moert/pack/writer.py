@@ -45,6 +45,7 @@ from moert.pack.manifest import (
     JOINED_MINOR,
     MATRICES_MINOR,
     NEURONS_MINOR,
+    PARALLEL_MINOR,
     PLAIN_MINOR,
     POWERS_MINOR,
     PREFERRING_MINOR,
@@ -254,6 +255,8 @@ class PackWriter:
 
     def _minor(self, preferences: tuple[Preference, ...]) -> int:
         dense = self.quantization.dense
+        if any(kind.parallel for stack in self.spec.stacks.values() for kind in stack.kinds):
+            return PARALLEL_MINOR
         if dense is not None and dense.matrices:
             return MATRICES_MINOR
         if self.quantization.codes == "trellis":

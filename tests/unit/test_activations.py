@@ -60,7 +60,11 @@ def shapes(d_model: int, d_ff: int) -> dict[str, ModelSpec]:
     }  # fmt: skip
     fixed = {name: decoder.but(mixers=((0, part),)).spec for name, part in parts.items()}
     narrow = decoder.but(narrow=Narrow(d_model // 2)).spec
-    return {"decoder": decoder.spec, "switch": switch.spec, "narrow": narrow, "late": _late(decoder.spec), **fixed}
+    parallel = replace(decoder.spec, decoder=stack_of([replace(decoder.spec.decoder[0], parallel=True)], norm))
+    return {
+        "decoder": decoder.spec, "switch": switch.spec, "narrow": narrow, "late": _late(decoder.spec),
+        "parallel": parallel, **fixed,
+    }  # fmt: skip
 
 
 def _late(spec: ModelSpec) -> ModelSpec:
@@ -86,7 +90,7 @@ def few(case: Case) -> Iterator[Hashable]:
 @thinned(
     "kernels, name, d_model, lengths",
     ["auto", "reference"],
-    ["decoder", "switch", "narrow", "late", "conv", "delta", "mamba2", "mamba"],
+    ["decoder", "switch", "narrow", "late", "parallel", "conv", "delta", "mamba2", "mamba"],
     [(768, [300, 1500]), (256, [5000])],
     facts=few,
 )

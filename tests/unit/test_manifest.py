@@ -113,7 +113,10 @@ def parts_of(kind: type[Any]) -> dict[str, type[Any]]:
 def defaults_of(value: dict[str, Any]) -> set[str]:
     """Which fields of an object of the model need not be there."""
     named = set(value) - ({"kind"} if value.get("kind") in KINDS else set())
-    [kind] = (part for part in PARTS.values() if {field.name for field in fields(part)} == named)
+    [kind] = (
+        part for part in PARTS.values()
+        if {field.name for field in fields(part)} == named | {*getattr(part, "LEFT_OUT", ())}
+    )  # fmt: skip
     return {field.name for field in fields(kind) if field.default is not MISSING}
 
 

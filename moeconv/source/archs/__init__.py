@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
+from moeconv.source.archs.cohere import Cohere2, Cohere2Moe
 from moeconv.source.archs.config import UnsupportedModel
 from moeconv.source.archs.deepseek import (
     DeepseekV2,
@@ -58,7 +59,7 @@ FAMILIES: Mapping[str, Family] = {
         NemotronH(), GptsanJapanese(), Opt(), Llama(), Mistral(), Qwen2(), Qwen3(), SmolLM3(),
         Phi3(), Gemma3(), Gemma3Text(), Olmo2(), Olmo3(), FlexOlmo(), Qwen3VlMoe(), KimiK25(), Mistral4(),
         SolarOpen(), HyV3(), Afmoe(),
-        DeepseekV32(), GlmMoeDsa(), MiMoV2Flash(), MiniMaxM3Vl(),
+        DeepseekV32(), GlmMoeDsa(), MiMoV2Flash(), MiniMaxM3Vl(), Cohere2(), Cohere2Moe(),
     )
 }  # fmt: skip
 """model_type of config.json → its family."""
@@ -67,7 +68,6 @@ _NOT_COMPARED = "transformers lacks it, so that no pack of it could be compared 
 REFUSED: Mapping[str, str] = {
     "bailing_hybrid": "packs have no delta rules in which each feature decays by itself",
     "bailing_moe": _NOT_COMPARED, "bailing_moe_v2": _NOT_COMPARED,
-    "cohere2_moe": "packs have no layers whose attention and experts read the same input",
     "deepseek_v4": "packs have no streams mixed between layers (hyper-connections), and no keys of many tokens",
     "ernie4_5_vl_moe": "a pack holds one kind of experts, and it has others for images: take ERNIE 4.5 without images",
     "glm5_next": "packs have no streams mixed between layers (hyper-connections)",

@@ -369,6 +369,8 @@ class Config:
         """Returns the parameters of rotary positions, under all their names in config.json. Raises UnsupportedModel for
         an unknown one."""
         found = self.get(*_ROPE_SETTINGS)
+        if not isinstance(found, dict):
+            raise UnsupportedModel(f"config.json sets rope_parameters {found!r}, which are no parameters")
         return _checked_rope({name: value for name, value in found.items() if name not in self._idle_of_rope})
 
     def rope_parameters_of(self, kind: str) -> Mapping[str, Any]:

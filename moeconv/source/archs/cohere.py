@@ -1,0 +1,97 @@
+"""Cohere's Command models: attention and feed-forward side by side, both of the same norm of the layer's input."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Literal
+
+from moeconv.source.archs.config import Config
+from moeconv.source.archs.dense import NO_ROUTERS, Dense, alone
+from moeconv.source.archs.description import Description, Names, Place, decoder, halves, named
+from moeconv.source.archs.family import Family
+from moert.pack.model_spec import Head, Join, Layer, Tokens
+from moert.pack.parts import Attention, Experts, Ffn, Norm, Router
+
+_NO_BIASES = ("norm.bias",)
+"""The ends of the names of LayerNorms' biases, which these models lack."""
+
+
+def _attention(config: Config, window: int | None, turned: bool) -> Attention:
+    biases = config.biases("attention_bias", "qkvo")
+    return config.attention(biases=biases, window=window, rope=0 if turned else None)
+
+
+def _head(config: Config) -> Head:
+    return Head(bool(config.get("tie_word_embeddings")), config.number("logit_scale"))
+
+
+def _inside(config: Config, attention: Attention) -> dict[str, str | Place]:
+    """Returns the names of tensors in a layer, whose norm stands before both halves."""
+    heads = {"q": attention.n, "k": attention.kv}
+    turned: dict[str, str | Place] = {
+        f"attn.{name}": Place(
+            f"self_attn.{name}_proj", halves(n), (n * attention.dim, config.count("hidden_size"))
+        )
+        for name, n in heads.items()
+    }  # fmt: skip
+    return {**turned, "ffn_norm": "input_layernorm"}
+
+
+class Cohere2Moe(Family):
+    """Command A+: layers with windows and rotary positions, and between them layers with neither; experts beside a
+    shared one, and first layers without experts."""
+
+    model_type = "cohere2_moe"
+    model_class = "Cohere2MoeForCausalLM"
+
+    def describe(self, config: Config, tokens: Tokens) -> Description:
+        config.without_effect("sliding_window_pattern", "first_k_dense_replace")  # the lists of layers say it
+        rms, layer = config.get("rms_norm_eps"), config.get("layer_norm_eps")
+        norm = Norm(layer, "layer") if rms is None else Norm(rms)
+        shared = config.count("num_shared_experts", least=0)
+        of_shared = config.one_of("shared_expert_combination_strategy", ("average", "sum"))
+        softmax = config.one_of("expert_selection_fn", ("softmax", "sigmoid")) == "softmax"
+        normed = bool(config.get("norm_topk_prob")) or softmax
+        score: Literal["softmax", "sigmoid_of_chosen"] = "softmax" if softmax else "sigmoid_of_chosen"
+        router = Router(config.count("num_experts_per_tok"), normed, None, score)
+        experts = Experts(
+            config.count("num_experts"), config.network("intermediate_size"), router,
+            config.network("intermediate_size", times=shared) if shared else None,
+        )  # fmt: skip
+        own = config.get("prefix_dense_intermediate_size") is not None
+        dense = config.network("prefix_dense_intermediate_size" if own else "intermediate_size")
+        known: Mapping[str, Ffn | Experts] = {"dense": dense, "sparse": experts}
+        all_turn = config.get("prefix_dense_sliding_window_pattern") == 1
+        average = Join(add=0.5) if shared and of_shared == "average" else Join()
+        layers = [
+            Layer(
+                norm, _attention(config, window, window is not None or (ffn is dense and all_turn)), None, ffn,
+                ffn_join=average if ffn is experts else Join(), parallel=True,
+            )
+            for window, ffn in zip(config.windows(), config.of_layers("mlp_layer_types", known), strict=True)
+        ]  # fmt: skip
+        attention = _attention(config, None, False)
+        names = Names(_inside(config, attention), zeros=_NO_BIASES)
+        return decoder(
+            self.model_type, config, tokens, layers, names, [config.rope(config.head_dim())], head=_head(config)
+        )
+
+
+class Cohere2(Dense):
+    """Command R7B and Command A: layers with windows and rotary positions, and between them layers with neither."""
+
+    model_type = "cohere2"
+    model_class = "Cohere2ForCausalLM"
+
+    def describe(self, config: Config, tokens: Tokens) -> Description:
+        config.without_effect("sliding_window_pattern", "_sliding_window_pattern")  # layer_types says it
+        norm, network = Norm(config.get("layer_norm_eps"), "layer"), config.network("intermediate_size")
+        attentions = [_attention(config, window, window is not None) for window in config.windows()]
+        layers = [Layer(norm, attention, None, alone(network), parallel=True) for attention in attentions]
+        names = Names(
+            _inside(config, attentions[0]), expert=named("mlp.{projection}", self.projections),
+            zeros=(*NO_ROUTERS, *_NO_BIASES),
+        )  # fmt: skip
+        return decoder(
+            self.model_type, config, tokens, layers, names, [config.rope(config.head_dim())], head=_head(config)
+        )
