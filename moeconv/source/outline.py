@@ -189,9 +189,9 @@ def _stream(spec: ModelSpec, layers: Sequence[Layer]) -> Iterator[str]:
         yield "an encoder"
     norms = [layer.norm or layer.mixer_join.after or layer.ffn_join.after for layer in layers]
     if any(norm is not None and norm.kind == "layer" for norm in norms):
-        yield "LayerNorms with biases"
+        yield "LayerNorms"
     if any(layer.parallel for layer in layers):
-        yield "attention and experts side by side"
+        yield "attention and feed-forward side by side"
     if any(layer.norm is None for layer in layers):
         yield "no norms before attention and experts"
     if any(layer.mixer_join.after is not None or layer.ffn_join.after is not None for layer in layers):

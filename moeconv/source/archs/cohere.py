@@ -1,4 +1,4 @@
-"""Cohere's Command models: attention and feed-forward side by side, both of the same norm of the layer's input."""
+"""Cohere's decoders: attention and feed-forward side by side, both of the same norm of the layer's input."""
 
 from __future__ import annotations
 
@@ -14,6 +14,15 @@ from moert.pack.parts import Attention, Experts, Ffn, Norm, Router
 
 _NO_BIASES = ("norm.bias",)
 """The ends of the names of LayerNorms' biases, which these models lack."""
+
+
+def _check_hard_wired(config: Config) -> None:
+    """Raises UnsupportedModel for a setting of Cohere's own that transformers would compute otherwise."""
+    config.only(
+        use_parallel_block=(True,), use_qk_norm=(False,), use_gated_activation=(True,), rotary_pct=(1,),
+        position_embedding_type=("rope_gptj",), order_of_interleaved_layers=("local_attn_first",),
+        use_embedding_sharing=(bool(config.get("tie_word_embeddings")),),
+    )  # fmt: skip
 
 
 def _attention(config: Config, window: int | None, turned: bool) -> Attention:
@@ -38,14 +47,15 @@ def _inside(config: Config, attention: Attention) -> dict[str, str | Place]:
 
 
 class Cohere2Moe(Family):
-    """Command A+: layers with windows and rotary positions, and between them layers with neither; experts beside a
-    shared one, and first layers without experts."""
+    """North Mini Code: as Cohere2, with experts in all but the first layers, and maybe shared ones beside them."""
 
     model_type = "cohere2_moe"
     model_class = "Cohere2MoeForCausalLM"
 
     def describe(self, config: Config, tokens: Tokens) -> Description:
+        _check_hard_wired(config)
         config.without_effect("sliding_window_pattern", "first_k_dense_replace")  # the lists of layers say it
+        config.must_be("rope_scaling", None, "transformers turns this family's heads by rope_parameters alone")
         rms, layer = config.get("rms_norm_eps"), config.get("layer_norm_eps")
         norm = Norm(layer, "layer") if rms is None else Norm(rms)
         shared = config.count("num_shared_experts", least=0)
@@ -70,8 +80,7 @@ class Cohere2Moe(Family):
             )
             for window, ffn in zip(config.windows(), config.of_layers("mlp_layer_types", known), strict=True)
         ]  # fmt: skip
-        attention = _attention(config, None, False)
-        names = Names(_inside(config, attention), zeros=_NO_BIASES)
+        names = Names(_inside(config, _attention(config, None, False)), zeros=_NO_BIASES)
         return decoder(
             self.model_type, config, tokens, layers, names, [config.rope(config.head_dim())], head=_head(config)
         )
@@ -84,7 +93,9 @@ class Cohere2(Dense):
     model_class = "Cohere2ForCausalLM"
 
     def describe(self, config: Config, tokens: Tokens) -> Description:
-        config.without_effect("sliding_window_pattern", "_sliding_window_pattern")  # layer_types says it
+        _check_hard_wired(config)
+        config.without_effect("sliding_window_pattern", "_sliding_window_pattern", "layer_switch")  # see layer_types
+        config.without_effect("cache_implementation")
         norm, network = Norm(config.get("layer_norm_eps"), "layer"), config.network("intermediate_size")
         attentions = [_attention(config, window, window is not None) for window in config.windows()]
         layers = [Layer(norm, attention, None, alone(network), parallel=True) for attention in attentions]
