@@ -25,6 +25,7 @@ ARCHS = {
     "granitemoeshared": "GRANITE_MOE", "phimoe": "PHIMOE", "exaone_moe": "EXAONE_MOE", "llama4_text": "LLAMA4",
     "gemma4_text": "GEMMA4", "lfm2_moe": "LFM2MOE", "jamba": "JAMBA", "qwen3_next": "QWEN3NEXT",
     "llama": "LLAMA", "qwen2": "QWEN2", "qwen3": "QWEN3", "smollm3": "SMOLLM3", "phi3": "PHI3", "gemma3_text": "GEMMA3",
+    "olmo2": "OLMO2", "olmo3": "OLMO2",
     "qwen3_5_moe_text": "QWEN35MOE", "granitemoehybrid": "GRANITE_HYBRID", "nemotron_h": "NEMOTRON_H_MOE",
 }  # fmt: skip
 """model_type → the architecture's name in the package."""
@@ -137,6 +138,7 @@ def _metadata(config: Config) -> dict[str, Any]:
         if "original_max_position_embeddings" in whole:
             found["rope.scaling.original_context_length"] = whole["original_max_position_embeddings"]
         found |= {f"rope.scaling.yarn_{n}": float(whole[n]) for n in ("beta_fast", "beta_slow") if whole.get(n)}
+        found["rope.scaling.yarn_attn_factor"] = whole.get("attention_factor")
     found |= _OF_FAMILY[kind](config) if kind in _OF_FAMILY else {}
     return {f"ARCH.{key}": value for key, value in found.items()}
 
@@ -254,6 +256,9 @@ _OF_FAMILY: Mapping[str, Callable[[Config], Config]] = {
                        "attention.sliding_window": c["sliding_window"] or 0},
     "gemma3_text": lambda c: {"attention.sliding_window": c["sliding_window"],
                               "final_logit_softcapping": c["final_logit_softcapping"]},
+    "olmo3": lambda c: {"attention.sliding_window": c["sliding_window"],
+                        "attention.sliding_window_pattern": [k == "sliding_attention" for k in c["layer_types"]],
+                        "rope.freq_base_swa": c["rope_parameters"]["sliding_attention"]["rope_theta"]},
     "granitemoe": _granite, "granitemoeshared": _granite,
     "granitemoehybrid": lambda c: {
         **_granite(c), **_mamba2(c, *(f"mamba_{n}" for n in ("n_heads", "d_head", "d_state", "n_groups", "d_conv"))),

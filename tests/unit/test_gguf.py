@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import shutil
 import unicodedata
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,7 @@ import numpy as np
 import pytest
 import torch
 from gguf_files import ARCHS, AS_LLAMA_CPP, in_16_bits, write_gguf
-from tiny import tiny_of
+from tiny import TINY, tiny_of
 from tokenizers import Tokenizer, pre_tokenizers
 from transformers import GPT2Tokenizer, Qwen2Tokenizer
 
@@ -71,6 +72,31 @@ def test_a_file_gives_the_pack_of_its_safetensors(family: str, tmp_path: Path) -
     changed = {name: value for name, value in vars(spec).items() if getattr(ours.manifest.model, name) != value}
     assert set(changed) - {"max_positions"} == {"tokens"} & set(changed)
     assert verify(ours, Checkpoint.open(file)).worst is not None
+
+
+VARIANTS = [("olmo2", "biases"), ("olmo2", "tied head"), ("olmo3", "yarn"), ("olmo3", "windows everywhere")]
+
+
+@pytest.mark.parametrize(("family", "variant"), VARIANTS)
+def test_a_variant_has_the_settings_of_its_safetensors(family: str, variant: str, tmp_path: Path) -> None:
+    write, variants = TINY[family]
+    write(tmp_path / "m", **{**AS_LLAMA_CPP.get(family, {}), **variants[variant]})
+    in_16_bits(tmp_path / "m")
+    file = write_gguf(tmp_path / "m", tmp_path / "m.gguf")
+    ours, theirs = Checkpoint.open(file), Checkpoint.open(tmp_path / "m")
+    assert replace(ours.spec, tokens=theirs.spec.tokens) == theirs.spec
+    for name, part in theirs.spec.tensors.items():
+        found, wanted = (each.backbone_tensor(name, part.shape) for each in (ours, theirs))
+        assert torch.equal(found, wanted), name
+
+
+def test_windows_by_their_distance(tmp_path: Path) -> None:
+    tiny_of("olmo3")(tmp_path / "m", layer_types=["full_attention"] * 4, sliding_window=7)
+    in_16_bits(tmp_path / "m")
+    for said, wanted in ((None, [7, 7, 7, None]), (2, [7, None, 7, None]), (0, [7] * 4), (1, [None] * 4)):
+        key = {"ARCH.attention.sliding_window_pattern": said}
+        spec = Checkpoint.open(write_gguf(tmp_path / "m", tmp_path / "m.gguf", **key)).spec
+        assert [layer.attention and layer.attention.window for layer in spec.decoder] == wanted
 
 
 @pytest.mark.parametrize("family", ["mixtral", "qwen2_moe", "gpt_oss", "phi3", "smollm3"])

@@ -236,6 +236,17 @@ def _gemma3(facts: Facts) -> Settings:
 _LARGEST_GEMMA3 = 62  # layers of the model whose scores have a scale of their own
 
 
+def _olmo2(facts: Facts) -> Settings:
+    if _olmo_type(facts) == "olmo2":
+        return _biases(facts)
+    ropes = {"full_attention": _rope(facts), "sliding_attention": _plain_rope(facts)}
+    return {**_biases(facts), **_windows(facts, 4), "rope_parameters": ropes}
+
+
+def _olmo_type(facts: Facts) -> str:
+    return "olmo3" if facts.count("attention.sliding_window", 0) else "olmo2"
+
+
 def _olmoe(facts: Facts) -> Settings:
     clip = facts.number("attention.clamp_kqv") if facts.said("attention.clamp_kqv") else None
     return {**_experts(facts), "norm_topk_prob": False, "clip_qkv": clip}
@@ -326,13 +337,25 @@ def _glm4(facts: Facts) -> Settings:
     }  # fmt: skip
 
 
-def _windows(facts: Facts) -> Settings:
-    """Returns the windows of layers, by a list of layers that have one."""
-    key = f"{facts.arch}.attention.sliding_window_pattern"
-    pattern = facts.container.metadata.listed(key, bool, facts.blocks) or [False] * facts.layers
-    kinds = ["sliding_attention" if each else "full_attention" for each in pattern[: facts.layers]]
+def _windows(facts: Facts, period: int = 1) -> Settings:
+    """Returns the windows of layers. A file has a list of the layers with one, or a number N: each Nth layer has none;
+    `period`: N if it says neither."""
+    key, metadata = f"{facts.arch}.attention.sliding_window_pattern", facts.container.metadata
+    if isinstance(said := metadata.values.get(key), list):
+        kind = int if any(type(each) is int for each in said) else bool
+        pattern = [bool(each) for each in metadata.listed(key, kind, facts.blocks) or ()][: facts.layers]
+    else:
+        period = facts.count("attention.sliding_window_pattern", period)
+        pattern = [period == 0 or at % period < period - 1 for at in range(facts.layers)]
+    kinds = ["sliding_attention" if each else "full_attention" for each in pattern]
     window = facts.count("attention.sliding_window") if any(pattern) else None
     return {"layer_types": kinds, "sliding_window": window}
+
+
+def _plain_rope(facts: Facts) -> Settings:
+    """Returns the parameters of rotary positions in layers with a window, which are never scaled."""
+    theta = facts.number("rope.freq_base_swa", facts.number("rope.freq_base", 10000.0))
+    return {"rope_type": "default", "rope_theta": theta}
 
 
 def _dots1(facts: Facts) -> Settings:
@@ -557,6 +580,7 @@ def _llama_type(facts: Facts) -> str:
     return "mixtral" if facts.count("expert_count", 0) else "llama"
 
 
+_BEHIND = {"mixer_after": "post_attention_norm", "ffn_after": "post_ffw_norm"}
 _Q = frozenset({"attn_q", "attn_k"})
 _IN = frozenset({"ssm_in"})
 _LATENT = frozenset({"attn_q", "attn_q_b", "attn_kv_a_mqa", "attn_kv_b"})
@@ -566,7 +590,8 @@ ARCHS: Mapping[str, Arch] = {
     "qwen3": Arch("qwen3", _qwen3_dense),
     "smollm3": Arch("smollm3", _qwen3_dense, turned=True),
     "phi3": Arch("phi3", _phi3),
-    "gemma3": Arch("gemma3_text", _gemma3, {"mixer_after": "post_attention_norm", "ffn_after": "post_ffw_norm"}),
+    "gemma3": Arch("gemma3_text", _gemma3, _BEHIND),
+    "olmo2": Arch(_olmo_type, _olmo2, _BEHIND),
     "olmoe": Arch("olmoe", _olmoe),
     "qwen2moe": Arch("qwen2_moe", _qwen2),
     "qwen3moe": Arch("qwen3_moe", _qwen3),
