@@ -25,7 +25,7 @@ ARCHS = {
     "granitemoeshared": "GRANITE_MOE", "phimoe": "PHIMOE", "exaone_moe": "EXAONE_MOE", "llama4_text": "LLAMA4",
     "gemma4_text": "GEMMA4", "lfm2_moe": "LFM2MOE", "jamba": "JAMBA", "qwen3_next": "QWEN3NEXT",
     "llama": "LLAMA", "qwen2": "QWEN2", "qwen3": "QWEN3", "smollm3": "SMOLLM3", "phi3": "PHI3", "gemma3_text": "GEMMA3",
-    "olmo2": "OLMO2", "olmo3": "OLMO2",
+    "olmo2": "OLMO2", "olmo3": "OLMO2", "qwen3_vl_moe": "QWEN3VLMOE",
     "qwen3_5_moe_text": "QWEN35MOE", "granitemoehybrid": "GRANITE_HYBRID", "nemotron_h": "NEMOTRON_H_MOE",
 }  # fmt: skip
 """model_type → the architecture's name in the package."""
@@ -94,7 +94,10 @@ def _add(writer: gguf.GGUFWriter, key: str, value: Any) -> None:
 
 
 def _config(folder: Path) -> Config:
+    """Returns the settings of a model, or those of the text model inside it with the larger one's kind and head."""
     found: Config = json.loads((folder / "config.json").read_text())
+    if "text_config" in found:
+        return {**found["text_config"], **{name: found[name] for name in ("model_type", "tie_word_embeddings")}}
     return found
 
 
@@ -238,7 +241,10 @@ def _jamba(c: Config) -> Config:
 
 
 _OF_FAMILY: Mapping[str, Callable[[Config], Config]] = {
-    "qwen2_moe": _qwen, "qwen3_moe": _qwen, "qwen3_next": _delta, "qwen3_5_moe_text": _delta,
+    "qwen2_moe": _qwen, "qwen3_moe": _qwen,
+    "qwen3_vl_moe": lambda c: {**_qwen(c), "n_deepstack_layers": 1,
+                               "rope.dimension_sections": [*c["rope_parameters"]["mrope_section"], 0]},
+    "qwen3_next": _delta, "qwen3_5_moe_text": _delta,
     "gpt_oss": lambda c: {"attention.sliding_window": c["sliding_window"],
                           "expert_feed_forward_length": c["intermediate_size"]},
     "deepseek_v2": _deepseek, "deepseek_v3": _deepseek, "glm4_moe": lambda c: {**_shared(c), **_turning(c)},
@@ -290,7 +296,8 @@ def _names(config: Config) -> gguf.TensorNameMap:
 
 def _mapped(names: gguf.TensorNameMap, name: str) -> str:
     renamed = (
-        name.replace(".dt_bias", ".dt_proj.bias").replace("e_score_correction_bias", "e_score_correction.bias")
+        name.replace("model.language_model.", "model.").replace(".dt_bias", ".dt_proj.bias")
+        .replace("e_score_correction_bias", "e_score_correction.bias")
         .replace(".expert_bias", ".expert_bias.bias").replace(".layer_scalar", ".layer_scalar.weight")
         .replace(".sinks", ".sinks.weight")
     )  # fmt: skip
@@ -300,6 +307,8 @@ def _mapped(names: gguf.TensorNameMap, name: str) -> str:
 def _stored(config: Config, tensors: Tensors) -> Iterator[tuple[str, Tensor]]:
     names, kind, experts = _names(config), config["model_type"], dict[str, dict[int, Tensor]]()
     for name, tensor in tensors.items():
+        if name.startswith("model.visual."):
+            continue
         layer = re.search(r"layers\.(\d+)\.", name)
         at = "" if layer is None else f"blk.{layer[1]}."
         if found := re.search(r"\.experts\.(\d+)\.(\w+)\.weight$", name):

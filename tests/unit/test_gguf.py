@@ -99,7 +99,7 @@ def test_windows_by_their_distance(tmp_path: Path) -> None:
         assert [layer.attention and layer.attention.window for layer in spec.decoder] == wanted
 
 
-@pytest.mark.parametrize("family", ["mixtral", "qwen2_moe", "gpt_oss", "phi3", "smollm3"])
+@pytest.mark.parametrize("family", ["mixtral", "qwen2_moe", "qwen3_vl_moe", "gpt_oss", "phi3", "smollm3"])
 def test_transformers_computes_the_same(family: str, tmp_path: Path) -> None:
     tiny_of(family)(tmp_path / "m")
     file = (

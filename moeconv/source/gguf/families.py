@@ -563,13 +563,23 @@ _DELTA = {
 class Arch:
     """An architecture of llama.cpp. `model_type`: of config.json; `settings`: those that not all families have;
     `names`: names that differ from INSIDE and OUTSIDE; `whole`: names of tensors that lie as the family's own do, with
-    all parts of a pack in them; `turned`: rows of queries and keys are reordered, so that positions turn pairs."""
+    all parts of a pack in them; `turned`: rows of queries and keys are reordered, so that positions turn pairs;
+    `inside`: the family's models lie inside larger ones."""
 
     model_type: str | Callable[[Facts], str]
     settings: Callable[[Facts], Settings]
     names: Mapping[str, str] = field(default_factory=dict)
     whole: frozenset[str] = frozenset()
     turned: bool = False
+    inside: bool = False
+
+    def config(self, facts: Facts) -> Settings:
+        """Returns the settings of config.json. Raises CheckpointError."""
+        found = {**usual(facts), **self.settings(facts)}
+        model_type = self.model_type if isinstance(self.model_type, str) else self.model_type(facts)
+        if not self.inside:
+            return {**found, "model_type": model_type}
+        return {"model_type": model_type, "tie_word_embeddings": found["tie_word_embeddings"], "text_config": found}
 
 
 def _granite_type(facts: Facts) -> str:
@@ -595,6 +605,7 @@ ARCHS: Mapping[str, Arch] = {
     "olmoe": Arch("olmoe", _olmoe),
     "qwen2moe": Arch("qwen2_moe", _qwen2),
     "qwen3moe": Arch("qwen3_moe", _qwen3),
+    "qwen3vlmoe": Arch("qwen3_vl_moe", _qwen3, inside=True),
     "gpt-oss": Arch("gpt_oss", _gpt_oss, {"ffn_norm": "post_attention_norm"}),
     "deepseek2": Arch(deepseek_type, _deepseek, whole=_LATENT),
     "glm4moe": Arch("glm4_moe", _glm4, {"ffn_norm": "post_attention_norm"}),

@@ -12,7 +12,7 @@ from tempfile import mkdtemp
 from typing import Any
 
 from moeconv.source.gguf.container import read_container
-from moeconv.source.gguf.families import ARCHS, EMBED, Facts, usual
+from moeconv.source.gguf.families import ARCHS, EMBED, Facts
 from moeconv.source.gguf.tensors import GgufTensors
 from moeconv.source.gguf.tokenizer import KEY, Vocabulary, begins, special, tokenizer_of, vocabulary
 from moeconv.source.outline import CONFIG, GENERATION_CONFIG, GGUF, CheckpointError
@@ -59,8 +59,7 @@ def files_of(tensors: GgufTensors) -> Mapping[str, str]:
             f"{tensors.path}: the architecture {facts.arch[:60]!r} is not supported; supported: {', '.join(ARCHS)}"
         )
     try:
-        model_type = arch.model_type if isinstance(arch.model_type, str) else arch.model_type(facts)
-        config = {**usual(facts), **arch.settings(facts), "model_type": model_type}
+        config = arch.config(facts)
     except (ArithmeticError, ValueError) as error:  # of sizes that fit nothing
         raise CheckpointError(f"{tensors.path}: its metadata fit no model ({error})") from None
     found = vocabulary(metadata, tensors.shapes[EMBED][0])
