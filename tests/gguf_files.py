@@ -25,7 +25,7 @@ ARCHS = {
     "granitemoeshared": "GRANITE_MOE", "phimoe": "PHIMOE", "exaone_moe": "EXAONE_MOE", "llama4_text": "LLAMA4",
     "gemma4_text": "GEMMA4", "lfm2_moe": "LFM2MOE", "jamba": "JAMBA", "qwen3_next": "QWEN3NEXT",
     "llama": "LLAMA", "qwen2": "QWEN2", "qwen3": "QWEN3", "smollm3": "SMOLLM3", "phi3": "PHI3", "gemma3_text": "GEMMA3",
-    "olmo2": "OLMO2", "olmo3": "OLMO2", "qwen3_vl_moe": "QWEN3VLMOE",
+    "olmo2": "OLMO2", "olmo3": "OLMO2", "qwen3_vl_moe": "QWEN3VLMOE", "afmoe": "AFMOE",
     "qwen3_5_moe_text": "QWEN35MOE", "granitemoehybrid": "GRANITE_HYBRID", "nemotron_h": "NEMOTRON_H_MOE",
 }  # fmt: skip
 """model_type → the architecture's name in the package."""
@@ -33,6 +33,7 @@ AS_LLAMA_CPP: Mapping[str, dict[str, Any]] = {
     "qwen3_moe": {"norm_topk_prob": True}, "dots1": {"sliding_window": None, "max_window_layers": 2},
     "llama4_text": {"no_rope_layer_interval": 4, "attention_chunk_size": 8192, "floor_scale": 8192},
     "gemma3_text": {"sliding_window_pattern": 6, "query_pre_attn_scalar": 8, "num_hidden_layers": 7},
+    "afmoe": {"mup_enabled": True, "global_attn_every_n_layers": 4},
     "lfm2_moe": {"routed_scaling_factor": 1.0}, "nemotron_h": {"head_dim": 8},
 }  # fmt: skip
 """Settings of tiny models that llama.cpp takes for granted, so that no file says them."""
@@ -251,6 +252,10 @@ _OF_FAMILY: Mapping[str, Callable[[Config], Config]] = {
     "dots1": _shared,
     "exaone_moe": lambda c: {**_shared(c), "attention.sliding_window": c["sliding_window"],
                              "attention.sliding_window_pattern": [k == "sliding_attention" for k in c["layer_types"]]},
+    "afmoe": lambda c: {
+        "expert_feed_forward_length": c["moe_intermediate_size"], "expert_shared_count": c["num_shared_experts"],
+        "leading_dense_block_count": c["num_dense_layers"], "expert_weights_norm": True, "expert_gating_func": 2,
+        "expert_weights_scale": c["route_scale"], "attention.sliding_window": c["sliding_window"]},
     "minimax_m2": lambda c: {"expert_feed_forward_length": c["intermediate_size"], **_turning(c)},
     "ernie4_5_moe": lambda c: {
         "expert_feed_forward_length": c["moe_intermediate_size"], "expert_shared_count": c["moe_num_shared_experts"],

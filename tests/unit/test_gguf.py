@@ -21,6 +21,7 @@ from transformers import GPT2Tokenizer, Qwen2Tokenizer
 from moeconv.artifacts import uniform
 from moeconv.conversion.conversion import Conversion
 from moeconv.conversion.settings import Settings
+from moeconv.errors import ConversionError
 from moeconv.packing.emit import Label, emit
 from moeconv.packing.packed import verify
 from moeconv.progress import unseen
@@ -74,7 +75,14 @@ def test_a_file_gives_the_pack_of_its_safetensors(family: str, tmp_path: Path) -
     assert verify(ours, Checkpoint.open(file)).worst is not None
 
 
-VARIANTS = [("olmo2", "biases"), ("olmo2", "tied head"), ("olmo3", "yarn"), ("olmo3", "windows everywhere")]
+VARIANTS = [
+    ("olmo2", "biases"),
+    ("olmo2", "tied head"),
+    ("olmo3", "yarn"),
+    ("olmo3", "windows everywhere"),
+    ("afmoe", "biases"),
+    ("afmoe", "all layers with experts"),
+]
 
 
 @pytest.mark.parametrize(("family", "variant"), VARIANTS)
@@ -370,6 +378,26 @@ def test_refusals(mixtral: Path, tmp_path: Path, changes: dict[str, Any], words:
         Checkpoint.open(file)
     assert "\n" not in str(error.value)
     assert str(file) in str(error.value)
+
+
+WRONG = [
+    ("olmo3", {"ARCH.attention.sliding_window_pattern": [True] * 3}, "should have 4 values"),
+    ("olmo3", {"ARCH.attention.sliding_window_pattern": ["yes"] * 4}, "should be a list of bool"),
+    ("qwen3_vl_moe", {"ARCH.expert_feed_forward_length": None}, "has no qwen3vlmoe.expert_feed_forward_length"),
+    ("afmoe", {"ARCH.attention.sliding_window": None}, "has no afmoe.attention.sliding_window"),
+    ("afmoe", {"ARCH.expert_weights_norm": None}, "sets route_norm False"),
+    ("afmoe", {"ARCH.expert_gating_func": 1}, "sets score_func 'softmax'"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("family", "changes", "words"), WRONG)
+def test_refusals_of_architectures(family: str, changes: dict[str, Any], words: str, tmp_path: Path) -> None:
+    tiny_of(family)(tmp_path / "m", **AS_LLAMA_CPP.get(family, {}))
+    in_16_bits(tmp_path / "m")
+    file = write_gguf(tmp_path / "m", tmp_path / "m.gguf", **changes)
+    with pytest.raises(ConversionError, match=words) as error:
+        Checkpoint.open(file)
+    assert "\n" not in str(error.value)
 
 
 def test_unknown_architectures_and_types_are_refused_by_name(mixtral: Path, tmp_path: Path) -> None:

@@ -21,7 +21,8 @@ T = TypeVar("T")
 
 OUTPUT, EMBED, ROPE = "output.weight", "token_embd.weight", "rope_freqs.weight"
 SHORT, LONG = "rope_factors_short.weight", "rope_factors_long.weight"
-_SIGMOID = 2  # of expert_gating_func
+_SOFTMAX, _SIGMOID = 1, 2  # of expert_gating_func
+_GATES = {_SOFTMAX: "softmax", _SIGMOID: "sigmoid"}
 _CLOSE = 1e-4
 
 
@@ -301,6 +302,12 @@ def _shared_experts(facts: Facts, n: str = "n_routed_experts", shared: str = "n_
     }  # fmt: skip
 
 
+def _scores(facts: Facts, usual: int = _SIGMOID) -> str:
+    """Returns the name of the function that makes a router's scores; `usual`: its number where a file says none."""
+    said = facts.count("expert_gating_func", 0) or usual
+    return _GATES.get(said, f"number {said}")
+
+
 def _first_dense(facts: Facts) -> Settings:
     return {"first_k_dense_replace": facts.count("leading_dense_block_count", 0)}
 
@@ -367,6 +374,17 @@ def _exaone(facts: Facts) -> Settings:
     return {
         **_shared_experts(facts, "num_experts", "num_shared_experts"), **_windows(facts), **_with_llama3(facts),
         "mlp_layer_types": kinds,
+    }  # fmt: skip
+
+
+def _afmoe(facts: Facts) -> Settings:
+    return {
+        **_experts(facts), **_widths(facts), **_windows(facts, 4), **_biases(facts), "mup_enabled": True,
+        "num_shared_experts": facts.count("expert_shared_count"), "score_func": _scores(facts),
+        "num_dense_layers": facts.count("leading_dense_block_count", 0),
+        "route_scale": facts.number("expert_weights_scale", 1.0),
+        "route_norm": facts.flag("expert_weights_norm", False),
+        "n_group": facts.count("expert_group_count", 1), "topk_group": facts.count("expert_group_used_count", 1),
     }  # fmt: skip
 
 
@@ -616,6 +634,7 @@ ARCHS: Mapping[str, Arch] = {
     "granitemoe": Arch(_granite_type, _granite, turned=True),
     "granitehybrid": Arch("granitemoehybrid", _granite_hybrid, whole=_IN, turned=True),
     "phimoe": Arch("phimoe", _phimoe),
+    "afmoe": Arch("afmoe", _afmoe, {**_BEHIND, "attn.gate": "attn_gate"}),
     "exaone-moe": Arch("exaone_moe", _exaone),
     "llama4": Arch("llama4_text", _llama4, whole=_Q),
     "lfm2moe": Arch("lfm2_moe", _lfm2, {
