@@ -25,7 +25,7 @@ ARCHS = {
     "granitemoeshared": "GRANITE_MOE", "phimoe": "PHIMOE", "exaone_moe": "EXAONE_MOE", "llama4_text": "LLAMA4",
     "gemma4_text": "GEMMA4", "lfm2_moe": "LFM2MOE", "jamba": "JAMBA", "qwen3_next": "QWEN3NEXT",
     "llama": "LLAMA", "qwen2": "QWEN2", "qwen3": "QWEN3", "smollm3": "SMOLLM3", "phi3": "PHI3", "gemma3_text": "GEMMA3",
-    "olmo2": "OLMO2", "olmo3": "OLMO2", "qwen3_vl_moe": "QWEN3VLMOE", "afmoe": "AFMOE",
+    "olmo2": "OLMO2", "olmo3": "OLMO2", "qwen3_vl_moe": "QWEN3VLMOE", "afmoe": "AFMOE", "mimo_v2_flash": "MIMO2",
     "qwen3_5_moe_text": "QWEN35MOE", "granitemoehybrid": "GRANITE_HYBRID", "nemotron_h": "NEMOTRON_H_MOE",
 }  # fmt: skip
 """model_type → the architecture's name in the package."""
@@ -241,6 +241,22 @@ def _jamba(c: Config) -> Config:
     }  # fmt: skip
 
 
+def _mimo(c: Config) -> Config:
+    windows = [*(int(kind == "sliding_attention") for kind in c["layer_types"]), *[1] * _MIMO_PREDICTS]
+    whole, sliding = (c["rope_parameters"][f"{kind}_attention"] for kind in ("full", "sliding"))
+    return {
+        "block_count": len(windows), "nextn_predict_layers": _MIMO_PREDICTS,
+        "attention.head_count_kv": [c["num_key_value_heads"] * (1 + each) for each in windows],
+        "attention.sliding_window": c["sliding_window"], "attention.sliding_window_pattern": windows,
+        "attention.value_length": c["v_head_dim"], "attention.value_scale": c["attention_value_scale"],
+        "expert_feed_forward_length": c["moe_intermediate_size"], "expert_gating_func": 2,
+        "rope.dimension_count": int(c["head_dim"] * whole["partial_rotary_factor"]),
+        "rope.freq_base_swa": sliding["rope_theta"],
+    }  # fmt: skip
+
+
+_MIMO_PREDICTS = 3  # layers that predict several tokens at once, whether a checkpoint has them or not
+
 _OF_FAMILY: Mapping[str, Callable[[Config], Config]] = {
     "qwen2_moe": _qwen, "qwen3_moe": _qwen,
     "qwen3_vl_moe": lambda c: {**_qwen(c), "n_deepstack_layers": 1,
@@ -285,7 +301,7 @@ _OF_FAMILY: Mapping[str, Callable[[Config], Config]] = {
     "lfm2_moe": lambda c: {**_kv(c), "shortconv.l_cache": c["conv_L_cache"], "expert_gating_func": 2,
                            "expert_feed_forward_length": c["moe_intermediate_size"],
                            "leading_dense_block_count": c["num_dense_layers"]},
-    "jamba": _jamba, "gemma4_text": _gemma4,
+    "jamba": _jamba, "gemma4_text": _gemma4, "mimo_v2_flash": _mimo,
 }  # fmt: skip
 
 
@@ -304,7 +320,7 @@ def _mapped(names: gguf.TensorNameMap, name: str) -> str:
         name.replace("model.language_model.", "model.").replace(".dt_bias", ".dt_proj.bias")
         .replace("e_score_correction_bias", "e_score_correction.bias")
         .replace(".expert_bias", ".expert_bias.bias").replace(".layer_scalar", ".layer_scalar.weight")
-        .replace(".sinks", ".sinks.weight")
+        .replace(".sinks", ".sinks.weight").replace("attention_sink_bias", "attention_sink_bias.weight")
     )  # fmt: skip
     return names.get_name(renamed, (".weight", ".bias")) or name
 

@@ -387,6 +387,9 @@ WRONG = [
     ("afmoe", {"ARCH.attention.sliding_window": None}, "has no afmoe.attention.sliding_window"),
     ("afmoe", {"ARCH.expert_weights_norm": None}, "sets route_norm False"),
     ("afmoe", {"ARCH.expert_gating_func": 1}, "sets score_func 'softmax'"),
+    ("mimo_v2_flash", {"ARCH.attention.sliding_window_pattern": None}, "has no mimo2.attention.sliding_window_pattern"),
+    ("mimo_v2_flash", {"ARCH.attention.head_count_kv": [1, 3, 3, 3, 3, 3]}, "sets swa_num_key_value_heads 3"),
+    ("mimo_v2_flash", {"ARCH.attention.value_length": 8}, "attn_v.weight has the shape"),
 ]  # fmt: skip
 
 

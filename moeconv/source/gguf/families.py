@@ -3,6 +3,7 @@ tensors."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -167,7 +168,14 @@ def _with_llama3(facts: Facts) -> Settings:
 
 def _partial(facts: Facts) -> Settings:
     """Returns rope_parameters of which a share of each head turns."""
-    return {**_rope(facts), "partial_rotary_factor": facts.count("rope.dimension_count") / facts.head_dim}
+    return {**_rope(facts), **_share(facts, facts.head_dim)}
+
+
+def _share(facts: Facts, dim: int) -> Settings:
+    """Returns the share that turns of a head's `dim` features: a number that gives theirs again, rounded down."""
+    turning = facts.count("rope.dimension_count")
+    share = turning / dim
+    return {"partial_rotary_factor": share if int(dim * share) == turning else math.nextafter(share, math.inf)}
 
 
 def _experts(facts: Facts, n: str = "num_experts", top_k: str = "num_experts_per_tok") -> Settings:
@@ -297,9 +305,12 @@ def _shared_experts(facts: Facts, n: str = "n_routed_experts", shared: str = "n_
     return {
         **_experts(facts, n), **_widths(facts), shared: facts.count("expert_shared_count", 0) or None,
         "routed_scaling_factor": facts.number("expert_weights_scale", 1.0),
-        "norm_topk_prob": facts.flag("expert_weights_norm", False),
-        "n_group": facts.count("expert_group_count", 1), "topk_group": facts.count("expert_group_used_count", 1),
+        "norm_topk_prob": facts.flag("expert_weights_norm", False), **_groups(facts),
     }  # fmt: skip
+
+
+def _groups(facts: Facts) -> Settings:
+    return {"n_group": facts.count("expert_group_count", 1), "topk_group": facts.count("expert_group_used_count", 1)}
 
 
 def _scores(facts: Facts, usual: int = _SIGMOID) -> str:
@@ -369,11 +380,15 @@ def _dots1(facts: Facts) -> Settings:
     return {**_shared_experts(facts), **_first_dense(facts), **_biases(facts), **_windows(facts)}
 
 
+def _networks(facts: Facts) -> list[str]:
+    """Returns for each layer whether it has experts, as words."""
+    return ["sparse" if has else "dense" for has in facts.has("ffn_gate_inp.weight")]
+
+
 def _exaone(facts: Facts) -> Settings:
-    kinds = ["sparse" if has else "dense" for has in facts.has("ffn_gate_inp.weight")]
     return {
         **_shared_experts(facts, "num_experts", "num_shared_experts"), **_windows(facts), **_with_llama3(facts),
-        "mlp_layer_types": kinds,
+        "mlp_layer_types": _networks(facts),
     }  # fmt: skip
 
 
@@ -383,8 +398,7 @@ def _afmoe(facts: Facts) -> Settings:
         "num_shared_experts": facts.count("expert_shared_count"), "score_func": _scores(facts),
         "num_dense_layers": facts.count("leading_dense_block_count", 0),
         "route_scale": facts.number("expert_weights_scale", 1.0),
-        "route_norm": facts.flag("expert_weights_norm", False),
-        "n_group": facts.count("expert_group_count", 1), "topk_group": facts.count("expert_group_used_count", 1),
+        "route_norm": facts.flag("expert_weights_norm", False), **_groups(facts),
     }  # fmt: skip
 
 
@@ -470,9 +484,7 @@ def _gemma4(facts: Facts) -> Settings:
     windows = _windows(facts)
     full = [kind == "full_attention" for kind in windows["layer_types"]]
     kv = facts.each("attention.head_count_kv")
-    of_full, of_rest = (
-        [each for each, whole in zip(kv, full, strict=True) if whole == which] for which in (True, False)
-    )
+    of_full, of_rest = _by_kind(kv, full)
     factors = facts.numbers(ROPE) if ROPE in facts.container.tensors else np.ones(1, np.float32)
     own_values = [has for has, whole in zip(facts.has("attn_v.weight"), full, strict=True) if whole]
     softcap = "final_logit_softcapping"
@@ -490,6 +502,32 @@ def _gemma4(facts: Facts) -> Settings:
                 "rope_type": "proportional", "rope_theta": facts.number("rope.freq_base", 10000.0),
                 "partial_rotary_factor": float((factors < 2).mean()),
             },
+        },
+    }  # fmt: skip
+
+
+def _by_kind(numbers: Sequence[int], full: Sequence[bool]) -> tuple[list[int], list[int]]:
+    """Returns the numbers of layers without a window, and of those with one."""
+    both = [*zip(numbers, full, strict=True)]
+    return [each for each, whole in both if whole], [each for each, whole in both if not whole]
+
+
+def _mimo(facts: Facts) -> Settings:
+    facts.container.metadata.need(f"{facts.arch}.attention.sliding_window_pattern", list)
+    windows, scale = _windows(facts), "attention.value_scale"
+    of_full, of_rest = _by_kind(
+        facts.each("attention.head_count_kv"), [kind == "full_attention" for kind in windows["layer_types"]]
+    )
+    kv = max(of_full or [max(of_rest) // 2])
+    share = _share(facts, facts.head_dim)
+    return {
+        **_experts(facts, "n_routed_experts"), **_widths(facts), **_biases(facts), **windows, **_groups(facts),
+        "mlp_layer_types": _networks(facts), "norm_topk_prob": True, "head_dim": facts.head_dim,
+        "routed_scaling_factor": 1.0, "num_key_value_heads": kv, "swa_num_key_value_heads": max(of_rest or [2 * kv]),
+        "v_head_dim": facts.count("attention.value_length", facts.head_dim),
+        "attention_value_scale": facts.number(scale) if facts.said(scale) else None,
+        "rope_parameters": {
+            "full_attention": {**_rope(facts), **share}, "sliding_attention": {**_plain_rope(facts), **share},
         },
     }  # fmt: skip
 
@@ -636,6 +674,7 @@ ARCHS: Mapping[str, Arch] = {
     "phimoe": Arch("phimoe", _phimoe),
     "afmoe": Arch("afmoe", _afmoe, {**_BEHIND, "attn.gate": "attn_gate"}),
     "exaone-moe": Arch("exaone_moe", _exaone),
+    "mimo2": Arch("mimo_v2_flash", _mimo, whole=frozenset({"attn_v", "attn_output"})),
     "llama4": Arch("llama4_text", _llama4, whole=_Q),
     "lfm2moe": Arch("lfm2_moe", _lfm2, {
         "mixer.in": "shortconv.in_proj", "mixer.conv": "shortconv.conv", "mixer.out": "shortconv.out_proj",
