@@ -26,6 +26,7 @@ ARCHS = {
     "gemma4_text": "GEMMA4", "lfm2_moe": "LFM2MOE", "jamba": "JAMBA", "qwen3_next": "QWEN3NEXT",
     "llama": "LLAMA", "qwen2": "QWEN2", "qwen3": "QWEN3", "smollm3": "SMOLLM3", "phi3": "PHI3", "gemma3_text": "GEMMA3",
     "olmo2": "OLMO2", "olmo3": "OLMO2", "qwen3_vl_moe": "QWEN3VLMOE", "afmoe": "AFMOE", "mimo_v2_flash": "MIMO2",
+    "mistral4": "MISTRAL4",
     "qwen3_5_moe_text": "QWEN35MOE", "granitemoehybrid": "GRANITE_HYBRID", "nemotron_h": "NEMOTRON_H_MOE",
 }  # fmt: skip
 """model_type → the architecture's name in the package."""
@@ -162,7 +163,7 @@ def _deepseek(c: Config) -> Config:
         "attention.kv_lora_rank": c_kv, "attention.key_length": c_kv + c["qk_rope_head_dim"],
         "attention.value_length": c_kv, "attention.key_length_mla": c["qk_nope_head_dim"] + c["qk_rope_head_dim"],
         "attention.value_length_mla": c["v_head_dim"], "rope.dimension_count": c["qk_rope_head_dim"],
-        "expert_gating_func": 2 if c["model_type"] == "deepseek_v3" else 1,
+        "expert_gating_func": {"deepseek_v3": 2, "deepseek_v2": 1}.get(c["model_type"]),
         "rope.scaling.yarn_log_multiplier": None if wide is None else 0.1 * wide,
     }  # fmt: skip
 
@@ -264,7 +265,8 @@ _OF_FAMILY: Mapping[str, Callable[[Config], Config]] = {
     "qwen3_next": _delta, "qwen3_5_moe_text": _delta,
     "gpt_oss": lambda c: {"attention.sliding_window": c["sliding_window"],
                           "expert_feed_forward_length": c["intermediate_size"]},
-    "deepseek_v2": _deepseek, "deepseek_v3": _deepseek, "glm4_moe": lambda c: {**_shared(c), **_turning(c)},
+    "deepseek_v2": _deepseek, "deepseek_v3": _deepseek, "mistral4": _deepseek,
+    "glm4_moe": lambda c: {**_shared(c), **_turning(c)},
     "dots1": _shared,
     "exaone_moe": lambda c: {**_shared(c), "attention.sliding_window": c["sliding_window"],
                              "attention.sliding_window_pattern": [k == "sliding_attention" for k in c["layer_types"]]},
@@ -371,7 +373,7 @@ def _joined(kind: str, at: str, name: str, tensor: Tensor) -> Iterator[tuple[str
     elif kind == "gpt_oss":
         yield f"{at}ffn_gate_exps.{end}", tensor[:, ::2]
         yield f"{at}ffn_up_exps.{end}", tensor[:, 1::2]
-    elif kind == "gemma4_text":
+    elif kind in ("gemma4_text", "mistral4"):
         yield f"{at}ffn_gate_up_exps.{end}", tensor
     else:
         for part, half in zip(("gate", "up"), tensor.chunk(2, 1), strict=True):

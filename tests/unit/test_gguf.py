@@ -390,6 +390,8 @@ WRONG = [
     ("mimo_v2_flash", {"ARCH.attention.sliding_window_pattern": None}, "has no mimo2.attention.sliding_window_pattern"),
     ("mimo_v2_flash", {"ARCH.attention.head_count_kv": [1, 3, 3, 3, 3, 3]}, "sets swa_num_key_value_heads 3"),
     ("mimo_v2_flash", {"ARCH.attention.value_length": 8}, "attn_v.weight has the shape"),
+    ("mistral4", {"ARCH.expert_gating_func": 2}, "says sigmoid, expected softmax"),
+    ("mistral4", {"ARCH.rope.scaling.type": None}, "sets the rope type 'default'"),
 ]  # fmt: skip
 
 

@@ -323,7 +323,8 @@ def _first_dense(facts: Facts) -> Settings:
     return {"first_k_dense_replace": facts.count("leading_dense_block_count", 0)}
 
 
-def _deepseek(facts: Facts) -> Settings:
+def _latent(facts: Facts) -> Settings:
+    """Returns the settings of DeepSeek's layers."""
     rope, turning = _rope(facts), facts.count("rope.dimension_count")
     if facts.said(key := "rope.scaling.yarn_log_multiplier"):
         rope["mscale"] = rope["mscale_all_dim"] = round(10 * facts.number(key), 6)
@@ -332,14 +333,28 @@ def _deepseek(facts: Facts) -> Settings:
         for name in ("key_length", "value_length")
     )
     rank = facts.count("attention.q_lora_rank") if facts.said("attention.q_lora_rank") else None
-    found = {
+    return {
         **_shared_experts(facts), **_first_dense(facts), "rope_parameters": rope, "num_key_value_heads": facts.heads,
         "head_dim": turning, "q_lora_rank": rank, "kv_lora_rank": facts.count("attention.kv_lora_rank"),
         "qk_nope_head_dim": whole - turning, "qk_rope_head_dim": turning, "v_head_dim": value,
     }  # fmt: skip
+
+
+def _deepseek(facts: Facts) -> Settings:
+    found = _latent(facts)
     if deepseek_type(facts) == "deepseek_v3":
         return {**found, "rope_interleave": True}
     return {**found, "topk_method": "group_limited_greedy" if found["n_group"] > 1 else "greedy"}
+
+
+def _mistral4(facts: Facts) -> Settings:
+    if (scores := _scores(facts, _SOFTMAX)) != "softmax":
+        raise facts.container.metadata.wrong(f"{facts.arch}.expert_gating_func", f"says {scores}, expected softmax")
+    found = _latent(facts)
+    whole, beta = found["qk_nope_head_dim"] + found["qk_rope_head_dim"], "attention.temperature_scale"
+    rope = {**found["rope_parameters"], **_share(facts, whole)}
+    rope["llama_4_scaling_beta"] = facts.number(beta) if facts.said(beta) else 1.0  # has no effect on a pack's texts
+    return {**found, "head_dim": whole, "rope_interleave": True, "rope_parameters": rope}
 
 
 def deepseek_type(facts: Facts) -> str:
@@ -664,6 +679,7 @@ ARCHS: Mapping[str, Arch] = {
     "qwen3vlmoe": Arch("qwen3_vl_moe", _qwen3, inside=True),
     "gpt-oss": Arch("gpt_oss", _gpt_oss, {"ffn_norm": "post_attention_norm"}),
     "deepseek2": Arch(deepseek_type, _deepseek, whole=_LATENT),
+    "mistral4": Arch("mistral4", _mistral4, whole=_LATENT),
     "glm4moe": Arch("glm4_moe", _glm4, {"ffn_norm": "post_attention_norm"}),
     "minimax-m2": Arch("minimax_m2", _minimax),
     "ernie4_5-moe": Arch("ernie4_5_moe", _ernie, whole=_Q),
