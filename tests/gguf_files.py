@@ -26,7 +26,7 @@ ARCHS = {
     "gemma4_text": "GEMMA4", "lfm2_moe": "LFM2MOE", "jamba": "JAMBA", "qwen3_next": "QWEN3NEXT",
     "llama": "LLAMA", "qwen2": "QWEN2", "qwen3": "QWEN3", "smollm3": "SMOLLM3", "phi3": "PHI3", "gemma3_text": "GEMMA3",
     "olmo2": "OLMO2", "olmo3": "OLMO2", "qwen3_vl_moe": "QWEN3VLMOE", "afmoe": "AFMOE", "mimo_v2_flash": "MIMO2",
-    "mistral4": "MISTRAL4",
+    "mistral4": "MISTRAL4", "glm_moe_dsa": "GLM_DSA",
     "qwen3_5_moe_text": "QWEN35MOE", "granitemoehybrid": "GRANITE_HYBRID", "nemotron_h": "NEMOTRON_H_MOE",
 }  # fmt: skip
 """model_type → the architecture's name in the package."""
@@ -40,6 +40,7 @@ AS_LLAMA_CPP: Mapping[str, dict[str, Any]] = {
 """Settings of tiny models that llama.cpp takes for granted, so that no file says them."""
 _ALWAYS_F32 = (
     "ffn_gate_inp.weight", "ffn_gate_inp_shexp.weight", "ssm_conv1d.weight", "shortconv.conv.weight", "_norm.weight",
+    "indexer.proj.weight",
 )  # fmt: skip
 
 
@@ -163,9 +164,14 @@ def _deepseek(c: Config) -> Config:
         "attention.kv_lora_rank": c_kv, "attention.key_length": c_kv + c["qk_rope_head_dim"],
         "attention.value_length": c_kv, "attention.key_length_mla": c["qk_nope_head_dim"] + c["qk_rope_head_dim"],
         "attention.value_length_mla": c["v_head_dim"], "rope.dimension_count": c["qk_rope_head_dim"],
-        "expert_gating_func": {"deepseek_v3": 2, "deepseek_v2": 1}.get(c["model_type"]),
+        "expert_gating_func": {"deepseek_v2": 1, "mistral4": None}.get(c["model_type"], 2),
         "rope.scaling.yarn_log_multiplier": None if wide is None else 0.1 * wide,
     }  # fmt: skip
+
+
+def _indexed(c: Config) -> Config:
+    names = {"head_count": "n_heads", "key_length": "head_dim", "top_k": "topk"}
+    return {**_deepseek(c), **{f"attention.indexer.{key}": c[f"index_{name}"] for key, name in names.items()}}
 
 
 def _shared(c: Config) -> Config:
@@ -265,7 +271,7 @@ _OF_FAMILY: Mapping[str, Callable[[Config], Config]] = {
     "qwen3_next": _delta, "qwen3_5_moe_text": _delta,
     "gpt_oss": lambda c: {"attention.sliding_window": c["sliding_window"],
                           "expert_feed_forward_length": c["intermediate_size"]},
-    "deepseek_v2": _deepseek, "deepseek_v3": _deepseek, "mistral4": _deepseek,
+    "deepseek_v2": _deepseek, "deepseek_v3": _deepseek, "mistral4": _deepseek, "glm_moe_dsa": _indexed,
     "glm4_moe": lambda c: {**_shared(c), **_turning(c)},
     "dots1": _shared,
     "exaone_moe": lambda c: {**_shared(c), "attention.sliding_window": c["sliding_window"],

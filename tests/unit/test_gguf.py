@@ -28,6 +28,7 @@ from moeconv.progress import unseen
 from moeconv.quantizers import QUANTIZERS
 from moeconv.quantizers.coder import ExpertCoder
 from moeconv.sentencepiece import Piece
+from moeconv.source.archs.deepseek import INDEXERS_LEFT_OUT
 from moeconv.source.checkpoint import Checkpoint
 from moeconv.source.gguf.tokenizer import CUTS, KEY
 from moeconv.source.outline import CheckpointError
@@ -391,6 +392,8 @@ WRONG = [
     ("mimo_v2_flash", {"ARCH.attention.head_count_kv": [1, 3, 3, 3, 3, 3]}, "sets swa_num_key_value_heads 3"),
     ("mimo_v2_flash", {"ARCH.attention.value_length": 8}, "attn_v.weight has the shape"),
     ("mistral4", {"ARCH.expert_gating_func": 2}, "says sigmoid, expected softmax"),
+    ("glm_moe_dsa", {"ARCH.attention.indexer.top_k": None}, "has no glm-dsa.attention.indexer.top_k"),
+    ("glm_moe_dsa", {"ARCH.expert_gating_func": 1}, "sets scoring_func 'softmax'"),
     ("mistral4", {"ARCH.rope.scaling.type": None}, "sets the rope type 'default'"),
 ]  # fmt: skip
 
@@ -403,6 +406,14 @@ def test_refusals_of_architectures(family: str, changes: dict[str, Any], words: 
     with pytest.raises(ConversionError, match=words) as error:
         Checkpoint.open(file)
     assert "\n" not in str(error.value)
+
+
+def test_indexers_are_left_out_with_a_note(tmp_path: Path) -> None:
+    tiny_of("glm_moe_dsa")(tmp_path / "m")
+    in_16_bits(tmp_path / "m")
+    notes = Checkpoint.open(write_gguf(tmp_path / "m", tmp_path / "m.gguf")).notes
+    assert sum(INDEXERS_LEFT_OUT in note for note in notes) == 1
+    assert any("texts are at most 400 tokens long" in note for note in notes)
 
 
 def test_unknown_architectures_and_types_are_refused_by_name(mixtral: Path, tmp_path: Path) -> None:

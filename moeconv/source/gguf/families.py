@@ -12,6 +12,7 @@ from typing import Any, TypeVar
 import numpy as np
 
 from moeconv.source.archs.config import frequencies
+from moeconv.source.archs.deepseek import INDEXERS_LEFT_OUT
 from moeconv.source.gguf.container import Container
 from moeconv.source.outline import CheckpointError
 from moert.pack.codec import F32
@@ -357,6 +358,15 @@ def _mistral4(facts: Facts) -> Settings:
     return {**found, "head_dim": whole, "rope_interleave": True, "rope_parameters": rope}
 
 
+def _indexed(facts: Facts) -> Settings:
+    """Returns the settings of DeepSeek-V3.2's layers and indexers."""
+    indexers = {"index_n_heads": "head_count", "index_head_dim": "key_length", "index_topk": "top_k"}
+    return {
+        **_latent(facts), "mlp_layer_types": _networks(facts), "scoring_func": _scores(facts),
+        **{name: facts.count(f"attention.indexer.{key}") for name, key in indexers.items()},
+    }  # fmt: skip
+
+
 def deepseek_type(facts: Facts) -> str:
     """Returns the model_type of llama.cpp's deepseek2."""
     sigmoid = facts.count("expert_gating_func", 0) == _SIGMOID or facts.some("exp_probs_b.bias")
@@ -635,7 +645,8 @@ class Arch:
     """An architecture of llama.cpp. `model_type`: of config.json; `settings`: those that not all families have;
     `names`: names that differ from INSIDE and OUTSIDE; `whole`: names of tensors that lie as the family's own do, with
     all parts of a pack in them; `turned`: rows of queries and keys are reordered, so that positions turn pairs;
-    `inside`: the family's models lie inside larger ones."""
+    `inside`: the family's models lie inside larger ones; `left_out`: patterns of names that a pack leaves out → a note
+    on them."""
 
     model_type: str | Callable[[Facts], str]
     settings: Callable[[Facts], Settings]
@@ -643,6 +654,7 @@ class Arch:
     whole: frozenset[str] = frozenset()
     turned: bool = False
     inside: bool = False
+    left_out: Mapping[str, str] = field(default_factory=dict)
 
     def config(self, facts: Facts) -> Settings:
         """Returns the settings of config.json. Raises CheckpointError."""
@@ -665,6 +677,7 @@ _BEHIND = {"mixer_after": "post_attention_norm", "ffn_after": "post_ffw_norm"}
 _Q = frozenset({"attn_q", "attn_k"})
 _IN = frozenset({"ssm_in"})
 _LATENT = frozenset({"attn_q", "attn_q_b", "attn_kv_a_mqa", "attn_kv_b"})
+_INDEXERS = {r"blk\.\d+\.indexer\.": INDEXERS_LEFT_OUT}
 ARCHS: Mapping[str, Arch] = {
     "llama": Arch(_llama_type, _llama, turned=True),
     "qwen2": Arch("qwen2", _qwen2_dense),
@@ -680,6 +693,7 @@ ARCHS: Mapping[str, Arch] = {
     "gpt-oss": Arch("gpt_oss", _gpt_oss, {"ffn_norm": "post_attention_norm"}),
     "deepseek2": Arch(deepseek_type, _deepseek, whole=_LATENT),
     "mistral4": Arch("mistral4", _mistral4, whole=_LATENT),
+    "glm-dsa": Arch("glm_moe_dsa", _indexed, whole=_LATENT, left_out=_INDEXERS),
     "glm4moe": Arch("glm4_moe", _glm4, {"ffn_norm": "post_attention_norm"}),
     "minimax-m2": Arch("minimax_m2", _minimax),
     "ernie4_5-moe": Arch("ernie4_5_moe", _ernie, whole=_Q),

@@ -191,7 +191,10 @@ class _Described:
         return replace(
             described, backbone=sources, experts=self._expert, copies=(), joined=None, other_root=None,
             biases=None if described.biases is None else self._bias, scheme=self._tensors.scheme,
-            left_out={rf"blk\.{len(spec.decoder) + at}\.": MORE_PREDICTED for at in range(self._more)},
+            left_out={
+                **{rf"blk\.{len(spec.decoder) + at}\.": MORE_PREDICTED for at in range(self._more)},
+                **self._arch.left_out,
+            },
         )  # fmt: skip
 
     @property
