@@ -26,10 +26,12 @@ ARCHS = {
     "gemma4_text": "GEMMA4", "lfm2_moe": "LFM2MOE", "jamba": "JAMBA", "qwen3_next": "QWEN3NEXT",
     "llama": "LLAMA", "qwen2": "QWEN2", "qwen3": "QWEN3", "smollm3": "SMOLLM3", "phi3": "PHI3", "gemma3_text": "GEMMA3",
     "olmo2": "OLMO2", "olmo3": "OLMO2", "qwen3_vl_moe": "QWEN3VLMOE", "afmoe": "AFMOE", "mimo_v2_flash": "MIMO2",
-    "mistral4": "MISTRAL4", "glm_moe_dsa": "GLM_DSA",
+    "mistral4": "MISTRAL4", "glm_moe_dsa": "GLM_DSA", "deepseek_v32": "GLM_DSA", "hy_v3": "DOTS1",
     "qwen3_5_moe_text": "QWEN35MOE", "granitemoehybrid": "GRANITE_HYBRID", "nemotron_h": "NEMOTRON_H_MOE",
 }  # fmt: skip
 """model_type → the architecture's name in the package."""
+NEWER = {"deepseek_v32": "deepseek32", "hy_v3": "hy_v3"}
+"""model_type → the name of an architecture that the package lacks: its tensors have the names of the one in ARCHS."""
 AS_LLAMA_CPP: Mapping[str, dict[str, Any]] = {
     "qwen3_moe": {"norm_topk_prob": True}, "dots1": {"sliding_window": None, "max_window_layers": 2},
     "llama4_text": {"no_rope_layer_interval": 4, "attention_chunk_size": 8192, "floor_scale": 8192},
@@ -64,7 +66,8 @@ def write_gguf(folder: Path, file: Path, kind: str | None = None, **metadata: An
     """Writes a checkpoint's GGUF file. `kind`: the type of matrices other than routers, as the package calls it (None:
     as they are); `metadata`: more keys, or other values (None: without the key)."""
     config = _config(folder)
-    writer = gguf.GGUFWriter(file, gguf.MODEL_ARCH_NAMES[gguf.MODEL_ARCH[ARCHS[config["model_type"]]]])
+    known = gguf.MODEL_ARCH_NAMES[gguf.MODEL_ARCH[ARCHS[config["model_type"]]]]
+    writer = gguf.GGUFWriter(file, NEWER.get(config["model_type"], known))
     tokens = json.loads((folder / "tokenizer.json").read_text())
     for key, value in {**_metadata(config), **_tokenizer(tokens), **metadata}.items():
         _add(writer, key.replace("ARCH", writer.arch), value)
@@ -271,7 +274,11 @@ _OF_FAMILY: Mapping[str, Callable[[Config], Config]] = {
     "qwen3_next": _delta, "qwen3_5_moe_text": _delta,
     "gpt_oss": lambda c: {"attention.sliding_window": c["sliding_window"],
                           "expert_feed_forward_length": c["intermediate_size"]},
-    "deepseek_v2": _deepseek, "deepseek_v3": _deepseek, "mistral4": _deepseek, "glm_moe_dsa": _indexed,
+    "deepseek_v2": _deepseek, "deepseek_v3": _deepseek, "mistral4": _deepseek, "glm_moe_dsa": _indexed, "deepseek_v32": _indexed,
+    "hy_v3": lambda c: {
+        "expert_feed_forward_length": c["moe_intermediate_size"], "expert_weights_norm": True, "expert_gating_func": 2,
+        "expert_shared_feed_forward_length": c["moe_intermediate_size"] * c["num_shared_experts"],
+        "expert_weights_scale": c["router_scaling_factor"]},
     "glm4_moe": lambda c: {**_shared(c), **_turning(c)},
     "dots1": _shared,
     "exaone_moe": lambda c: {**_shared(c), "attention.sliding_window": c["sliding_window"],
@@ -356,6 +363,8 @@ def _stored(config: Config, tensors: Tensors) -> Iterator[tuple[str, Tensor]]:
             yield f"{at}ffn_gate_inp.scale", tensor
         elif name.endswith("per_expert_scale"):
             yield f"{at}ffn_down_exps.scale", tensor
+        elif kind == "hy_v3" and name.endswith(".expert_bias"):
+            yield f"{at}exp_probs_b", tensor
         elif name.endswith("in_proj_qkvz.weight"):
             yield from _apart(config, at, tensor)
         elif not (config.get("tie_word_embeddings") and name == "lm_head.weight"):

@@ -394,6 +394,9 @@ WRONG = [
     ("mistral4", {"ARCH.expert_gating_func": 2}, "says sigmoid, expected softmax"),
     ("glm_moe_dsa", {"ARCH.attention.indexer.top_k": None}, "has no glm-dsa.attention.indexer.top_k"),
     ("glm_moe_dsa", {"ARCH.expert_gating_func": 1}, "sets scoring_func 'softmax'"),
+    ("deepseek_v32", {"ARCH.attention.indexer.head_count": "two"}, "should be a int"),
+    ("hy_v3", {"ARCH.expert_weights_norm": None}, "expert_weights_norm of its metadata is not true"),
+    ("hy_v3", {"ARCH.expert_gating_func": 1}, "sets scoring_func 'softmax'"),
     ("mistral4", {"ARCH.rope.scaling.type": None}, "sets the rope type 'default'"),
 ]  # fmt: skip
 

@@ -451,6 +451,17 @@ def _hunyuan(facts: Facts) -> Settings:
     }  # fmt: skip
 
 
+def _hy(facts: Facts) -> Settings:
+    width = facts.count("expert_feed_forward_length")
+    if not facts.flag(key := "expert_weights_norm", False):
+        raise facts.container.metadata.wrong(f"{facts.arch}.{key}", "is not true: such weights can't be packed")
+    return {
+        **_experts(facts), "moe_intermediate_size": width, **_biases(facts), "mlp_layer_types": _networks(facts),
+        "num_shared_experts": facts.count("expert_shared_feed_forward_length", width) // max(width, 1),
+        "router_scaling_factor": facts.number("expert_weights_scale", 1.0), "scoring_func": _scores(facts),
+    }  # fmt: skip
+
+
 def _granite(facts: Facts) -> Settings:
     factors = {
         "attention_multiplier": "attention.scale", "embedding_multiplier": "embedding_scale",
@@ -694,10 +705,12 @@ ARCHS: Mapping[str, Arch] = {
     "deepseek2": Arch(deepseek_type, _deepseek, whole=_LATENT),
     "mistral4": Arch("mistral4", _mistral4, whole=_LATENT),
     "glm-dsa": Arch("glm_moe_dsa", _indexed, whole=_LATENT, left_out=_INDEXERS),
+    "deepseek32": Arch("deepseek_v32", _indexed, whole=_LATENT, left_out=_INDEXERS),
     "glm4moe": Arch("glm4_moe", _glm4, {"ffn_norm": "post_attention_norm"}),
     "minimax-m2": Arch("minimax_m2", _minimax),
     "ernie4_5-moe": Arch("ernie4_5_moe", _ernie, whole=_Q),
     "hunyuan-moe": Arch("hunyuan_v1_moe", _hunyuan),
+    "hy_v3": Arch("hy_v3", _hy, {"router.choice_bias": "exp_probs_b"}),
     "dots1": Arch("dots1", _dots1),
     "granitemoe": Arch(_granite_type, _granite, turned=True),
     "granitehybrid": Arch("granitemoehybrid", _granite_hybrid, whole=_IN, turned=True),
