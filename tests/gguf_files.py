@@ -32,11 +32,17 @@ ARCHS = {
 """model_type → the architecture's name in the package."""
 NEWER = {"deepseek_v32": "deepseek32", "hy_v3": "hy_v3"}
 """model_type → the name of an architecture that the package lacks: its tensors have the names of the one in ARCHS."""
+RELATIVES = {
+    "kimi_k2": "deepseek_v3", "kimi_k25": "deepseek_v3", "glm4_moe_lite": "deepseek_v3", "solar_open": "glm4_moe",
+    "mistral": "llama",
+}  # fmt: skip
+"""model_type → the model_type of another family, as whose llama.cpp has its files."""
 AS_LLAMA_CPP: Mapping[str, dict[str, Any]] = {
     "qwen3_moe": {"norm_topk_prob": True}, "dots1": {"sliding_window": None, "max_window_layers": 2},
     "llama4_text": {"no_rope_layer_interval": 4, "attention_chunk_size": 8192, "floor_scale": 8192},
     "gemma3_text": {"sliding_window_pattern": 6, "query_pre_attn_scalar": 8, "num_hidden_layers": 7},
     "afmoe": {"mup_enabled": True, "global_attn_every_n_layers": 4},
+    "glm4_moe_lite": {"first_k_dense_replace": 1},
     "lfm2_moe": {"routed_scaling_factor": 1.0}, "nemotron_h": {"head_dim": 8},
 }  # fmt: skip
 """Settings of tiny models that llama.cpp takes for granted, so that no file says them."""
@@ -100,11 +106,11 @@ def _add(writer: gguf.GGUFWriter, key: str, value: Any) -> None:
 
 
 def _config(folder: Path) -> Config:
-    """Returns the settings of a model, or those of the text model inside it with the larger one's kind and head."""
+    """Returns the settings of a model, or those of the text model inside it with the larger one's kind and head. A
+    model of RELATIVES has the kind of its relative."""
     found: Config = json.loads((folder / "config.json").read_text())
-    if "text_config" in found:
-        return {**found["text_config"], **{name: found[name] for name in ("model_type", "tie_word_embeddings")}}
-    return found
+    inner = {**found.get("text_config", {}), **found}
+    return {**inner, "model_type": RELATIVES.get(found["model_type"], found["model_type"])}
 
 
 def _layers(config: Config) -> int:
@@ -274,7 +280,8 @@ _OF_FAMILY: Mapping[str, Callable[[Config], Config]] = {
     "qwen3_next": _delta, "qwen3_5_moe_text": _delta,
     "gpt_oss": lambda c: {"attention.sliding_window": c["sliding_window"],
                           "expert_feed_forward_length": c["intermediate_size"]},
-    "deepseek_v2": _deepseek, "deepseek_v3": _deepseek, "mistral4": _deepseek, "glm_moe_dsa": _indexed, "deepseek_v32": _indexed,
+    "deepseek_v2": _deepseek, "deepseek_v3": _deepseek, "mistral4": _deepseek, "glm_moe_dsa": _indexed,
+    "deepseek_v32": _indexed,
     "hy_v3": lambda c: {
         "expert_feed_forward_length": c["moe_intermediate_size"], "expert_weights_norm": True, "expert_gating_func": 2,
         "expert_shared_feed_forward_length": c["moe_intermediate_size"] * c["num_shared_experts"],
@@ -332,7 +339,8 @@ def _names(config: Config) -> gguf.TensorNameMap:
 
 def _mapped(names: gguf.TensorNameMap, name: str) -> str:
     renamed = (
-        name.replace("model.language_model.", "model.").replace(".dt_bias", ".dt_proj.bias")
+        name.replace("model.language_model.", "model.").removeprefix("language_model.")
+        .replace(".dt_bias", ".dt_proj.bias")
         .replace("e_score_correction_bias", "e_score_correction.bias")
         .replace(".expert_bias", ".expert_bias.bias").replace(".layer_scalar", ".layer_scalar.weight")
         .replace(".sinks", ".sinks.weight").replace("attention_sink_bias", "attention_sink_bias.weight")
@@ -343,7 +351,7 @@ def _mapped(names: gguf.TensorNameMap, name: str) -> str:
 def _stored(config: Config, tensors: Tensors) -> Iterator[tuple[str, Tensor]]:
     names, kind, experts = _names(config), config["model_type"], dict[str, dict[int, Tensor]]()
     for name, tensor in tensors.items():
-        if name.startswith("model.visual."):
+        if re.match(r"(model\.)?(visual|vision_tower|mm_projector)\.", name):
             continue
         layer = re.search(r"layers\.(\d+)\.", name)
         at = "" if layer is None else f"blk.{layer[1]}."

@@ -13,7 +13,7 @@ import gguf
 import numpy as np
 import pytest
 import torch
-from gguf_files import ARCHS, AS_LLAMA_CPP, in_16_bits, write_gguf
+from gguf_files import ARCHS, AS_LLAMA_CPP, RELATIVES, in_16_bits, write_gguf
 from tiny import TINY, tiny_of
 from tokenizers import Tokenizer, pre_tokenizers
 from transformers import GPT2Tokenizer, Qwen2Tokenizer
@@ -74,6 +74,18 @@ def test_a_file_gives_the_pack_of_its_safetensors(family: str, tmp_path: Path) -
     changed = {name: value for name, value in vars(spec).items() if getattr(ours.manifest.model, name) != value}
     assert set(changed) - {"max_positions"} == {"tokens"} & set(changed)
     assert verify(ours, Checkpoint.open(file)).worst is not None
+
+
+@pytest.mark.parametrize("family", RELATIVES)
+def test_a_file_as_of_a_relative_gives_the_same_pack(family: str, tmp_path: Path) -> None:
+    tiny_of(family)(tmp_path / "m", **AS_LLAMA_CPP.get(family, {}))
+    in_16_bits(tmp_path / "m")
+    file = write_gguf(tmp_path / "m", tmp_path / "m.gguf")
+    theirs, ours = pack_of(tmp_path / "m", tmp_path / "a"), pack_of(file, tmp_path / "b")
+    assert weights_of(ours) == weights_of(theirs)
+    spec = theirs.manifest.model
+    assert ours.manifest.model.family == RELATIVES[family]
+    assert replace(ours.manifest.model, family=family, tokens=spec.tokens) == spec
 
 
 VARIANTS = [
