@@ -325,6 +325,13 @@ def test_every_known_way_to_cut_gives_text_back(mixtral: Path, tmp_path: Path, p
     assert (found.encode("a").ids[0] == 0) == CUTS[pre].first
 
 
+def test_digits_in_threes_from_the_last(mixtral: Path, tmp_path: Path) -> None:
+    cutter = tokenizer_of(mixtral, tmp_path, "gpt2", "afmoe").pre_tokenizer
+    assert cutter is not None
+    found = [word for word, _ in cutter.pre_tokenize_str("in 1234567 or 123 x 12")]
+    assert [word for word in found if word.isdigit()] == ["1", "234", "567", "123", "12"]
+
+
 def test_pieces_merge_by_their_scores(mixtral: Path, tmp_path: Path) -> None:
     texts = [
         "<unk>",

@@ -35,6 +35,11 @@ _DEEPSEEK3 = (
     r"[!\"#$%&'()*+,\-./:;<=>?@\[\\\]^_`{|}~][A-Za-z]+|[^\r\n\p{L}\p{P}\p{S}]?[\p{L}\p{M}]+| ?[\p{P}\p{S}]+[\r\n]*"
     r"|\s*[\r\n]+|\s+(?!\S)|\s+",
 )  # fmt: skip
+_AFMOE = (
+    r"\p{N}{1,3}(?=(?:\p{N}{3})*(?!\p{N}))",  # threes, counted from the last digit
+    "[一-鿿㐀-䶿豈-\ufaff぀-ゟ゠-ヿ･-ﾟ⼀-\u2fdfเ-\u0e7f\u0e80-\u0effក-\u17ffက-႟ꩠ-ꩿꧠ-\ua9ff가-\ud7afᄀ-ᇿ]+",
+    _DEEPSEEK3[-1],
+)  # fmt: skip
 _KIMI = "|".join((
     r"[\p{Han}]+",
     *(rf"{_WORD}[{_UPPER[1:-1]}&&[^\p{{Han}}]]{some}[{_LOWER[1:-1]}&&[^\p{{Han}}]]{more}(?i:{_SHORT})?"
@@ -67,6 +72,7 @@ CUTS: Mapping[str, _Cuts] = {
     **dict.fromkeys(("dbrx", "smaug-bpe", "glm4", "chatglm-bpe"), _Cuts((_LLAMA3,))),
     "qwen2": _Cuts((_QWEN2,), composed=True),
     **dict.fromkeys(("deepseek-r1-qwen", "stablelm2", "megrez", "hunyuan", "grok-2", "kormo"), _Cuts((_QWEN2,))),
+    "solar-open": _Cuts((_QWEN2,)),
     "qwen35": _Cuts((
         rf"(?i:{_SHORT})|{_WORD}[\p{{L}}\p{{M}}]+|\p{{N}}| ?[^\s\p{{L}}\p{{M}}\p{{N}}]+[\r\n]*|\s*[\r\n]+"
         r"|\s+(?!\S)|\s+",
@@ -75,6 +81,7 @@ CUTS: Mapping[str, _Cuts] = {
     "tekken": _Cuts((rf"{_CASES}|\p{{N}}|{_SLASH}",), whole=True, first=True),
     **dict.fromkeys(("gpt-4o", "llama4", "minimax-m2", "kanana2"), _Cuts((_GPT4O,))),
     "kimi-k2": _Cuts((_KIMI,)),
+    "afmoe": _Cuts(_AFMOE),
     **dict.fromkeys(("bailingmoe", "bailingmoe2"), _Cuts((
         rf"'(?i:[sdmt]|ll|ve|re)|{_WORD}+\p{{L}}+|\p{{N}}| ?[^\s\p{{L}}\p{{N}}]++[\r\n]*|\s*[\r\n]|\s+(?!\S)|\s+",
     ))),
