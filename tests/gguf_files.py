@@ -26,7 +26,7 @@ ARCHS = {
     "gemma4_text": "GEMMA4", "lfm2_moe": "LFM2MOE", "jamba": "JAMBA", "qwen3_next": "QWEN3NEXT",
     "llama": "LLAMA", "qwen2": "QWEN2", "qwen3": "QWEN3", "smollm3": "SMOLLM3", "phi3": "PHI3", "gemma3_text": "GEMMA3",
     "olmo2": "OLMO2", "olmo3": "OLMO2", "qwen3_vl_moe": "QWEN3VLMOE", "afmoe": "AFMOE", "mimo_v2_flash": "MIMO2",
-    "mistral4": "MISTRAL4", "glm_moe_dsa": "GLM_DSA", "deepseek_v32": "GLM_DSA", "hy_v3": "DOTS1",
+    "cohere2": "COHERE2", "mistral4": "MISTRAL4", "glm_moe_dsa": "GLM_DSA", "deepseek_v32": "GLM_DSA", "hy_v3": "DOTS1",
     "qwen3_5_moe_text": "QWEN35MOE", "granitemoehybrid": "GRANITE_HYBRID", "nemotron_h": "NEMOTRON_H_MOE",
 }  # fmt: skip
 """model_type → the architecture's name in the package."""
@@ -41,6 +41,7 @@ AS_LLAMA_CPP: Mapping[str, dict[str, Any]] = {
     "qwen3_moe": {"norm_topk_prob": True}, "dots1": {"sliding_window": None, "max_window_layers": 2},
     "llama4_text": {"no_rope_layer_interval": 4, "attention_chunk_size": 8192, "floor_scale": 8192},
     "gemma3_text": {"sliding_window_pattern": 6, "query_pre_attn_scalar": 8, "num_hidden_layers": 7},
+    "cohere2": {"sliding_window_pattern": 4, "num_hidden_layers": 5},
     "afmoe": {"mup_enabled": True, "global_attn_every_n_layers": 4},
     "glm4_moe_lite": {"first_k_dense_replace": 1},
     "lfm2_moe": {"routed_scaling_factor": 1.0}, "nemotron_h": {"head_dim": 8},
@@ -305,6 +306,8 @@ _OF_FAMILY: Mapping[str, Callable[[Config], Config]] = {
                        "attention.sliding_window": c["sliding_window"] or 0},
     "gemma3_text": lambda c: {"attention.sliding_window": c["sliding_window"],
                               "final_logit_softcapping": c["final_logit_softcapping"]},
+    "cohere2": lambda c: {"attention.layer_norm_rms_epsilon": None, "attention.layer_norm_epsilon": c["layer_norm_eps"],
+                          "attention.sliding_window": c["sliding_window"], "logit_scale": c["logit_scale"]},
     "olmo3": lambda c: {"attention.sliding_window": c["sliding_window"],
                         "attention.sliding_window_pattern": [k == "sliding_attention" for k in c["layer_types"]],
                         "rope.freq_base_swa": c["rope_parameters"]["sliding_attention"]["rope_theta"]},

@@ -246,6 +246,13 @@ def _gemma3(facts: Facts) -> Settings:
 _LARGEST_GEMMA3 = 62  # layers of the model whose scores have a scale of their own
 
 
+def _cohere2(facts: Facts) -> Settings:
+    return {
+        **_windows(facts, 4), **_biases(facts), "rms_norm_eps": None, "layer_norm_eps": _eps(facts),
+        "logit_scale": facts.number("logit_scale", 1.0),
+    }  # fmt: skip
+
+
 def _olmo2(facts: Facts) -> Settings:
     if _olmo_type(facts) == "olmo2":
         return _biases(facts)
@@ -696,6 +703,7 @@ ARCHS: Mapping[str, Arch] = {
     "smollm3": Arch("smollm3", _qwen3_dense, turned=True),
     "phi3": Arch("phi3", _phi3),
     "gemma3": Arch("gemma3_text", _gemma3, _BEHIND),
+    "cohere2": Arch("cohere2", _cohere2, {"ffn_norm": "attn_norm"}, whole=_Q),
     "olmo2": Arch(_olmo_type, _olmo2, _BEHIND),
     "olmoe": Arch("olmoe", _olmoe),
     "qwen2moe": Arch("qwen2_moe", _qwen2),
