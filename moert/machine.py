@@ -207,13 +207,19 @@ _CACHE = Path("moert", "drives.json")
 _VERSION = 1
 
 
-def cache_file() -> Path | None:
-    """Returns the file in which measurements are remembered; None if the user has no such folder."""
+def cache_folder() -> Path | None:
+    """Returns the folder for what programs remember; None if the user has none."""
     given = os.environ.get("XDG_CACHE_HOME", "")
     try:
-        return (Path(given) if os.path.isabs(given) else Path.home() / ".cache") / _CACHE
+        return Path(given) if os.path.isabs(given) else Path.home() / ".cache"
     except RuntimeError:
         return None
+
+
+def cache_file() -> Path | None:
+    """Returns the file in which measurements are remembered; None if the user has no such folder."""
+    folder = cache_folder()
+    return None if folder is None else folder / _CACHE
 
 
 def entries(cache: Path | None, section: str) -> dict[str, Any]:

@@ -4,7 +4,6 @@ hashes."""
 from __future__ import annotations
 
 import hashlib
-import os
 import re
 import sys
 from collections.abc import Iterable, Iterator, Sequence
@@ -13,7 +12,7 @@ from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any
 
-from moeconv.progress import bar
+from moeconv.progress import Bar, bar
 from moeconv.source.outline import (
     BLOBS,
     CODED,
@@ -31,15 +30,18 @@ from moeconv.source.outline import (
     split_names,
     stray,
 )
+from moert.machine import cache_folder
 
 _GGUF_OF_HUB = re.compile(rf"([\w-][\w.-]*/[\w-][\w.-]*)[:/]([\w-][\w./-]*{re.escape(GGUF)})")
 _SETTINGS = (CONFIG, GENERATION_CONFIG, CODED)
 _OF_TEXT = ("*.json", "*.model", "*.tiktoken", "*.txt", "*.jinja", "tokenization_*.py")
 _COPIES = ("original/*", "consolidated*", "metal/*", "onnx/*", "openvino/*")
 """Files with copies of the weights in other forms, beside those that transformers reads."""
-_HASH = re.compile("[0-9a-f]{40}|[0-9a-f]{64}")
+_NAMED_BY_HASH = re.compile("[0-9a-f]{40}|[0-9a-f]{64}")
 _CHUNK = 10**6
-_SECOND_BAR = "Downloading bytes"  # which counts the same as another
+_OF_LIBRARY = ("name", "bar_format", "disable", "position")
+"""Arguments of the library's bars that tqdm does not know, or that change how they look."""
+_SECOND_BAR = "downloading bytes"  # how the name of a bar ends that counts the same as another
 
 
 def find(path_or_hub_id: str, weights: bool = True) -> Path:
@@ -92,8 +94,9 @@ def _from_hub(hub_id: str, weights: bool) -> Path:
             folder = Path(snapshot_download(
                 hub_id, revision=revision, tqdm_class=shown, allow_patterns=[*patterns], ignore_patterns=[*_COPIES],
             ))  # fmt: skip
-        there = (file for file in sorted(folder.rglob("*")) if file.is_file())
-        check_hashes(hub_id, [file for file in there if _is_any(file.relative_to(folder).as_posix(), patterns)])
+        there = {file.relative_to(folder).as_posix(): file for file in sorted(folder.rglob("*")) if file.is_file()}
+        wanted = [name for name in there if _is_any(name, patterns) and not _is_any(name, _COPIES)]
+        check_hashes(hub_id, [there[name] for name in wanted])
         return folder
 
     try:
@@ -116,16 +119,17 @@ def _is_any(name: str, patterns: Iterable[str]) -> bool:
 
 @contextmanager
 def _bars() -> Iterator[Any]:
-    """Gives the library a class of bars, of which one of bytes, with the time left, is shown on a terminal, and closes
-    those that it made."""
+    """Yields a class of progress bars for the library. On a terminal one bar is shown: bytes, and the time left. All
+    bars that it made are closed at the end."""
     from tqdm import tqdm
 
     made: list[Any] = []
 
     class Bytes(tqdm):  # type: ignore[misc]
         def __init__(self, *arguments: Any, **named: Any) -> None:
-            seen = named.get("unit") == "B" and named.get("desc") != _SECOND_BAR and sys.stderr.isatty()
-            kept = {name: value for name, value in named.items() if name not in ("name", "bar_format", "disable")}
+            second = str(named.get("desc")).lower().endswith(_SECOND_BAR)
+            seen = named.get("unit") == "B" and not second and sys.stderr.isatty()
+            kept = {name: value for name, value in named.items() if name not in _OF_LIBRARY}
             super().__init__(*arguments, **kept | {"desc": "fetching", "leave": False, "disable": not seen})
             made.append(self)
 
@@ -143,47 +147,72 @@ def _bars() -> Iterator[Any]:
 
 
 def check_hashes(hub_id: str, files: Iterable[Path]) -> None:
-    """Compares files of the hub's cache with the hashes that the hub named them by, each once until it changes. One
-    with another hash is deleted. Raises CheckpointError, and OSError."""
-    unknown = [(file, blob) for file in files if _is_named(blob := file.resolve()) and not _is_known(blob)]
-    if not unknown:
-        return
-    with bar(f"checking {hub_id}", sum(-(-blob.stat().st_size // _CHUNK) for _, blob in unknown), "MB") as shown:
-        for file, blob in unknown:
-            algorithm = hashlib.sha256() if len(blob.name) == 64 else hashlib.sha1(usedforsecurity=False)
-            if algorithm.name == "sha1":
-                algorithm.update(b"blob %d\0" % blob.stat().st_size)
-            with blob.open("rb") as opened:
-                while chunk := opened.read(_CHUNK):
-                    algorithm.update(chunk)
-                    shown.update(1)
-            if algorithm.hexdigest() != blob.name:
-                file.unlink()
-                blob.unlink(missing_ok=True)
-                raise CheckpointError(
-                    f"{hub_id}: {file.name} is not the file that the hub has (its hash differs), and was deleted: run "
-                    "the same again"
-                )
-            with suppress(OSError):  # of a home that can't be written to: then it is compared each time
-                _mark(blob).parent.mkdir(parents=True, exist_ok=True)
-                _mark(blob).write_text(_state(blob), "utf-8")
+    """Compares files of the hub's cache with the hashes that they are named by, each once until it changes. One with
+    another hash is deleted. Raises CheckpointError."""
+    named = {blob: file for file in files if _is_named(blob := file.resolve())}
+    try:
+        unknown = {blob: file for blob, file in named.items() if not _is_known(blob)}
+        if not unknown:
+            return
+        with bar(f"checking {hub_id}", sum(-(-blob.stat().st_size // _CHUNK) for blob in unknown), "MB") as shown:
+            for blob, file in unknown.items():
+                state = _state(blob)
+                if _hash(blob, shown) != blob.name:
+                    raise CheckpointError(_differs(hub_id, file, blob))
+                _remember(blob, state)
+    except OSError as error:
+        raise CheckpointError(f"{hub_id}: its files in the hub's cache can't be read ({line(error)})") from None
+
+
+def _differs(hub_id: str, file: Path, blob: Path) -> str:
+    """Deletes a file of the cache that has another hash; returns what is said of it."""
+    said = f"{hub_id}: {file.name} is not the file that the hub has (its hash differs), and"
+    try:
+        file.unlink()
+        blob.unlink(missing_ok=True)
+    except OSError as error:
+        return f"{said} can't be deleted ({error.strerror}): delete {blob} and run the same again"
+    return f"{said} was deleted: run the same again, with a connection"
+
+
+def _hash(blob: Path, shown: Bar) -> str:
+    """Returns the hash of a file's bytes, of the kind that the file is named by."""
+    algorithm = hashlib.sha256() if len(blob.name) == 64 else hashlib.sha1(usedforsecurity=False)
+    if algorithm.name == "sha1":
+        algorithm.update(b"blob %d\0" % blob.stat().st_size)
+    with blob.open("rb") as opened:
+        while chunk := opened.read(_CHUNK):
+            algorithm.update(chunk)
+            shown.update(1)
+    return algorithm.hexdigest()
 
 
 def _is_named(blob: Path) -> bool:
-    return blob.parent.name == BLOBS and _HASH.fullmatch(blob.name) is not None
+    return blob.parent.name == BLOBS and _NAMED_BY_HASH.fullmatch(blob.name) is not None
 
 
 def _is_known(blob: Path) -> bool:
-    """Returns whether a file was compared with its hash before, and did not change."""
+    """Returns whether a file was compared with its hash before, and did not change. Raises OSError for a file that
+    can't be looked at."""
+    state, mark = _state(blob), _mark(blob)
     try:
-        return _mark(blob).read_text("utf-8") == _state(blob)
+        return mark is not None and mark.read_text("utf-8") == state
     except (OSError, UnicodeDecodeError):
         return False
 
 
-def _mark(blob: Path) -> Path:
-    kept = os.environ.get("XDG_CACHE_HOME")
-    return (Path(kept) if kept else Path.home() / ".cache") / "moeconv" / "checked" / blob.name
+def _remember(blob: Path, state: str) -> None:
+    """Remembers that a file in this state has its hash, where the user has a folder for that."""
+    mark = _mark(blob)
+    with suppress(OSError):
+        if mark is not None:
+            mark.parent.mkdir(parents=True, exist_ok=True)
+            mark.write_text(state, "utf-8")
+
+
+def _mark(blob: Path) -> Path | None:
+    folder = cache_folder()
+    return None if folder is None else folder / "moeconv" / "checked" / blob.name
 
 
 def _state(blob: Path) -> str:

@@ -114,8 +114,9 @@ def _say(message: str) -> None:
 
 
 def _is_current(target: Path) -> bool:
-    """Returns whether a library is newer than its sources, as an installation just before has left it."""
-    sources = [Path(__file__), *(HERE / "csrc").iterdir()]
+    """Returns whether a library is newer than its sources, as an installation just before has left it. The compiler
+    makes no difference."""
+    sources = [Path(__file__), HERE / "csrc", *(HERE / "csrc").iterdir()]
     return target.is_file() and target.stat().st_mtime_ns > max(source.stat().st_mtime_ns for source in sources)
 
 

@@ -201,7 +201,7 @@ class MoeFfn:
         self, x: F32, lengths: Sequence[int], recent: Sequence[Recent], entered: F32 | None = None
     ) -> None:  # fmt: skip
         """Changes x [tokens, d_model] in place, sequences of `lengths` tokens one after the other; see Router for
-        `recent`. `entered` [tokens, d_model]: its input, if that is not x."""
+        `recent`. `entered` [tokens, d_model]: the layer's input, in a parallel layer; None: x."""
         entered = x if entered is None else entered
         hidden, experts, weights = self._routers[self._at].route(entered, lengths, recent)
         out = np.zeros_like(x) if self._join.apart else x
@@ -266,8 +266,8 @@ class DenseFfn:
     def __call__(
         self, x: F32, lengths: Sequence[int], recent: Sequence[Recent], entered: F32 | None = None
     ) -> None:  # fmt: skip
-        """Changes x [tokens, d_model] in place; the sequence that a token belongs to makes no difference. `entered`
-        [tokens, d_model]: its input, if that is not x."""
+        """Changes x [tokens, d_model] in place; the sequence that a token belongs to makes no difference. For
+        `entered` see MoeFfn."""
         for piece in _pieces(len(x)):
             rows = x[piece]
             hidden = self._backend.norm(rows if entered is None else entered[piece], self._norm)

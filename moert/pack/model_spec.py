@@ -127,7 +127,7 @@ class Layer:
         if self.positions is not None and self.positions.skips_pad:
             yield "the positions of a layer skip the pad token, which only those of a stack do"
         if self.parallel and (self.mixer is None or self.ffn is None or self.cross is not None):
-            yield "a layer is parallel, and has not just a mixer and a feed-forward"
+            yield "a parallel layer needs a mixer and a feed-forward, and has no attention to an encoder"
 
     @property
     def _norms_heads(self) -> bool:

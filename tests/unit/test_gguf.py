@@ -291,7 +291,8 @@ def tokenizer_of(mixtral: Path, out: Path, model: str, pre: str, **more: Any) ->
         "model": model, "pre": pre, "merges": MERGES, "token_type": kinds, "eos_token_id": len(tokens) - 1,
         "padding_token_id": None, **more,
     })  # fmt: skip
-    return Tokenizer.from_file(str(Checkpoint.open(file).path / "tokenizer.json"))
+    checkpoint = Checkpoint.open(file)
+    return Tokenizer.from_file(str(checkpoint.path / "tokenizer.json"))
 
 
 def widened(mixtral: Path, out: Path, tokens: list[str], settings: dict[str, Any]) -> Path:
@@ -409,6 +410,7 @@ WRONG = [
     ("afmoe", {"ARCH.expert_gating_func": 1}, "sets score_func 'softmax'"),
     ("mimo_v2_flash", {"ARCH.attention.sliding_window_pattern": None}, "has no mimo2.attention.sliding_window_pattern"),
     ("mimo_v2_flash", {"ARCH.attention.head_count_kv": [1, 3, 3, 3, 3, 3]}, "sets swa_num_key_value_heads 3"),
+    ("mimo_v2_flash", {"ARCH.attention.value_scale": None}, "has no mimo2.attention.value_scale"),
     ("mimo_v2_flash", {"ARCH.attention.value_length": 8}, "attn_v.weight has the shape"),
     ("mistral4", {"ARCH.expert_gating_func": 2}, "says sigmoid, expected softmax"),
     ("glm_moe_dsa", {"ARCH.attention.indexer.top_k": None}, "has no glm-dsa.attention.indexer.top_k"),
@@ -461,7 +463,7 @@ def test_a_file_of_the_hub(
     asked: list[tuple[str, str]] = []
     found = write_gguf(mixtral, tmp_path / "m.gguf")
 
-    def fetched(repository: str, name: str) -> str:
+    def fetched(repository: str, name: str, tqdm_class: Any) -> str:
         asked.append((repository, name))
         return str(found)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import io
 import json
 import os
 import re
@@ -16,6 +17,9 @@ from typing import Any
 
 import pytest
 from tiny import tiny_olmoe
+
+from moeconv.source import hub as hub_module
+from moeconv.source.outline import CheckpointError
 
 COMMIT = "c" * 40
 FIND = """
@@ -144,9 +148,7 @@ def test_what_is_read_is_fetched_once_also_where_a_transfer_breaks_off(hub: Mode
 @pytest.mark.parametrize("name", ["model.safetensors", "tokenizer.json"])
 def test_a_file_with_another_hash_is_deleted_and_fetched_again(name: str, hub: ModelHub, tmp_path: Path) -> None:
     hub.wrong = {name: "other bytes"}
-    said = (
-        f"owner/name: {name} is not the file that the hub has (its hash differs), and was deleted: run the same again"
-    )
+    said = f"owner/name: {name} is not the file that the hub has (its hash differs), and was deleted: run the same again, with a connection"
     assert find(hub, tmp_path, "owner/name", "owner/name") == [said, said]
     hub.wrong = {}
     [path] = find(hub, tmp_path)
@@ -154,6 +156,37 @@ def test_a_file_with_another_hash_is_deleted_and_fetched_again(name: str, hub: M
     with (Path(path) / name).open("r+b") as file:  # a drive that forgets, or a hand
         file.write(b"?")
     assert find(hub, tmp_path, "owner/name", "owner/name") == [said, path]
+
+
+@pytest.mark.parametrize(("unit", "desc", "shown"), [
+    ("B", "Reconstructing (incomplete total...)", True), ("B", "Downloading bytes", False),
+    ("B", "model.gguf: downloading bytes", False), ("it", "Fetching 4 files", False),
+])  # fmt: skip
+def test_one_bar_is_shown_on_a_terminal(unit: str, desc: str, shown: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    written = io.StringIO()
+    monkeypatch.setattr(written, "isatty", lambda: True, raising=False)
+    monkeypatch.setattr(sys, "stderr", written)
+    with hub_module._bars() as bars:
+        bars(total=100, unit=unit, desc=desc, name="of the library", bar_format="{bar}", position=3).update(50)
+    assert ("fetching" in written.getvalue()) == shown
+
+
+def test_a_cache_that_can_not_be_changed_is_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    blob = tmp_path / "blobs" / hashlib.sha256(b"right").hexdigest()
+    blob.parent.mkdir()
+    blob.write_bytes(b"wrong")
+    (tmp_path / "m.gguf").symlink_to(blob)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+
+    def refused(path: Path, missing_ok: bool = False) -> None:
+        raise PermissionError(13, "Permission denied")
+
+    monkeypatch.setattr(Path, "unlink", refused)
+    with pytest.raises(CheckpointError) as caught:
+        hub_module.check_hashes("owner/name", [tmp_path / "m.gguf"])
+    said = "its hash differs), and can't be deleted (Permission denied): delete"
+    assert said in str(caught.value)
+    assert str(blob) in str(caught.value)
 
 
 def test_gguf_files_too(hub: ModelHub, tmp_path: Path) -> None:

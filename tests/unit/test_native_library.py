@@ -250,6 +250,8 @@ def test_a_library_that_is_newer_than_its_sources_stays(tmp_path: Path, monkeypa
     make_sources(tmp_path, "int one;\n")
     library = tmp_path / "_native.so"
     library.write_bytes(b"made just now")
+    after = (tmp_path / "csrc").stat().st_mtime_ns + 10**9
+    os.utime(library, ns=(after, after))
     assert build.main() == 0
     assert library.read_bytes() == b"made just now"
     os.utime(library, ns=(0, 0))

@@ -27,8 +27,8 @@ from moeconv.sweep.probes import Found, Prober, Seq2SeqProber, TextProber
 TinyModel = Callable[[str, str], Path]
 AT_ONCE = 5  # of one layer, so that a batch mixes experts and widths
 
-QUICK = {"granitemoehybrid": "small chunks"}
-"""What need not be filled up to 256 tokens."""
+QUICK = {"granitemoehybrid": "small chunks", "cohere2_moe": "sigmoid"}
+"""Variants in the place of the plain one: need not be filled up to 256 tokens; averages its shared experts."""
 
 CASES: dict[str, tuple[str, str, Sequence[Sample], str]] = {
     "switch writes": ("switch_transformers", "all layers sparse", pairs(6), "rouge1"),

@@ -557,7 +557,7 @@ def _by_kind(numbers: Sequence[int], full: Sequence[bool]) -> tuple[list[int], l
 
 def _mimo(facts: Facts) -> Settings:
     facts.container.metadata.need(f"{facts.arch}.attention.sliding_window_pattern", list)
-    windows, scale = _windows(facts), "attention.value_scale"
+    windows, scale = _windows(facts), facts.number("attention.value_scale")  # older files lack it, and are refused
     of_full, of_rest = _by_kind(
         facts.each("attention.head_count_kv"), [kind == "full_attention" for kind in windows["layer_types"]]
     )
@@ -568,7 +568,7 @@ def _mimo(facts: Facts) -> Settings:
         "mlp_layer_types": _networks(facts), "norm_topk_prob": True, "head_dim": facts.head_dim,
         "routed_scaling_factor": 1.0, "num_key_value_heads": kv, "swa_num_key_value_heads": max(of_rest or [2 * kv]),
         "v_head_dim": facts.count("attention.value_length", facts.head_dim),
-        "attention_value_scale": facts.number(scale) if facts.said(scale) else None,
+        "attention_value_scale": scale,
         "rope_parameters": {
             "full_attention": {**_rope(facts), **share}, "sliding_attention": {**_plain_rope(facts), **share},
         },
@@ -663,8 +663,8 @@ class Arch:
     """An architecture of llama.cpp. `model_type`: of config.json; `settings`: those that not all families have;
     `names`: names that differ from INSIDE and OUTSIDE; `whole`: names of tensors that lie as the family's own do, with
     all parts of a pack in them; `turned`: rows of queries and keys are reordered, so that positions turn pairs;
-    `inside`: the family's models lie inside larger ones; `left_out`: patterns of names that a pack leaves out → a note
-    on them."""
+    `inside`: config.json has the settings under text_config; `left_out`: patterns of names that a pack leaves out → a
+    note on them."""
 
     model_type: str | Callable[[Facts], str]
     settings: Callable[[Facts], Settings]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import atexit
 import json
 import os
 import shutil
@@ -10,6 +9,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from tempfile import mkdtemp
 from typing import Any
+from weakref import finalize
 
 from moeconv.source.gguf.container import read_container
 from moeconv.source.gguf.families import ARCHS, EMBED, Facts
@@ -28,14 +28,14 @@ def is_gguf(path: Path) -> bool:
 
 
 def opened(file: Path) -> tuple[Path, GgufTensors]:
-    """Returns a folder with the config and the tokenizer of a GGUF file, which is removed when the process ends, and
-    the file's tensors. Raises CheckpointError."""
+    """Returns a folder with the config and the tokenizer of a GGUF file, and the file's tensors, with which the folder
+    goes. Raises CheckpointError."""
     if not file.is_file():
         raise CheckpointError(f"there is no file {str(file)!r}: give a local model or a hub id")
     tensors = GgufTensors(read_container(file))
     bodies = files_of(tensors)
     around = Path(mkdtemp(prefix="moeconv-gguf-"))
-    atexit.register(_remove, around, os.getpid())
+    finalize(tensors, _remove, around, os.getpid())
     folder = around / file.name
     folder.mkdir()
     for name, body in bodies.items():
