@@ -165,7 +165,7 @@ def check_hashes(hub_id: str, files: Iterable[Path]) -> None:
 
 
 def _differs(hub_id: str, file: Path, blob: Path) -> str:
-    """Deletes a file of the cache that has another hash; returns what is said of it."""
+    """Deletes a file of the cache that has another hash, and returns a message on that."""
     said = f"{hub_id}: {file.name} is not the file that the hub has (its hash differs), and"
     try:
         file.unlink()

@@ -50,8 +50,8 @@ MOECONV = [
     ("moeconv.__main__",),
 ]
 # What moert would say of a budget is asked of moert: of its own arithmetic, which is pure, by this module alone. So is
-# what a chat template may do, what its library does of a quantizer, which eviction policy finds most on a trace, and
-# how described settings become options.
+# what a chat template may do, what its library does of a quantizer, which eviction policy finds most on a trace, where
+# programs remember things, and how described settings become options.
 ASKS = {
     "moeconv.quantizers.gptq": {"moert.kernels.coding"},
     "moeconv.quantizers.trellis": {"moert.kernels.coding"},
@@ -59,6 +59,7 @@ ASKS = {
     "moeconv.conversion.room": {"moert.machine"},
     "moeconv.conversion.additions": {"moert.experts.replay"},
     "moeconv.measure.passes": {"moert.kernels.library"},
+    "moeconv.source.hub": {"moert.machine"},
     "moeconv.calibration.rendering": {"moert.chat.sandbox"},
     "moeconv.plan.outlook": {"moert.engine.budget", "moert.models.footprint"},
     "moeconv.command.options": {"moert.command.tuning"},

@@ -148,7 +148,8 @@ def test_what_is_read_is_fetched_once_also_where_a_transfer_breaks_off(hub: Mode
 @pytest.mark.parametrize("name", ["model.safetensors", "tokenizer.json"])
 def test_a_file_with_another_hash_is_deleted_and_fetched_again(name: str, hub: ModelHub, tmp_path: Path) -> None:
     hub.wrong = {name: "other bytes"}
-    said = f"owner/name: {name} is not the file that the hub has (its hash differs), and was deleted: run the same again, with a connection"
+    differs = f"{name} is not the file that the hub has (its hash differs)"
+    said = f"owner/name: {differs}, and was deleted: run the same again, with a connection"
     assert find(hub, tmp_path, "owner/name", "owner/name") == [said, said]
     hub.wrong = {}
     [path] = find(hub, tmp_path)
