@@ -11,7 +11,7 @@ import numpy as np
 
 from moert.pack.codec import E2M1, F32, QuantizedMatrix, Width, n_groups, pack_codes
 from moert.pack.layout import Neurons, group_of
-from moert.pack.manifest import WIDTHS_OF, LossEstimate, Manifest, Quality, Quantization, seal
+from moert.pack.manifest import PARALLEL_MINOR, WIDTHS_OF, LossEstimate, Manifest, Quality, Quantization, seal
 from moert.pack.model_spec import ExpertKey, Head, Join, Layer, ModelSpec, Tokens, stack_of  # fmt: skip
 from moert.pack.parts import (
     Act,
@@ -263,6 +263,12 @@ def read_all(root: Path) -> tuple[Manifest, Any, dict[str, bytes]]:
     files = {name: pack.read_file(name) for name in pack.manifest.files}
     biases = read_biases(pack)
     return pack.manifest, {key: (part, biases[key]) for key, part in flat_experts(read_experts(pack)).items()}, files
+
+
+def minor_of(spec: ModelSpec, without: int) -> int:
+    """Returns the minor version of a model's pack; `without`: the one that it would have without parallel layers."""
+    some = any(kind.parallel for stack in spec.stacks.values() for kind in stack.kinds)
+    return PARALLEL_MINOR if some else without
 
 
 def sealed(document: dict[str, Any]) -> str:

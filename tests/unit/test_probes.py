@@ -108,7 +108,7 @@ def assert_equal(found: Scores, expected: Scores, near_ties: int, what: object) 
     ("case", "dense_bits"),
     [(case, None) for case in CASES] + [("switch writes", 4), ("switch, untied head", 3), ("olmoe", 3)],
 )
-@pytest.mark.parametrize("every", [11, pytest.param(3, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("every", [7, pytest.param(3, marks=pytest.mark.slow)])
 def test_probes_equal_full_evaluations_of_every_expert(
     case: str, dense_bits: int | None, every: int, tiny_model: TinyModel
 ) -> None:
