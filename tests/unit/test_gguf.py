@@ -61,11 +61,18 @@ def weights_of(pack: Pack) -> dict[str, bytes]:
     return {str(file.relative_to(pack.root)): file.read_bytes() for file in pack.root.rglob("*.safetensors")}
 
 
+def file_of(family: str, folder: Path, variant: str = "plain", **metadata: Any) -> Path:
+    """Writes a tiny checkpoint that llama.cpp can say all of to `folder`, and its file, with other `metadata`, beside
+    it."""
+    write, variants = TINY[family]
+    write(folder, **AS_LLAMA_CPP.get(family, {}) | variants[variant])
+    in_16_bits(folder)
+    return write_gguf(folder, folder.with_suffix(".gguf"), **metadata)
+
+
 @pytest.mark.parametrize("family", ARCHS)
 def test_a_file_gives_the_pack_of_its_safetensors(family: str, tmp_path: Path) -> None:
-    tiny_of(family)(tmp_path / "m", **AS_LLAMA_CPP.get(family, {}))
-    in_16_bits(tmp_path / "m")
-    file = write_gguf(tmp_path / "m", tmp_path / "m.gguf")
+    file = file_of(family, tmp_path / "m")
     theirs, ours = pack_of(tmp_path / "m", tmp_path / "a"), pack_of(file, tmp_path / "b")
     assert weights_of(ours) == weights_of(theirs)
     with_mamba2 = ("granitemoehybrid", "nemotron_h")  # whose files say that any text is short enough
@@ -78,9 +85,7 @@ def test_a_file_gives_the_pack_of_its_safetensors(family: str, tmp_path: Path) -
 
 @pytest.mark.parametrize("family", RELATIVES)
 def test_a_file_as_of_a_relative_gives_the_same_pack(family: str, tmp_path: Path) -> None:
-    tiny_of(family)(tmp_path / "m", **AS_LLAMA_CPP.get(family, {}))
-    in_16_bits(tmp_path / "m")
-    file = write_gguf(tmp_path / "m", tmp_path / "m.gguf")
+    file = file_of(family, tmp_path / "m")
     theirs, ours = pack_of(tmp_path / "m", tmp_path / "a"), pack_of(file, tmp_path / "b")
     assert weights_of(ours) == weights_of(theirs)
     spec = theirs.manifest.model
@@ -100,10 +105,7 @@ VARIANTS = [
 
 @pytest.mark.parametrize(("family", "variant"), VARIANTS)
 def test_a_variant_has_the_settings_of_its_safetensors(family: str, variant: str, tmp_path: Path) -> None:
-    write, variants = TINY[family]
-    write(tmp_path / "m", **{**AS_LLAMA_CPP.get(family, {}), **variants[variant]})
-    in_16_bits(tmp_path / "m")
-    file = write_gguf(tmp_path / "m", tmp_path / "m.gguf")
+    file = file_of(family, tmp_path / "m", variant)
     ours, theirs = Checkpoint.open(file), Checkpoint.open(tmp_path / "m")
     assert replace(ours.spec, tokens=theirs.spec.tokens) == theirs.spec
     for name, part in theirs.spec.tensors.items():
@@ -424,9 +426,7 @@ WRONG = [
 
 @pytest.mark.parametrize(("family", "changes", "words"), WRONG)
 def test_refusals_of_architectures(family: str, changes: dict[str, Any], words: str, tmp_path: Path) -> None:
-    tiny_of(family)(tmp_path / "m", **AS_LLAMA_CPP.get(family, {}))
-    in_16_bits(tmp_path / "m")
-    file = write_gguf(tmp_path / "m", tmp_path / "m.gguf", **changes)
+    file = file_of(family, tmp_path / "m", **changes)
     with pytest.raises(ConversionError, match=words) as error:
         Checkpoint.open(file)
     assert "\n" not in str(error.value)

@@ -27,7 +27,7 @@ from moeconv.sweep.probes import Found, Prober, Seq2SeqProber, TextProber
 TinyModel = Callable[[str, str], Path]
 AT_ONCE = 5  # of one layer, so that a batch mixes experts and widths
 
-QUICK = {"granitemoehybrid": "small chunks", "cohere2_moe": "sigmoid"}
+INSTEAD = {"granitemoehybrid": "small chunks", "cohere2_moe": "sigmoid"}
 """Variants in the place of the plain one: need not be filled up to 256 tokens; averages its shared experts."""
 
 CASES: dict[str, tuple[str, str, Sequence[Sample], str]] = {
@@ -55,7 +55,7 @@ CASES: dict[str, tuple[str, str, Sequence[Sample], str]] = {
     "qwen3_moe, window": ("qwen3_moe", "window", running(6, 5), "perplexity"),
     "mixtral": ("mixtral", "plain", running(6, 6), "perplexity"),
     "mixtral, window": ("mixtral", "window", questions(8), "accuracy"),
-    **{family: (family, QUICK.get(family, "plain"), running(6, 7), "perplexity") for family in FAMILIES},
+    **{family: (family, INSTEAD.get(family, "plain"), running(6, 7), "perplexity") for family in FAMILIES},
     "gptsan-japanese": ("gptsan-japanese", "causal", running(6, 7), "perplexity"),
     "gptsan-japanese, small capacity": ("gptsan-japanese", "small capacity", running(6, 8), "token_perplexity"),
     "gptsan-japanese, choices": ("gptsan-japanese", "all of it", questions(8), "accuracy"),

@@ -7,7 +7,7 @@ from typing import Literal
 
 from moeconv.source.archs.config import Config
 from moeconv.source.archs.dense import NO_ROUTERS, Dense, alone
-from moeconv.source.archs.description import Description, Names, Place, decoder, halves, named
+from moeconv.source.archs.description import Description, Names, Place, decoder, in_pairs, named
 from moeconv.source.archs.family import Family
 from moert.pack.model_spec import Head, Join, Layer, Tokens
 from moert.pack.parts import Attention, Experts, Ffn, Norm, Router
@@ -36,14 +36,7 @@ def _head(config: Config) -> Head:
 
 def _inside(config: Config, attention: Attention) -> dict[str, str | Place]:
     """Returns the names of tensors in a layer, whose norm stands before both halves."""
-    heads = {"q": attention.n, "k": attention.kv}
-    turned: dict[str, str | Place] = {
-        f"attn.{name}": Place(
-            f"self_attn.{name}_proj", halves(n), (n * attention.dim, config.count("hidden_size"))
-        )
-        for name, n in heads.items()
-    }  # fmt: skip
-    return {**turned, "ffn_norm": "input_layernorm"}
+    return {**in_pairs(attention, config.count("hidden_size")), "ffn_norm": "input_layernorm"}
 
 
 class Cohere2Moe(Family):

@@ -14,7 +14,7 @@ from moeconv.source.archs.coding import Scheme
 from moeconv.source.archs.config import Config, ShapeDiffers, UnsupportedModel, check_computed
 from moert.pack.codec import F32
 from moert.pack.model_spec import ExpertKey, Head, Layer, ModelSpec, Tokens, stack_of
-from moert.pack.parts import Experts, Rope
+from moert.pack.parts import Attention, Experts, Rope
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -293,6 +293,15 @@ def named(pattern: str, projections: Mapping[str, str] | None = None, last: str 
         return Source(f"layers.{layer}.{pattern.format(expert=expert, projection=called)}.{last}")
 
     return of_expert
+
+
+def in_pairs(attention: Attention, d_model: int) -> dict[str, Place]:
+    """Returns the places of queries and keys whose rotary positions turn pairs; see halves."""
+    heads = {"q": attention.n, "k": attention.kv}
+    return {
+        f"attn.{name}": Place(f"self_attn.{name}_proj", halves(n), (n * attention.dim, d_model))
+        for name, n in heads.items()
+    }  # fmt: skip
 
 
 def joined(experts: str, d_ff: int, d_model: int, turned: bool = False, either: bool = False) -> OfExpert:

@@ -8,7 +8,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from moeconv.source.archs.config import Config, UnsupportedModel, text_settings
-from moeconv.source.archs.description import Description, Inside, Names, Place, decoder, halves, joined
+from moeconv.source.archs.description import Description, Inside, Names, Place, decoder, in_pairs, joined
 from moeconv.source.archs.family import Family
 from moert.pack.model_spec import ExpertKey, Layer, StackName, Tokens
 from moert.pack.parts import Attention, Experts, Norm, Router, Stretch
@@ -40,21 +40,16 @@ class Llama4Text(Family):
         network = config.network("intermediate_size")
         router = Router(top_k, False, None, score="sigmoid_of_chosen", weigh="input")
         experts = Experts(config.get("num_local_experts"), network, router, network)
+        attentions = _attentions(config)
         layers = [
             Layer(norm, attention, None, experts if at in with_experts else dense)
-            for at, attention in enumerate(_attentions(config))
+            for at, attention in enumerate(attentions)
         ]
         d_model = config.get("hidden_size")
         of_expert = joined("feed_forward.experts", network.d_ff, d_model, turned=True)
-        attention = layers[0].attention
-        assert attention is not None
-        inside: dict[str, str | Place] = {
-            **_NETWORKS,
-            "attn.q": Place("self_attn.q_proj", halves(attention.n), (attention.n * attention.dim, d_model)),
-            "attn.k": Place("self_attn.k_proj", halves(attention.kv), (attention.kv * attention.dim, d_model)),
-        }
+        inside: dict[str, str | Place] = {**_NETWORKS, **in_pairs(attentions[0], d_model)}
         names = self.named(inside, of_expert)
-        return decoder(self.model_type, config, tokens, layers, names, [config.rope(attention.dim)])
+        return decoder(self.model_type, config, tokens, layers, names, [config.rope(attentions[0].dim)])
 
     def named(self, inside: Inside, of_expert: Any) -> Names:
         return Names(inside, {}, of_expert, ones=("attn.q_norm.weight", "attn.k_norm.weight"))

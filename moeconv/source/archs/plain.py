@@ -16,7 +16,7 @@ from moeconv.source.archs.description import (
     Names,
     Place,
     decoder,
-    halves,
+    in_pairs,
     limited,
     rows,
 )
@@ -352,10 +352,8 @@ class Ernie45Moe(Family):
         layers = [
             Layer(norm, attention, None, experts if at in run and (at + 1) % step == 0 else dense) for at in range(n)
         ]
-        heads, kv, dim, d_model = attention.n, attention.kv, attention.dim, config.count("hidden_size")
         inside = {
-            "attn.q": Place("self_attn.q_proj", halves(heads), (heads * dim, d_model)),
-            "attn.k": Place("self_attn.k_proj", halves(kv), (kv * dim, d_model)),
+            **in_pairs(attention, config.count("hidden_size")),
             "router.choice_bias": Place("mlp.moe_statics.e_score_correction_bias", None, (1, experts.n)),
         }
         in_memory = {"router.choice_bias": Place("mlp.gate.moe_statics.e_score_correction_bias", None, (1, experts.n))}
