@@ -33,7 +33,7 @@ FOLDER = Path("build/bench/card")
 TEXT, SAME_TOKENS = "The river rises in the hills north of the town", sized(128, 16)
 SHAPE = sized(OLMOE_SHAPE, NARROW).but(decoder=every(sized(4, 2))).spec
 PROMPT, NEW_TOKENS, BATCH, ROUNDS = sized((512, 64, 8, 3), (32, 4, 2, 1))
-TESTS_S, RACE_S = 200, 120
+TESTS_S, RACE_S = 270, 120
 SAME_AIM, LOGITS_AIM = 0.98, 0.2
 """The processor rounds what goes into its products to 8 bits, a device does not."""
 SETTINGS: Mapping[str, Mapping[str, str]] = {
