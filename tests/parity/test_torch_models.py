@@ -5,6 +5,7 @@ rounded the other way for that."""
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from contextlib import ExitStack
 from typing import Any
 
 import numpy as np
@@ -36,17 +37,31 @@ def families_and_pairs(case: tuple[Any, ...]) -> Iterator[Any]:
     yield from ((device, family), (device, *others))
 
 
-def on_device(name: str, host: Backend, capacity_bytes: int | None) -> Backend:
-    backend = TorchDevice(name, capacity_bytes).backend(host)
-    assert backend is not None
-    return backend
+Place = Callable[[str, Backend, "int | None"], Backend]
+
+
+@pytest.fixture
+def on_device() -> Iterator[Place]:
+    """Opens devices, which are closed after the test: on a GPU, the limit of one holds for all work of the process."""
+    with ExitStack() as closing:
+
+        def place(name: str, host: Backend, capacity_bytes: int | None) -> Backend:
+            device = TorchDevice(name, capacity_bytes)
+            closing.callback(device.close)
+            backend = device.backend(host)
+            assert backend is not None
+            return backend
+
+        yield place
 
 
 @thinned(
     "pack, kernels, capacity_bytes, device",
     TINY, [REFERENCE, AUTO_KERNELS], [None, 60_000], DEVICES, facts=families_and_pairs, indirect=["pack"],
 )  # fmt: skip
-def test_logits_are_those_of_the_cpu(pack: Pack, kernels: str, capacity_bytes: int | None, device: str) -> None:
+def test_logits_are_those_of_the_cpu(
+    pack: Pack, kernels: str, capacity_bytes: int | None, device: str, on_device: Place
+) -> None:
     """Read at once and one by one. Some: what the device has no room for is in memory."""
     backend = on_device(device, open_backend(kernels), capacity_bytes)
     (reference, leader), (model, follower) = open_model(pack), open_model(pack, backend)
@@ -63,7 +78,7 @@ def test_logits_are_those_of_the_cpu(pack: Pack, kernels: str, capacity_bytes: i
 
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("pack", TINY, indirect=True)
-def test_a_forked_sequence_goes_on_by_itself(pack: Pack, device: str) -> None:
+def test_a_forked_sequence_goes_on_by_itself(pack: Pack, device: str, on_device: Place) -> None:
     """What is on the device of it too."""
     model, twin = (open_model(pack, on_device(device, open_backend(REFERENCE), None))[0] for _ in range(2))
     ids, _ = sequences("fork", 3)[2]

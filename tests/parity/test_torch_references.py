@@ -55,8 +55,10 @@ def test_tokens_are_the_same(pack: tuple[str, Pack], device: str) -> None:
     name, where = pack
     with opened(where) as engine:
         expected = answers(engine, name)
-    nbytes = sum(entry.file_bytes for entry in where.manifest.experts)
-    for settings in ({}, {"gpu_memory": nbytes // 2, "device_experts": "copied"}):
+    little = sum(entry.file_bytes for entry in where.manifest.experts) // 2
+    if device.startswith("cuda"):  # its allocator takes 20 MiB at a time, and its products a workspace
+        little = torch.cuda.memory_reserved(device) + (96 << 20)
+    for settings in ({}, {"gpu_memory": little, "device_experts": "copied"}):
         with opened(where, device=device, **settings) as engine:
             assert isinstance(engine.holding, DeviceTier)
             same(answers(engine, name), expected)
