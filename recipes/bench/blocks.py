@@ -134,6 +134,7 @@ BLOCKS: Mapping[str, Block] = {
     "large": Block("large", speed.large_parts),
     "many": Block("many", speed.many_parts),
     "devices": Block("devices", mechanisms.devices_parts),
+    "card": Block("card", mechanisms.card_parts),
     "outlook": Block("outlook", mechanisms.outlook_parts),
 }
 

@@ -445,6 +445,20 @@ def _published(rows: Collection[str]) -> Sequence[Line]:
     ]
 
 
+# `make check-gpu`: what a real card gave.
+
+
+def card_parts(result: Result) -> Sequence[Part]:
+    raced = [row.name.split(": ") for row in result.rows if row.unit == "tokens/s"]
+    whats, ways = (list(dict.fromkeys(each[at] for each in raced)) for at in (0, 1))
+    single = [(row.name, "|%" if row.unit == "of them" else "") for row in result.rows if row.aim is not None]
+    card = result.context["settings"]["device"]
+    return [
+        [(f"tokens/s beside an {card}", *ways), *((what, *(f"{{{what}: {way}}}" for way in ways)) for what in whats)],
+        [("", "measured"), *((name, f"{{{name}{form}}} {{{name}@unit}}") for name, form in single)],
+    ]
+
+
 # `make bench-outlook`: tokens a second that `moeconv plan` expects, beside those that were measured.
 
 OFF = ": off by"
