@@ -142,13 +142,22 @@ def _codes(matrix: QuantizedMatrix) -> F32:
     return values
 
 
+_AT_ONCE = 1 << 18
+"""Bytes of codes whose numbers are looked up in one call."""
+
+
 def _plane(packed: npt.NDArray[np.uint8], width: int, n: int, unit: float) -> F32:
     """Returns the codes of a packed plane [out, bytes], [out, n] in float32, each times `unit`."""
     if width == 8:
         return packed[:, :n].astype(np.float32)
-    table = _table(width, unit)
-    wide: F32 = np.take(table, packed, axis=0).reshape(packed.shape[0], -1)  # six times as fast as table[packed]
-    return wide if wide.shape[1] == n else np.ascontiguousarray(wide[:, :n])
+    table, bytes_each = _table(width, unit), packed.shape[1]
+    wide = np.empty((len(packed), bytes_each, 8 // width), np.float32)
+    rows = max(1, _AT_ONCE // max(1, bytes_each))
+    for first in range(0, len(packed), rows):  # numpy makes an index of 8 bytes of each byte
+        taken = slice(first, first + rows)
+        np.take(table, packed[taken], axis=0, out=wide[taken], mode="clip")  # six times as fast as table[packed]
+    values = wide.reshape(len(packed), -1)
+    return values if values.shape[1] == n else np.ascontiguousarray(values[:, :n])
 
 
 @cache
