@@ -49,9 +49,11 @@ Form = Literal["fp8", "fp8 scales", "fp4", "fp4 scales"]
 
 _NARROW = {
     "num_hidden_layers": 2, "hidden_size": 256, "intermediate_size": 256, "moe_intermediate_size": 256,
-    "num_attention_heads": 2, "num_key_value_heads": 2,
+    "num_attention_heads": 2, "num_key_value_heads": 2, "vocab_size": 8192, "eos_token_id": 1, "bos_token_id": 1,
+    "pad_token_id": 0,
 }  # fmt: skip
-"""Sizes in the place of published ones, where only shown is that a bench runs."""
+"""Sizes and ids in the place of published ones, where only shown is that a bench runs; the vocabulary is the wiki
+model's, whose tokenizer these models have."""
 _BLOCK, _GROUP = 128, 32
 _DTYPES = {"fp8": torch.float8_e4m3fn, "fp8 scales": torch.float32, "fp4": torch.uint8, "fp4 scales": torch.uint8}
 

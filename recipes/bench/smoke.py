@@ -32,10 +32,10 @@ LLAMA_FOLDER = ROOT / "build/peers/llama"
 SHARED = ("data", "peers")  # of build
 AT_ONCE = 2
 SMALL = {
-    "samples": 8, "sweep_samples": 2, "heldout_samples": 8, "context": 32, "loss": '"95%"', "bits": "[4]",
+    "samples": 8, "sweep_samples": 2, "heldout_samples": 8, "context": 32, "loss": '"95%"', "bits": "[2, 4]",
     "quantizer": '"channel"',
 }  # fmt: skip
-"""What recipes say instead."""
+"""Settings of all recipes, in the place of their own and of the defaults."""
 NO_LIBRARY = "Shared library with base name 'llama' not found"
 PEER = re.compile(r"llama|Q[24]_K")
 MOST_S = 900
@@ -78,9 +78,9 @@ def prepare(folder: Path) -> None:
 def smaller(recipe: str) -> str:
     """Returns a recipe with SMALL in the place of its own values, and without what it expects."""
     recipe = recipe.partition("[expect]")[0]
-    for name, value in SMALL.items():
-        recipe = re.sub(rf"^{name} = .*$", f"{name} = {value}", recipe, flags=re.MULTILINE)
-    return recipe
+    for name in SMALL:
+        recipe = re.sub(rf"^{name} = .*\n", "", recipe, flags=re.MULTILINE)
+    return "".join(f"{name} = {value}\n" for name, value in SMALL.items()) + recipe
 
 
 def ran(module: str, folder: Path) -> subprocess.CompletedProcess[str]:

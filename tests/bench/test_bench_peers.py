@@ -16,6 +16,7 @@ import numpy as np
 import pytest
 import torch
 
+from moeconv.calibration.load import read_toml
 from moert.engine.engine import Engine
 from moert.engine.generation import GenerationSettings
 from moert.kernels import library
@@ -514,11 +515,14 @@ def test_a_bench_without_its_peers_is_told(tmp_path: Path, monkeypatch: pytest.M
     assert smoke.unbuilt(makefile, "bench-quant") == []
 
 
-def test_a_recipe_becomes_smaller_and_expects_nothing() -> None:
-    said = smoke.smaller((ROOT / "recipes/wiki.toml").read_text(encoding="utf-8"))
-    assert "samples = 8\nsweep_samples = 2\nheldout_samples = 8\n" in said
-    assert "expect" not in said
-    assert 'model = "models/wiki"' in said
+@pytest.mark.parametrize("recipe", sorted(path.name for path in (ROOT / "recipes").glob("*.toml")))
+def test_a_recipe_becomes_smaller_and_expects_nothing(recipe: str, tmp_path: Path) -> None:
+    """In all settings, also those that it leaves to the defaults."""
+    path, smaller, only = ROOT / "recipes" / recipe, tmp_path / "smaller.toml", tmp_path / "only.toml"
+    smaller.write_text(smoke.smaller(path.read_text(encoding="utf-8")))
+    only.write_text("".join(f"{name} = {value}\n" for name, value in smoke.SMALL.items()))
+    whole, small, said = (read_toml(each) for each in (path, smaller, only))
+    assert small == {**{name: value for name, value in whole.items() if name != "expect"}, **said}
 
 
 @pytest.mark.parametrize(
