@@ -25,6 +25,9 @@ FUZZ_S ?= 600
 ARM_CC := aarch64-linux-gnu-gcc
 ARM_PACKAGES := gcc-aarch64-linux-gnu libc6-dev-arm64-cross qemu-user
 
+# Compiled files are kept, whatever is set outside: all that is tested would else be compiled anew in each process.
+export PYTHONDONTWRITEBYTECODE :=
+
 include recipes/bench/peers.mk
 
 .DEFAULT_GOAL := help

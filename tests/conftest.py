@@ -11,6 +11,7 @@ from pathlib import Path
 
 os.environ["HF_HUB_OFFLINE"] = "1"
 os.environ["TOKENIZERS_PARALLELISM"] = "false"
+os.environ["HF_DEACTIVATE_ASYNC_LOAD"] = "1"  # threads for the few small tensors of each model take longer than they do
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # threads that spin stand still where others want the cores too
 
 import pytest

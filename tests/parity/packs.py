@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +24,7 @@ from moert.pack.codec import F32
 from moert.pack.model_spec import ExpertKey, LayerKey
 from moert.pack.reader import Pack
 from moert.stats import ExpertCounters
+from tests.once import made_once
 from tests.tiny import TINY
 
 MODELS = Path(__file__).resolve().parents[2] / "recipes" / "models"
@@ -74,8 +75,8 @@ def pack_of(source: Path, out: Path, bits: int = 16) -> Pack:
 
 
 class Tiny:
-    """Checkpoints of families' variants, packs of them and of the trained reference models: each is written once, and
-    must not be changed."""
+    """Checkpoints of families' variants, packs of them and of the trained reference models: each is written once, also
+    where several processes run tests, and must not be changed."""
 
     def __init__(self, root: Path) -> None:
         self._root = root
@@ -83,13 +84,14 @@ class Tiny:
 
     def _source(self, family: str, name: str) -> Path:
         make, variants = TINY[family]
-        return make(self._root / family / name / "hf", **variants[name])
+        return made_once(self._root / family / name / "hf", partial(make, **variants[name]))
 
     def _pack(self, family: str, name: str, bits: int = 16) -> Pack:
-        return pack_of(self.source(family, name), self._root / family / name / f"{bits}.pack", bits)
+        source = self.source(family, name)
+        return Pack.open(made_once(self._root / family / name / f"{bits}.pack", partial(pack_of, source, bits=bits)))
 
     def _reference(self, name: str, bits: int = 16) -> Pack:
-        return pack_of(MODELS / name, self._root / f"{name}-{bits}.pack", bits)
+        return Pack.open(made_once(self._root / f"{name}-{bits}.pack", partial(pack_of, MODELS / name, bits=bits)))
 
 
 def open_model(pack: Pack, backend: Backend | None = None, kv: KvBits = 16) -> tuple[Model, MemoryRunner]:

@@ -88,12 +88,12 @@ def test_16_bits_are_the_reference(tiny: Tiny, family: str, name: str, run: Call
         off = np.abs(found - expected) / np.abs(expected).max()
         assert off.max() < 2e-3
         assert np.median(off) < 2e-4  # a twentieth of what rounding activations to 8 bits does
-        written = greedy(reference, ids, 8)
-        leader.decided = []
-        expected = along(reference, ids, written[:-1])
-        follower.given = leader.decided if jumps else []
-        found = along(native, ids, written[:-1])
-        second, first = np.sort(expected, -1)[:, -2:].T
-        clear = first - second > 4e-3 * np.abs(expected).max()
-        assert clear.sum() >= len(written) // 2
-        assert np.array_equal(found.argmax(-1)[clear], expected.argmax(-1)[clear])
+    written = greedy(reference, ids, 8)
+    leader.decided = []
+    expected = along(reference, ids, written[:-1])
+    follower.given = leader.decided if jumps else []
+    found = along(native, ids, written[:-1])
+    second, first = np.sort(expected, -1)[:, -2:].T
+    clear = first - second > 4e-3 * np.abs(expected).max()
+    assert clear.sum() >= len(written) // 2
+    assert np.array_equal(found.argmax(-1)[clear], expected.argmax(-1)[clear])

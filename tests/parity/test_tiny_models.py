@@ -23,7 +23,7 @@ from moert.pack.parts import FixedState
 from tests.kept_keys import WideKeys
 from tests.pairs import thinned
 
-PROMPTS, EVERY, MAX_NEW = 20, 5, 12
+PROMPTS, EVERY, MAX_NEW = 20, 5, 8
 LIFTED = {"afmoe": 2e-2}
 """Where norms behind each half lift the rounding of a key that lies between two of 16 bits: with wider keys and values,
 steps and one pass are 8e-6 apart."""
@@ -40,11 +40,10 @@ def test_logits_and_greedy_tokens_equal_those_of_transformers(tiny: Tiny, family
         found, expected = _all_logits(model, reference, ids, target)
         np.testing.assert_allclose(found, expected, atol=close, rtol=1e-4)
     assert runner.dropped > 0 or name != "small capacity"
-    written = reference_greedy(reference, prompts[::EVERY], MAX_NEW)
-    assert [greedy(model, ids, MAX_NEW) for ids in prompts[::EVERY]] == written
-    assert len({tuple(tokens) for tokens in written}) >= len(written) // 2, (
-        "the random model writes the same whatever it is asked: it proves nothing"
-    )
+    asked = [prompts[0], prompts[-EVERY]]  # one token, which is less than states and windows hold, and many
+    written = reference_greedy(reference, asked, MAX_NEW)
+    assert [greedy(model, ids, MAX_NEW) for ids in asked] == written
+    assert written[0] != written[1], "the random model writes the same whatever it is asked: it proves nothing"
 
 
 def _prompts(chance: random.Random) -> list[list[int]]:
@@ -99,14 +98,18 @@ def few(case: tuple[str, str]) -> Iterator[Hashable]:
 
 
 @thinned("family, kernels", TINY, ["auto", "reference"], facts=few)
-def test_steps_equal_one_pass_across_cache_blocks(family: str, kernels: str, tmp_path: Path) -> None:
+def test_steps_equal_one_pass_across_cache_blocks(tiny: Tiny, family: str, kernels: str, tmp_path: Path) -> None:
     """Stepping past the block size, 128, grows the caches and the position tables; the logits stay those of one pass,
     on the native kernels bit for bit."""
-    source = TINY[family][0](tmp_path / "hf", **(ROOMY if family == "switch_transformers" else {}))
-    model, _ = open_model(pack_of(source, tmp_path / "model.pack"), open_backend(kernels))
+    write, variants = TINY[family]
+    if family == "switch_transformers":
+        pack = pack_of(write(tmp_path / "hf", **ROOMY), tmp_path / "model.pack")
+    else:
+        pack = tiny.pack(family, next(iter(variants)))
+    model, _ = open_model(pack, open_backend(kernels))
     chance = random.Random(1)
     ids = [chance.randrange(2, VOCAB) for _ in range(120)]
-    more = [chance.randrange(2, VOCAB) for _ in range(24 if model.spec.encoder is None else 140)]
+    more = [chance.randrange(2, VOCAB) for _ in range(12 if model.spec.encoder is None else 132)]
     state, logits = model.prefill(ids)
     rows = [logits] + [model.step(state, token) for token in more]
     if model.spec.encoder is None:

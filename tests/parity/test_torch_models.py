@@ -62,12 +62,13 @@ def on_device() -> Iterator[Place]:
 def test_logits_are_those_of_the_cpu(
     pack: Pack, kernels: str, capacity_bytes: int | None, device: str, on_device: Place
 ) -> None:
-    """Read at once and one by one. Some: what the device has no room for is in memory."""
+    """17 tokens read at once; and one by one, behind 2, which is less than states hold. Some: what the device has no
+    room for is in memory."""
     backend = on_device(device, open_backend(kernels), capacity_bytes)
     (reference, leader), (model, follower) = open_model(pack), open_model(pack, backend)
     jumps = pack.manifest.model.moe.router.score == "sparsemixer"
-    runs: list[Callable[..., Any]] = [forward, stepped]
-    for run, (ids, target) in zip(runs * 2, sequences("torch", 4), strict=True):
+    runs: list[Callable[..., Any]] = [stepped, forward]
+    for run, (ids, target) in zip(runs, sequences("torch", 4)[::3], strict=True):
         leader.decided = []
         expected = run(reference, ids, target)
         follower.given = leader.decided if jumps else []

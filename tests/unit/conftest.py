@@ -1,14 +1,16 @@
-"""Tiny checkpoints, each written once for all tests, and a machine that is not measured."""
+"""Tiny checkpoints, each written once for all tests of a run, and a machine that is not measured."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import pytest
 from tiny import TINY, VOCAB
 
 from moeconv.command import forecast
+from tests.once import common, made_once
 from tests.still_machine import MACHINE, TIMED
 
 TinyModel = Callable[..., Path]
@@ -18,17 +20,16 @@ MORE = {"many end marks": _MANY, "many end marks, a first token": {**_MANY, "for
 
 
 @pytest.fixture(scope="session")
-def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> TinyModel:
-    """tiny_model(a family, name of a variant: the first) → a checkpoint that must not be changed."""
-    made: dict[tuple[str, str], Path] = {}
+def tiny_model(pytestconfig: pytest.Config, tmp_path_factory: pytest.TempPathFactory) -> TinyModel:
+    """tiny_model(a family, name of a variant: the first) → a checkpoint that must not be changed, also that of parity
+    tests."""
+    root = common(pytestconfig, tmp_path_factory) / "tiny"
 
     def model(family: str, variant: str = "") -> Path:
-        variant = variant or next(iter(TINY[family][1]))
-        if (family, variant) not in made:
-            make, variants = TINY[family]
-            overrides = MORE[variant] if variant in MORE else variants[variant]
-            made[family, variant] = make(tmp_path_factory.mktemp(family), **overrides)
-        return made[family, variant]
+        make, variants = TINY[family]
+        variant = variant or next(iter(variants))
+        overrides = MORE[variant] if variant in MORE else variants[variant]
+        return made_once(root / family / variant / "hf", partial(make, **overrides))
 
     return model
 

@@ -71,10 +71,11 @@ def fields_of(value: Any, at: Where = ()) -> list[Where]:
 
 
 def changed(document: dict[str, Any], at: Where, value: Any) -> dict[str, Any]:
-    """A copy of the document with one field set, or dropped if the value is Ellipsis."""
-    result = copy.deepcopy(document)
+    """The document with one field set, or dropped if the value is Ellipsis; what does not lead there is not copied."""
+    result = copy.copy(document)
     inner: Any = result
     for step in at[:-1]:
+        inner[step] = copy.copy(inner[step])
         inner = inner[step]
     if value is ...:
         del inner[at[-1]]
