@@ -129,17 +129,17 @@ class Choice:
 
     def points(self) -> list[tuple[float, float]]:
         """Returns (predicted cost, measured loss) of all measured plans."""
-        return [*self._flat(), *((one.cost, one.loss) for one in self.judged)]
+        return [(one.cost, one.loss) for one in (*self._flat(), *self.judged)]
 
-    def _flat(self) -> list[tuple[float, float]]:
-        """Returns (predicted cost, measured loss) of the uniform widths that were tried. Other plans in the journal are
-        left out: the same command ends in the same plan, whatever was measured before."""
-        points = []
+    def _flat(self) -> list[MeasuredPlan]:
+        """Returns the uniform widths that were tried, measured. Other plans in the journal are left out: the same
+        command ends in the same plan, whatever was measured before."""
+        found = []
         for width, evaluation in self.tried.items():
             with suppress(KeyError):  # a width that the problem does not have
-                cost = self.question.problem.priced(uniform(self.spec, width)).cost
-                points.append((cost, self.judge.loss(evaluation)))
-        return points
+                plan = self.question.problem.priced(uniform(self.spec, width))
+                found.append(MeasuredPlan.of(plan, self.judge.loss(evaluation), self.judge.bound(evaluation)))
+        return found
 
     def _judged(self, plan: Plan) -> MeasuredPlan:
         self.dense.choose(plan.dense)

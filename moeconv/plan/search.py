@@ -130,13 +130,13 @@ def search(
     frontier: Frontier,
     judge: Callable[[Plan], MeasuredPlan],
     target: float,
-    known: Iterable[tuple[float, float]] = (),
+    known: Iterable[MeasuredPlan] = (),
     resolution: float = 0.005,
 ) -> Found:
     """Returns the smallest plan whose decisive figure is at most `target`; the next smaller one tried (within
     `resolution` of its bytes) fails.
 
-    `known` are (cost, loss) from elsewhere, like the sweep's base at cost 0; they only serve the first guess. Each
+    `known` were measured before, like all experts at one width; they only serve the first guesses. Each
     guess is the smallest plan that should hold by the measurements so far; after a guess that did not halve the range
     of sizes, the next goes beyond, and after two the middle is tried. So the search ends whatever the judge returns,
     and its plan was accepted. Where the measured loss is not monotone in size, it ends at one of several places where
@@ -156,9 +156,7 @@ class _Bracket:
     """The range that holds the searched plan: plan `low` failed (-1: none did), plan `high` > `low` was accepted (the
     number of plans: none was)."""
 
-    def __init__(
-        self, frontier: Frontier, target: float, known: tuple[tuple[float, float], ...], resolution: float
-    ) -> None:
+    def __init__(self, frontier: Frontier, target: float, known: tuple[MeasuredPlan, ...], resolution: float) -> None:
         self.sizes, self.costs = frontier.sizes, frontier.costs
         self.target, self.known, self.resolution = target, known, resolution
         self.low, self.high = -1, len(frontier)
@@ -197,8 +195,8 @@ class _Bracket:
 
     def _predicted(self) -> int:
         """Returns the smallest plan that should hold, but no nearer to an end of the range than needed to close it."""
-        points = [(float(self.costs[index]), one.loss) for index, one in self.judged.items()]
-        losses = LossMap([*self.known, *points], float(self.costs[-1]))(self.costs)
+        points = [(one.cost, one.loss) for one in (*self.known, *self.judged.values())]
+        losses = LossMap(points, float(self.costs[-1]))(self.costs)
         holds = np.flatnonzero(losses + self._margin(losses) <= self.target)
         index = int(holds[0]) if len(holds) else len(self.sizes) - 1
         if self.low >= 0:
@@ -209,13 +207,15 @@ class _Bracket:
             index = min(index, int(np.searchsorted(self.sizes, close)))
         return index
 
-    def _margin(self, losses: np.ndarray) -> float:
-        """Returns the distance from loss to bound at the judged plan with the predicted loss nearest to the target."""
-        finite = [(index, one) for index, one in self.judged.items() if np.isfinite(one.decisive - one.loss)]
-        if not finite:
-            return 0.0
-        _, nearest = min(finite, key=lambda item: abs(float(losses[item[0]]) - self.target))
-        return nearest.decisive - nearest.loss
+    def _margin(self, losses: npt.NDArray[np.float64]) -> npt.NDArray[np.float64]:
+        """Returns the distance [plans] from these losses to their bounds: that of the measured plan with the loss
+        nearest to the target, which grows with the root of the loss, as the deviation of a count does."""
+        measured = [one for one in (*self.known, *self.judged.values()) if np.isfinite(one.decisive - one.loss)]
+        if not measured:
+            return np.zeros_like(losses)
+        nearest = min(measured, key=lambda one: abs(one.loss - self.target))
+        growth = np.sqrt(np.maximum(losses, 0) / nearest.loss) if nearest.loss > 0 else np.ones_like(losses)
+        return (nearest.decisive - nearest.loss) * growth
 
     def _inside(self, index: int) -> int:
         return min(max(index, self.low + 1), self.high - 1)
@@ -244,11 +244,11 @@ POINTS = 40
 
 
 def curve(
-    frontier: Frontier, judged: Sequence[MeasuredPlan], chosen: Plan | None, known: Iterable[tuple[float, float]] = ()
+    frontier: Frontier, judged: Sequence[MeasuredPlan], chosen: Plan | None, known: Iterable[MeasuredPlan] = ()
 ) -> tuple[CurvePoint, ...]:
     """Returns, by rising bytes, about POINTS plans at even steps of size, all `judged` plans, and the `chosen` one.
 
-    Losses are predicted through all measured points, with `known` (cost, loss) from elsewhere; None without any point.
+    Losses are predicted through all measured plans, also those `known` from elsewhere; None without any.
     """
     measured = {(one.nbytes, one.cost): one for one in judged}
     places = {(int(frontier.sizes[index]), float(frontier.costs[index])) for index in _spread(frontier.sizes)}
@@ -257,7 +257,7 @@ def curve(
         same = [place for place in measured if place[0] == chosen.nbytes and np.isclose(place[1], chosen.cost)]
         mark = same[0] if same else (chosen.nbytes, chosen.cost)
         places.add(mark)
-    points = [*known, *((one.cost, one.loss) for one in judged)]
+    points = [(one.cost, one.loss) for one in (*known, *judged)]
     loss_at = LossMap(points, float(frontier.costs[-1])) if points else None
     found = []
     for nbytes, cost in sorted(places | set(measured), key=lambda place: (place[0], -place[1])):

@@ -221,7 +221,7 @@ def test_finds_the_smallest_plan_of_a_monotone_judge(name: str, power: float, se
     frontier = ALLOCATORS[name](heavy_tailed(64, 3, seed, noise=0.02))
     judge = judge_by(frontier, lambda cost: 0.4 * cost**power)
     best = next(i for i in range(len(frontier)) if judge(frontier[i]).upper <= TARGET)
-    found = search(frontier, judge, TARGET, known=[(0.0, judge(uniform(frontier.problem)[2]).loss)])
+    found = search(frontier, judge, TARGET, known=[replace(judge(uniform(frontier.problem)[2]), cost=0.0)])
     check(frontier, found)
     assert frontier.sizes[best] <= found.plan.nbytes <= max(frontier.sizes[best] * 1.005, frontier.sizes[best] + 1)
     assert len(found.judged) <= 10
@@ -240,13 +240,33 @@ def test_takes_few_measurements() -> None:
     assert np.mean(taken) <= 8
 
 
+def test_bounds_that_grow_with_the_root_of_the_loss_are_foreseen() -> None:
+    """The bound of a small plan, far above the target, does not send the search to the largest one."""
+    taken = []
+    for seed in range(30):
+        frontier = hulls(heavy_tailed(64, 3, seed, noise=0.02))
+        random = np.random.default_rng(seed)
+        scale, deviation = random.uniform(0.1, 1), random.uniform(0.02, 0.2)
+
+        def judge(
+            plan: Plan, s: float = scale, d: float = deviation, least: float = frontier.costs[-1]
+        ) -> MeasuredPlan:
+            loss = s * (plan.cost - least)
+            return MeasuredPlan.of(plan, loss, loss + d * math.sqrt(loss))
+
+        found = search(frontier, judge, TARGET, known=[judge(frontier[0])])
+        check(frontier, found)
+        taken.append(len(found.judged))
+    assert np.mean(taken) <= 2.5
+
+
 def test_a_right_prediction_needs_two_measurements() -> None:
     frontier = hulls(heavy_tailed(64, 3, seed=0, noise=0.02))
     found = search(
         frontier,
         judge_by(frontier, lambda cost: 0.3 * cost),
         0.05,
-        known=[(float(frontier.costs[0]), 0.3 * float(np.ptp(frontier.costs)))],
+        known=[MeasuredPlan.of(frontier[0], 0.3 * float(np.ptp(frontier.costs)))],
     )
     assert len(found.judged) == 2
     check(frontier, found)
@@ -401,7 +421,8 @@ def test_nothing_measured_nothing_predicted() -> None:
         CurvePoint(20, None, None, None, False),
         CurvePoint(40, None, None, None, False),
     )
-    assert [p.predicted_loss for p in curve(frontier, [], frontier[1], known=[(0.0, 0.02)])] == [1.02, 0.02]
+    known = [MeasuredPlan(0, 0.0, 0.02, None)]
+    assert [p.predicted_loss for p in curve(frontier, [], frontier[1], known)] == [1.02, 0.02]
 
 
 def test_the_table() -> None:
