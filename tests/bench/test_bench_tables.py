@@ -361,6 +361,7 @@ SEEN = {  # rows and settings that a definition looks at before it names others
     "devices": [
         f"rtx3060, one request{each}" for each in (": two devices", ": layers split", ": by the best of the others")
     ],
+    "card": ["one request: two devices", "one request: layers split"],
     "hash-names": [
         "wiki, decoder, short: among the first 4",
         "wiki, decoder, short: among the first 12",
@@ -402,7 +403,7 @@ SEEN = {  # rows and settings that a definition looks at before it names others
     "plans": ["wiki, all at 2 bits: loss", "wiki, 2.4 bits, sweep: loss"],
     "quant": ["wiki against Q4_K, imatrix: bits of the peer", "g2p against hqq 2 bits, axis 1: bits of the peer"],
 }
-SETTINGS = {"llama_cpp_built": {"as released": "AVX, AVX2"}, "llama_cpp_python": "0.3"}
+SETTINGS = {"llama_cpp_built": {"as released": "AVX, AVX2"}, "llama_cpp_python": "0.3", "device": "H200"}
 
 
 @pytest.mark.parametrize("name", BLOCKS)

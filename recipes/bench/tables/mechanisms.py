@@ -448,15 +448,20 @@ def _published(rows: Collection[str]) -> Sequence[Line]:
 # `make check-gpu`: what a real card gave.
 
 
+JUDGED = {
+    "wiki pack: tokens that the device likes best too": "|%",
+    "wiki pack: largest difference of logits": "",
+    "make test-cuda: exit status": "",
+}
+"""Rows of a card beside its speeds, and how they are written."""
+
+
 def card_parts(result: Result) -> Sequence[Part]:
-    raced = [row.name.split(": ") for row in result.rows if row.unit == "tokens/s"]
+    raced = [row.name.split(": ") for row in result.rows if row.name not in JUDGED]
     whats, ways = (list(dict.fromkeys(each[at] for each in raced)) for at in (0, 1))
-    single = [(row.name, "|%" if row.unit == "of them" else "") for row in result.rows if row.aim is not None]
-    card = result.context["settings"]["device"]
-    return [
-        [(f"tokens/s beside an {card}", *ways), *((what, *(f"{{{what}: {way}}}" for way in ways)) for what in whats)],
-        [("", "measured"), *((name, f"{{{name}{form}}} {{{name}@unit}}") for name, form in single)],
-    ]
+    head = f"tokens/s beside an {result.context['settings']['device']}", *ways
+    speeds = [head, *((what, *(f"{{{what}: {way}}}" for way in ways)) for what in whats)]
+    return [speeds, [("", "measured"), *((name, f"{{{name}{form}}} {{{name}@unit}}") for name, form in JUDGED.items())]]
 
 
 # `make bench-outlook`: tokens a second that `moeconv plan` expects, beside those that were measured.
