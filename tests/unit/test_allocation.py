@@ -197,12 +197,15 @@ TARGET = 0.05
 Judge = Callable[[Plan], MeasuredPlan]
 
 
-def judge_by(frontier: Frontier, loss_of: Callable[[float], float], margin: float = 0.0) -> Judge:
-    """`loss_of` takes the predicted cost above that of the largest plan."""
+def judge_by(
+    frontier: Frontier, loss_of: Callable[[float], float], margin: float = 0.0, deviation: float = 0.0
+) -> Judge:
+    """`loss_of` takes the predicted cost above that of the largest plan. The bound is above the loss by `margin`, and
+    by `deviation` times the root of the loss."""
 
     def judge(plan: Plan) -> MeasuredPlan:
         loss = loss_of(max(plan.cost - float(frontier.costs[-1]), 0.0))
-        return MeasuredPlan.of(plan, loss, loss + margin)
+        return MeasuredPlan.of(plan, loss, loss + margin + deviation * math.sqrt(max(loss, 0.0)))
 
     return judge
 
@@ -247,13 +250,7 @@ def test_bounds_that_grow_with_the_root_of_the_loss_are_foreseen() -> None:
         frontier = hulls(heavy_tailed(64, 3, seed, noise=0.02))
         random = np.random.default_rng(seed)
         scale, deviation = random.uniform(0.1, 1), random.uniform(0.02, 0.2)
-
-        def judge(
-            plan: Plan, s: float = scale, d: float = deviation, least: float = frontier.costs[-1]
-        ) -> MeasuredPlan:
-            loss = s * (plan.cost - least)
-            return MeasuredPlan.of(plan, loss, loss + d * math.sqrt(loss))
-
+        judge = judge_by(frontier, lambda cost, s=scale: s * cost, deviation=deviation)  # type: ignore[misc]
         found = search(frontier, judge, TARGET, known=[judge(frontier[0])])
         check(frontier, found)
         taken.append(len(found.judged))
