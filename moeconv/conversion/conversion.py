@@ -217,7 +217,7 @@ class Conversion:
         alone = None if taught is None else loses_alone(taught, bench, references, account)  # 6
         dense = dense_alone(bench, judge, account)
         widths = widths_worth_probing(bench, judge, account)  # 7
-        sweep = swept(bench, job, widths.probed, judge.measure.samples_id, account)  # 8
+        sweep = swept(bench, job, widths.probed, judge.measure, account)  # 8
         inputs = replace(sweep.inputs, units=swept_beside(bench, account))
         work.save(INPUTS, inputs.to_json(), bench.journal)  # a run that ends later leaves it to be planned from
         choice = Choice(bench, inputs, widths, judge, account)

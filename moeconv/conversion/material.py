@@ -231,17 +231,17 @@ _MOST_TOKENS = 0.9  # of a vocabulary: its last rows are often only padding
 
 
 def as_stored(settings: Settings, checkpoint: Checkpoint) -> tuple[Settings, str | None]:
-    """Returns the settings with a quantizer that keeps the checkpoint's codes of four bits, and the note on it, where
-    four bits are asked for and no quantizer is named; else the settings and None."""
+    """Returns the settings with a quantizer that keeps the checkpoint's codes of four or eight bits, and the note on
+    it, where that width alone is asked for and no quantizer is named; else the settings and None."""
     scheme = checkpoint.description.scheme
     group = None if scheme is None else scheme.group
     named = (settings.quantizer, settings.group_size, settings.plain_for) != (None, None, None)
-    if settings.bits != (4,) or named or group not in GROUP_SIZES:
+    if settings.bits not in ((4,), (8,)) or named or group not in GROUP_SIZES:
         return settings, None
-    first = checkpoint.expert(checkpoint.spec.expert_keys()[0])
-    if any(codes_of_source(weights, group) is None for weights in first.values()):
+    (bits,), first = settings.bits, checkpoint.expert(checkpoint.spec.expert_keys()[0])
+    if any(codes_of_source(weights, group, int(bits)) is None for weights in first.values()):
         return settings, None
-    note = f"experts have 4 bits in groups of {group} in the checkpoint: they are stored as they are, without loss"
+    note = f"experts have {bits} bits in groups of {group} in the checkpoint: they are stored as they are, without loss"
     return replace(settings, quantizer="source", group_size=group), f"note: {note} (any that do not are coded by group)"
 
 

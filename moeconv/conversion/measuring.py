@@ -506,10 +506,10 @@ def _scaled(costs: LayerCosts, exact: Sequence[float], share: float) -> list[lis
 
 @dataclass(frozen=True)
 class Swept:
-    """The inputs of planning, and the cost of the sweep that measured them."""
+    """The inputs of planning, and the cost of the sweep that measured them; None where nothing had to be."""
 
     inputs: Inputs
-    cost: SweepCost
+    cost: SweepCost | None
 
 
 def job_of(coding: Coding, material: Material, moments: Path | None, memory: Memory) -> SweepJob:
@@ -523,15 +523,17 @@ def job_of(coding: Coding, material: Material, moments: Path | None, memory: Mem
     )  # fmt: skip
 
 
-def swept(bench: Bench, job: SweepJob, widths: Sequence[Width], samples_id: str, account: Account) -> Swept:
-    """Returns the inputs of planning after a sweep; `samples_id` names the samples that plans are judged on. Raises
-    ConversionError."""
+def swept(bench: Bench, job: SweepJob, widths: Sequence[Width], measure: Measure, account: Account) -> Swept:
+    """Returns the inputs of planning after a sweep; `measure` is how plans are judged. Raises ConversionError."""
     material, quantizer = bench.material, bench.coding.quantizer
-    sweep = _by_gradients if bench.by_gradients(widths) else _exactly
-    table, cost = sweep(bench, job, widths, account)
+    if set(widths) == {BASE_BITS} and not bench.coding.dense.chooses:  # no other width, so nothing to compare
+        base = measure.summary(measure(uniform(bench.spec, BASE_BITS), f"all at {BASE_BITS}"))
+        table, cost = SensitivityTable(BASE_BITS, base, {}, {}), None
+    else:
+        table, cost = (_by_gradients if bench.by_gradients(widths) else _exactly)(bench, job, widths, account)
     account.note(unreached_text(table))
     inputs = Inputs(
-        str(job.model), quantizer.name, quantizer.group_size, material.metric_name, samples_id, table,
+        str(job.model), quantizer.name, quantizer.group_size, material.metric_name, measure.samples_id, table,
         {} if job.dense is None else job.dense.bits, job.neurons is not None,
     )  # fmt: skip
     return Swept(inputs, cost)

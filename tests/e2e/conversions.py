@@ -92,8 +92,8 @@ class Done:
         yield Unseen()
 
     def swept(self) -> int:
-        """Measurements that the sweep lacked."""
-        return next(int(line.split()[-1]) for line in self.said if line.startswith("sweep of "))
+        """Measurements that the sweep lacked; 0 where there was none."""
+        return next((int(line.split()[-1]) for line in self.said if line.startswith("sweep of ")), 0)
 
 
 def check_parts(material: Material) -> None:

@@ -73,10 +73,10 @@ _REFUSED_LAST = (
 _GGUF = (
     "A GGUF file of llama.cpp stands for a folder, alone or as one of several files: `moeconv quantize model.gguf`, "
     "also `check` and `plan`, and `owner/name/model.gguf` of the hub. Its weights are the numbers that its types "
-    "mean, exactly; experts in MXFP4, and for `--bits 4` in Q4_0, stay as they are. A loss is one against the file, "
-    "not against the model that the file was made of. The settings and the tokenizer come from the file's metadata. "
-    "Where these do not say a setting, it is the one that llama.cpp takes for granted for all models of the "
-    "architecture: files of a model with another one can't be told apart.",
+    "mean, exactly; experts in MXFP4, for `--bits 4` those in Q4_0 or Q4_1, and for `--bits 8` those in Q8_0 stay as "
+    "they are. A loss is one against the file, not against the model that the file was made of. The settings and the "
+    "tokenizer come from the file's metadata. Where these do not say a setting, it is the one that llama.cpp takes for "
+    "granted for all models of the architecture: files of a model with another one can't be told apart.",
     f"Architectures: {', '.join(f'`{name}`' for name in ARCHS)}. Tokenizers: `gpt2`, `llama`, `t5` and `gemma4`. Ways "
     f"to cut text into words before pairs of tokens merge: {', '.join(f'`{name}`' for name in CUTS)}. All others are "
     "refused by their names.",

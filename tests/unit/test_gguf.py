@@ -170,19 +170,23 @@ def test_experts_in_mxfp4_stay_as_they_are(tmp_path: Path) -> None:
     verify(pack, checkpoint)
 
 
-@pytest.mark.parametrize("asked", [{"bits": (4,)}, {"bits": (2,)}, {"bits": (4,), "quantizer": "channel"}])
-def test_experts_in_four_bits_stay_as_they_are_where_four_are_asked_for(asked: Any, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("kind", "asked"),
+    [
+        ("Q4_0", {"bits": (4,)}), ("Q4_1", {"bits": (4,)}), ("Q8_0", {"bits": (8,)}), ("Q4_0", {"bits": (2,)}),
+        ("Q8_0", {"bits": (4,)}), ("Q4_0", {"bits": (4,), "quantizer": "channel"}),
+    ],
+)  # fmt: skip
+def test_experts_stay_as_they_are_where_their_width_is_asked_for(kind: str, asked: Any, tmp_path: Path) -> None:
     tiny_of("mixtral")(tmp_path / "m", hidden_size=64, intermediate_size=96)
     in_16_bits(tmp_path / "m")
-    file, said = write_gguf(tmp_path / "m", tmp_path / "m.gguf", "Q4_0"), list[str]()
+    file, said = write_gguf(tmp_path / "m", tmp_path / "m.gguf", kind), list[str]()
     Conversion(Settings(str(file), tmp_path / "p", tmp_path / "w", **asked), said.append, unseen).run()
     pack, checkpoint = Pack.open(tmp_path / "p"), Checkpoint.open(file)
-    stays = asked == {"bits": (4,)}
+    stays = asked == {"bits": (int(kind[1]),)}
     how = pack.manifest.quantization
     assert ((how.quantizer, how.group_size, how.codes) == ("source", 32, "plain")) is stays
-    assert (
-        any("4 bits in groups of 32 in the checkpoint: they are stored as they are" in line for line in said) is stays
-    )
+    assert any("bits in groups of 32 in the checkpoint: they are stored as they are" in line for line in said) is stays
     same = [
         np.array_equal(weight, projection_weights(pack.stored(key, pack.read_expert(key))[name]))
         for key in checkpoint.spec.expert_keys()

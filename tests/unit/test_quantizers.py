@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gguf as ggml
 import numpy as np
 import pytest
 import torch
@@ -12,6 +13,7 @@ from moeconv.errors import WeightsUnusable
 from moeconv.packing.packed import error_share
 from moeconv.quantizers import QUANTIZERS, Inputs, codes_of, gptq
 from moeconv.quantizers.quantizer import times_powers
+from moeconv.quantizers.source import codes_of_source
 from moert.pack.codec import F32, INT_WIDTHS, QuantizedMatrix, dequantize, unpack_codes
 from tests.pairs import thinned
 
@@ -146,6 +148,19 @@ def test_codes_that_weights_come_from_are_kept(
     assert same(kept, matrix)
     if steps.reshape(rows, -1)[0, :inputs][:group].any():  # else the weight itself is a step
         assert same(coded, QUANTIZERS["group"](group).quantize(other[None], 4, None)[0])
+
+
+@given(st.integers(1, 5), st.sampled_from([4, 8]), st.integers(0, 1000))
+def test_codes_of_llama_cpp_are_kept(rows: int, bits: int, seed: int) -> None:
+    """Q4_1, whose steps go upwards from the least weight, and Q8_0; not where one weight lies between."""
+    weights = np.random.default_rng(seed).standard_normal((rows, 96)).astype(np.float32)
+    kind = ggml.GGMLQuantizationType.Q4_1 if bits == 4 else ggml.GGMLQuantizationType.Q8_0
+    weights = ggml.dequantize(ggml.quantize(weights, kind), kind)
+    matrix = codes_of_source(weights, 32, bits)
+    assert matrix is not None
+    assert (matrix.bits, np.array_equal(dequantize(matrix), weights)) == (bits, True)
+    weights[0, 0] += np.ptp(weights[0, :32]) / 1000
+    assert codes_of_source(weights, 32, bits) is None
 
 
 @thinned("bits, name, group, rows", INT_WIDTHS, ["group", "gptq"], [0, 32], [0, 1, 5, 30, 500])

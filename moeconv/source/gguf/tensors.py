@@ -31,7 +31,8 @@ Bytes = npt.NDArray[np.uint8]
 
 _PLAIN = {"F32": "float32", "F16": "float16", "BF16": "bfloat16"}
 _MX, _LOG = "MXFP4", ".log"
-_EVEN = 32  # inputs with one scale in Q4_0, which has no zero points
+_STORED, _GROUP = ({"Q4_0", "Q4_1"}, {"Q8_0"}), 32  # types that a pack can store without loss, and their inputs a scale
+_NETWORK = tuple(f".ffn_{part}.weight" for part in ("gate", "up", "down"))
 _MOST_NUMBERS = 1 << 16  # of a tensor that settings are made of
 _OF_CONFIG = re.compile(rf"(blk\.\d+\.)?({re.escape(ROPE)}|{re.escape(LONG)}|{re.escape(SHORT)}|attn_rot_embd)")
 """Tensors whose content is in config.json."""
@@ -94,14 +95,20 @@ class GgufTensors(Tensors):
 
     @property
     def _of_experts(self) -> set[str]:
-        return {self._kinds[name] for name in self.container.tensors if name.endswith("_exps.weight")}
+        """The types of the experts' matrices; of the networks', where a model has no experts."""
+        names = list(self.container.tensors)
+        for ends in ("_exps.weight",), _NETWORK:
+            if found := {self._kinds[name] for name in names if name.endswith(ends)}:
+                return found
+        return set()
 
     @cached_property
     def scheme(self) -> Scheme | None:
         """The coding of the numbers; None if all have 16 bits or more."""
-        kinds = {*self._kinds.values()} - {*_PLAIN}
-        kind, group = Kind("mxfp4" if self.mxfp4 else "ggml", "", ()), _EVEN if self._of_experts == {"Q4_0"} else None
-        return Scheme(self.types, (kind,), group=group) if kinds else None
+        kinds, of_experts = {*self._kinds.values()} - {*_PLAIN}, self._of_experts
+        kept = bool(of_experts) and any(of_experts <= stored for stored in _STORED)
+        kind = Kind("mxfp4" if self.mxfp4 else "ggml", "", ())
+        return Scheme(self.types, (kind,), group=_GROUP if kept else None) if kinds else None
 
     def is_coded(self, name: str) -> bool:
         return self._kinds.get(name) not in (None, *_PLAIN)
