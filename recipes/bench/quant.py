@@ -159,9 +159,11 @@ def peers(subject: Subject, apart: Apart) -> dict[str, Callable[[], Quantized]]:
         add(f"{name}, imatrix", lambda w, i, n=name: apart.call(gguf, w, n, squares(i)))
     if subject.name in TUNED and without_autoround() is None:
         windows = np.concatenate([batch["input_ids"].numpy() for batch in subject.seen])
-        for bits in AUTOROUND_WIDTHS:
-            name = f"AutoRound {bits} bits"
-            found[name] = lambda n=name, b=bits: subject.whole("peer", n, apart.call(autoround, subject.path, windows, b))  # type: ignore[misc]
+
+        def tuned(bits: int) -> Quantized:
+            return subject.whole("peer", f"AutoRound {bits} bits", apart.call(autoround, subject.path, windows, bits))
+
+        found |= {f"AutoRound {bits} bits": partial(tuned, bits) for bits in AUTOROUND_WIDTHS}
     return found
 
 

@@ -119,8 +119,7 @@ def _cell(where: str) -> str:
     return f"{{{where}: perplexity|,.1f}} ({{{where}: loss|+,.1f}}%), {{{where}: size|.1f}} MB"
 
 
-# `make bench-plans`: plans of as many bytes by the sweep's ranking and by others, and all experts at one width; and plans
-# of MC-MoE.
+# `make bench-plans`: plans of as many bytes by the sweep's ranking and by others, all experts at one width, and MC-MoE.
 
 _UNIFORM = re.compile(r"(?P<model>\w+), all at (?P<bits>\d+) bits: loss")
 _SWEPT = re.compile(r"(?P<model>\w+), (?P<bits>[\d.]+) bits, sweep: loss")
