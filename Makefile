@@ -155,10 +155,10 @@ bench-sweep: data  ## the exact sweep beside full evaluations: the same result, 
 bench-gradients: data  ## the sweep by gradients beside the exact one, and the plans that come of both
 	$(PY) -m recipes.bench.gradients
 
-bench-plans: data  ## plans by the sweep beside plans by usage and at random, of as many bytes (5 minutes)
+bench-plans: data  ## plans by the sweep beside plans by usage, at random and by MC-MoE, of as many bytes (10 minutes)
 	$(PY) -m recipes.bench.plans
 
-bench-quant: data $(PEERS_DIR)/.built  ## our quantizers beside HQQ and llama.cpp's at equal effective bits
+bench-quant: data $(PEERS_DIR)/.built  ## our quantizers beside HQQ, llama.cpp's and AutoRound at equal effective bits
 	$(PY) -m recipes.bench.quant
 
 bench-mixed: data  ## attention, or all outside the experts, at some bits by experts at others: size and perplexity

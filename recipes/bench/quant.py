@@ -1,4 +1,4 @@
-"""`make bench-quant`: our quantizers beside hqq and llama.cpp's K- and i-quants, at equal effective bits a weight.
+"""`make bench-quant`: our quantizers beside hqq, llama.cpp's K- and i-quants and AutoRound, at equal effective bits.
 
 All experts of a reference model are quantized alike. The loss is the rise of the perplexity, and the divergence, on
 text that no quantizer saw. Writes build/bench/quant.json.
@@ -33,6 +33,8 @@ from recipes.bench.quantizers import (
     FITTING,
     SIZES,
     SPLITS,
+    STEPS,
+    TUNED,
     Apart,
     Coded,
     Failure,
@@ -41,10 +43,12 @@ from recipes.bench.quantizers import (
     Quantized,
     Result,
     Subject,
+    autoround,
     gguf,
     hqq,
     hqq_group_size,
     import_peers,
+    without_autoround,
 )
 from recipes.bench.result import Row, context, row_of_runs, table, write
 from recipes.bench.sized import sized
@@ -103,11 +107,12 @@ GPTQ = (("gptq", 0), ("gptq", 64), ("gptq", 128))[: sized(3, 1)]
 OTHERS = (("channel", 0), ("group", 32), ("group", 64))[: sized(3, 2)]
 LIMITS = sized({2: 2.625, 3: 3.4375, 4: 4.5}, {4: 4.5})  # width → the effective bits of the K-quant of that width
 WIDTHS = sized((2, 3, 4, 8), (4, 8))
+AUTOROUND_WIDTHS = (2,)
 TRELLIS_WIDTHS = sized(tuple(CODES), (4,))
 RESAMPLES = 1000
 NOTES = {
     "what peers know": "hqq and 'no data': the weights alone; 'imatrix': the mean square of each input on the text "
-    "that ours sees; ours (gptq): the products of all inputs there",
+    "that ours sees; ours (gptq): the products of all inputs there; AutoRound: the text itself, through whole layers",
     "rows": "no multiple of 256 but in 'fitting rows' (g2p's down matrices alone): rows are joined to fill blocks of "
     "llama.cpp's formats, where it would fall back to formats of more bits",
     "ours": "the best at the peer's bits or fewer, chosen on the calibration split; bits are filled by giving every "
@@ -152,6 +157,13 @@ def peers(subject: Subject, apart: Apart) -> dict[str, Callable[[], Quantized]]:
         add(f"{name}, no data", lambda w, _, n=name: apart.call(gguf, w, n, None))
     for name in sized([*K_QUANTS, *I_QUANTS], ["Q4_K"]):
         add(f"{name}, imatrix", lambda w, i, n=name: apart.call(gguf, w, n, squares(i)))
+    if subject.name in TUNED and without_autoround() is None:
+        windows = np.concatenate([batch["input_ids"].numpy() for batch in subject.seen])
+
+        def tuned(bits: int) -> Quantized:
+            return subject.whole("peer", f"AutoRound {bits} bits", apart.call(autoround, subject.path, windows, bits))
+
+        found |= {f"AutoRound {bits} bits": partial(tuned, bits) for bits in AUTOROUND_WIDTHS}
     return found
 
 
@@ -349,10 +361,15 @@ def main() -> None:
         aims += speed_rows()
     except Exception as error:  # the figures before it took long
         failures.append(f"speed: {error}")
+    left_out = without_autoround()
     settings = {"samples": SIZES, "resampled": DOCUMENTS, "resamples": RESAMPLES, **NOTES, "chosen of ours": chosen,
+                "AutoRound's steps": STEPS, **({"left out": left_out} if left_out else {}),
                 "failed": failures, "seconds": round(time.perf_counter() - started)}  # fmt: skip
-    path = write("quant", context(settings, ["hqq", "gguf"]), [*rows, *aims])
+    packages = ["hqq", "gguf", *([] if left_out else ["auto-round"])]
+    path = write("quant", context(settings, packages), [*rows, *aims])
     print(table(aims))
+    if left_out:
+        print(f"left out: {left_out}", file=sys.stderr)
     for failure in failures:
         print(f"failed: {failure}", file=sys.stderr)
     print(f"written to {path}")

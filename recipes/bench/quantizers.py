@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import logging
 import math
 import sys
 from collections import defaultdict
@@ -10,6 +11,7 @@ from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from dataclasses import dataclass, field
+from importlib.util import find_spec
 from multiprocessing import get_context
 from pathlib import Path
 from typing import Any, TypeVar
@@ -19,6 +21,7 @@ import numpy.typing as npt
 import torch
 from tokenizers import Tokenizer
 from torch import Tensor, nn
+from torch.utils.data import DataLoader
 
 from moeconv.calibration import Sample, load_splits
 from moeconv.command.recipe import Recipe
@@ -74,9 +77,9 @@ def _one_thread() -> None:
     torch.set_num_threads(1)
 
 
-# Quantizers of others, as `make build/peers/.built` installs them: hqq, and llama.cpp's by its own C code.
-# Each takes float32 matrices [n, out, in] of one shape and returns them dequantized, with the bytes that they
-# store.
+# Quantizers of others, as `make build/peers/.built` installs them: hqq, llama.cpp's by its own C code, and AutoRound.
+# The first two take float32 matrices [n, out, in] of one shape and return them dequantized, with the bytes that they
+# store; AutoRound takes a whole model.
 
 FOLDER = Path("build/peers")
 
@@ -87,6 +90,9 @@ class Coded:
 
     weights: F32
     nbytes: float
+
+
+Matrices = tuple[str, int, str]  # stack, layer, projection: the matrices of all experts there
 
 
 def import_peers() -> None:
@@ -177,6 +183,58 @@ def gguf(weights: F32, name: str, importance: F32 | None) -> Coded:
     if not np.allclose(back[:1], dequantize(blocks[:1], GGMLQuantizationType[name]), rtol=1e-5, atol=1e-7):
         raise RuntimeError(f"{name}: ggml and the package gguf read the same blocks differently")
     return Coded(back.reshape(weights.shape), blocks.shape[1])
+
+
+TUNED = ("wiki", "wikids")
+"""Models that AutoRound tunes: decoders, whose fused experts it takes apart into linear modules."""
+STEPS = sized(200, 1)
+"""Steps of AutoRound in each layer; 200 is its default."""
+AUTOROUND_GROUP = 32
+"""The weights that share a scale and a zero point: of the groups in AutoRound's recipes the one that divides all
+rows."""
+
+
+def without_autoround() -> str | None:
+    """Returns why AutoRound has no rows; None where it is installed. Its package needs Python 3.11."""
+    return None if find_spec("auto_round") else "AutoRound is not installed: it needs Python 3.11 or later"
+
+
+def autoround(path: Path, windows: npt.NDArray[np.int64], bits: int, steps: int = STEPS) -> dict[Matrices, Coded]:
+    """Returns the experts of a decoder as the package AutoRound (Cheng et al. 2023, arXiv 2309.05516) tunes them on
+    `windows` [windows, tokens].
+
+    The whole algorithm is the package's own: it takes fused experts apart, goes through the model layer by layer, and
+    changes the rounding and the range of each group by signed gradients, so that the layer's output comes near that of
+    the unquantized layer, with quantized layers before it. Its settings are its defaults, except for zero points
+    (`sym=False`), float32 throughout, and `windows` in place of its own text; matrices outside the experts stay as they
+    are. A scale counts 16 bits, a zero point `bits`. Raises RuntimeError if other weights changed.
+    """
+    from auto_round import AutoRound
+    from auto_round.logger import logger
+    from transformers import PreTrainedTokenizerFast
+
+    logger.setLevel(logging.ERROR)
+    checkpoint = Checkpoint.open(path)
+    model: Any = checkpoint.family.load(path, torch.float32)
+    experts = {place: checkpoint.family.experts_module(model, place) for place in checkpoint.spec.moe_layers()}
+    outside = {name: module.weight.clone() for name, module in model.named_modules() if isinstance(module, nn.Linear)}
+    tuner = AutoRound(
+        model, PreTrainedTokenizerFast(tokenizer_file=str(path / "tokenizer.json")), bits=bits,
+        group_size=AUTOROUND_GROUP, sym=False, iters=steps, ignore_layers=",".join(outside), amp=False,
+        dataset=DataLoader(list(torch.from_numpy(windows)), batch_size=8), nsamples=len(windows),
+        seqlen=windows.shape[1], device_map="cpu", enable_torch_compile=False,
+    )  # fmt: skip
+    tuned, _ = tuner.quantize()
+    if not all(torch.equal(tuned.get_submodule(name).weight, weight) for name, weight in outside.items()):
+        raise RuntimeError("AutoRound changed weights outside the experts")
+    size = bits + (16 + bits) / AUTOROUND_GROUP
+    coded: dict[Matrices, Coded] = {}
+    for (stack, layer), module in experts.items():
+        for projection in checkpoint.spec.moe.ffn.projections:
+            each = [module.get_submodule(f"{number}.{projection}_proj") for number in range(checkpoint.spec.moe.n)]
+            weights = np.stack([linear.weight.detach().numpy() for linear in each])
+            coded[stack, layer, projection] = Coded(weights, weights[0].size * size / 8)
+    return coded
 
 
 # Teacher-forced likelihood of calibration text under a transformers model, and the divergence from a reference.
@@ -302,7 +360,6 @@ DOCUMENTS = {"g2p": "words", "marks": "articles", "wiki": "articles", "wikids": 
 FITTING = ", fitting rows"
 """Ends a subject's name where only the matrices are quantized whose rows are whole blocks of llama.cpp's formats."""
 
-Matrices = tuple[str, int, str]  # stack, layer, projection: the matrices of all experts there
 Method = Callable[[F32, Inputs], Coded]  # weights [n, out, in] and what is known of their inputs, with products
 
 
@@ -334,13 +391,13 @@ class Subject:
     def __init__(self, name: str) -> None:
         self.name = name
         model, fitting = name.removesuffix(FITTING), name.endswith(FITTING)
-        path = Path("recipes/models") / model
-        checkpoint = Checkpoint.open(path)
+        self.path = Path("recipes/models") / model
+        checkpoint = Checkpoint.open(self.path)
         self.family, self.spec = checkpoint.family, checkpoint.spec
-        self.model: Any = self.family.load(path, torch.float32)
-        seen, texts = _texts(model, SIZES[model])
+        self.model: Any = self.family.load(self.path, torch.float32)
+        self.seen, texts = _texts(model, SIZES[model])
         calls = ExpertCalls(self.model, self.family, self.spec)
-        self.moments: Moments = collect(calls, lambda: run(self.model, seen), "products")
+        self.moments: Moments = collect(calls, lambda: run(self.model, self.seen), "products")
         self.weights: dict[Matrices, F32] = {
             (stack, layer, projection): np.stack(
                 [
@@ -369,8 +426,12 @@ class Subject:
             for (stack, layer, projection), weights in self.weights.items():
                 keys = [ExpertKey(stack, layer, expert) for expert in range(len(weights))]  # type: ignore[arg-type]
                 coded[stack, layer, projection] = function(weights, self.moments.inputs(keys, projection))
-            self._kept[name] = Quantized(method, name, coded, self._bits({at: c.nbytes for at, c in coded.items()}))
+            self._kept[name] = self.whole(method, name, coded)
         return self._kept[name]
+
+    def whole(self, method: str, name: str, coded: Mapping[Matrices, Coded]) -> Quantized:
+        """All experts, from all their matrices."""
+        return Quantized(method, name, coded, self._bits({at: each.nbytes for at, each in coded.items()}))
 
     def mix(self, name: str, low: Quantized, high: Quantized, limit: float) -> Quantized:
         """Every so many-th expert of each layer as in `high`, the others as in `low`, to fill `limit` bits a weight.

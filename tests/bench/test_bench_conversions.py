@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import json
 import subprocess
 import sys
@@ -10,8 +11,11 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
 
 from moeconv.artifacts import Probe, SensitivityTable, Summary, SweepCost
+from moeconv.conversion.settings import Settings
+from moeconv.dense import SOURCE as UNCHANGED
 from moeconv.plan.forecast import SOURCE, Drive, references, stated, token_s
 from moert.pack.manifest import LossEstimate
 from moert.pack.model_spec import ExpertKey, ModelSpec
@@ -19,11 +23,22 @@ from moert.pack.paths import Trace, record
 from moert.pack.reader import Pack
 from recipes.bench import hit_rates, mixed, outlook
 from recipes.bench.blocks import rendered
+from recipes.bench.conversions import opened
 from recipes.bench.gradients import effort_rows, plan_rows, rank_rows
 from recipes.bench.mixed import EXPERTS, MODELS, SETTINGS, Measured, Outside
 from recipes.bench.mixed import rows_of as rows_of_mixed
 from recipes.bench.outlook_machine import KERNELS, OUT, RESULTS, TRELLIS_KERNELS, machine
-from recipes.bench.plans import SEEDS, SIGNAL, rankings, reordered
+from recipes.bench.plans import (
+    MC_WIDTHS,
+    SEEDS,
+    SIGNAL,
+    Significance,
+    rankings,
+    reordered,
+    significances,
+    solved,
+    with_widths,
+)
 from recipes.bench.promise import CASES, Split, halves, summary
 from recipes.bench.result import Result, Row, read
 from recipes.bench.shape_numbers import config_of
@@ -33,6 +48,7 @@ from recipes.bench.virtual import VirtualTensors, mark, tensors_of
 from recipes.bench.workers import rows_of as rows_of_workers
 from tests.cgroups import missing
 from tests.shapes import Shape, every
+from tests.tiny import tiny_olmoe
 
 # bench-size: what it makes of conversions, and that one of a checkpoint without weights on the disk goes through.
 
@@ -169,6 +185,71 @@ def test_the_table_has_a_line_for_each_size() -> None:
     lines = rendered(tables.plans_parts(Result(where, rows)), Result(where, rows)).splitlines()
     assert lines[2] == "| wiki | 2 and scales | 3.90 MB | | | | 3.80% (3.40% to 4.20%) |"
     assert lines[3] == "| wiki | 2.4 | 4.20 MB | 2.30% | 2.70% | 3.10% to 3.40% | |"
+    for ranking, loss in (("sweep of 1 to 3", 5.1), ("MC-MoE", 6.2)):
+        rows += [
+            Row(f"wiki, 1.7 bits, {ranking}: loss", loss, "%"), Row(f"wiki, 1.7 bits, {ranking}: experts", 3.0, "MB"),
+            Row(f"wiki, 1.7 bits, {ranking}: divergence", loss / 100, "nats a token"),
+        ]  # fmt: skip
+    lines = rendered(tables.plans_parts(Result(where, rows)), Result(where, rows)).splitlines()
+    assert "| wiki | 1.7 | 5.10%, 0.0510 nats | 6.20%, 0.0620 nats | 3.00 and 3.00 MB |" in lines
+
+
+# MC-MoE's widths: its integer program beside all choices there are, and its figures beside a layer run whole.
+
+
+def test_other_widths_leave_the_costs_that_stay() -> None:
+    found = with_widths(swept(), (3, 4))
+    assert {probe.bits for probe in found.costs} == {(3,) * 3}
+    assert costs_of(found, 3) == costs_of(swept(), 3)
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_the_program_finds_the_least_sum_that_fits_and_keeps_its_constraints(seed: int) -> None:
+    generator = np.random.default_rng(seed)
+    costs = np.sort(generator.exponential(size=(5, 3)) * 10.0 ** generator.integers(-6, 6), axis=1)[:, ::-1]
+    nbytes, budget = (10, 20, 30), int(generator.integers(80, 140))
+
+    def fits(places: tuple[int, ...]) -> bool:
+        return sum(nbytes[place] for place in places) <= budget and {1, 2} <= set(places)
+
+    least = min(costs[range(5), places].sum() for places in itertools.product(range(3), repeat=5) if fits(places))
+    found = solved(costs, nbytes, budget)
+    assert fits(tuple(found))
+    assert costs[range(5), found].sum() == pytest.approx(least)
+    with pytest.raises(ValueError, match="no widths of 5 experts take 79 bytes or less"):
+        solved(costs, nbytes, 79)
+
+
+def test_costs_are_frequency_by_router_weight_by_error() -> None:
+    found = Significance(np.array([2.0, 3.0]), np.array([4.0, 9.0]), np.array([[3.0, 2.0, 1.0], [1.0, 0.5, 0.0]]))
+    assert found.costs().tolist() == [[144.0, 64.0, 16.0], [81.0, 20.25, 0.0]]
+
+
+def test_an_experts_error_is_the_change_of_its_layers_output(tmp_path: Path) -> None:
+    model, text = tiny_olmoe(tmp_path / "model"), tmp_path / "text.jsonl"
+    text.write_text("".join(json.dumps({"text": f"some words and number {n} of many"}) + "\n" for n in range(40)))
+    settings = Settings(
+        str(model), tmp_path / "out", tmp_path, calib=str(text), samples=4, context=16, bits=(1, 2, 3, 4),
+        dense_bits=UNCHANGED,
+    )  # fmt: skip
+    with opened(settings) as bench:
+        bench.collect_moments(bench.moments)
+        found = significances(bench)
+        place = bench.spec.moe_layers()[-1]
+        calls, outputs = bench.trial.calls, []
+        scorer = bench.material.scorer(bench.trial, bench.material.ranking, bench.moment_samples)
+        key = place.expert(int(found[place].tokens.argmax()))
+        seen = []
+        with calls.watching(lambda at, call: seen.append((at, call))):
+            scorer.score()
+        whole = [call for at, call in seen if at == place]
+        for bits in (16, 2):
+            bench.trial.assign({key: (bits,) * 3})
+            outputs.append(torch.cat([calls.given(place, call) for call in whole]))
+        change = float((outputs[1] - outputs[0]).norm())
+    assert found[place].errors[key.expert, MC_WIDTHS.index(2)] == pytest.approx(change, rel=1e-4)
+    assert found[place].tokens.sum() == sum(int((call.chosen >= 0).sum()) for call in whole)
+    assert (np.diff(found[place].errors[found[place].tokens > 0], axis=1) < 0).mean() > 0.9
 
 
 # The bench of the promise: how text is divided, and how refusals count.

@@ -11,27 +11,43 @@ from dataclasses import replace
 from functools import partial
 from math import prod
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 import torch
 
 from moeconv.calibration.load import read_toml
+from moeconv.source.checkpoint import Checkpoint
 from moert.engine.engine import Engine
 from moert.engine.generation import GenerationSettings
 from moert.kernels import library
 from moert.pack.codec import QuantizedMatrix, dequantize
-from recipes.bench import card, kernel_cases, kernels, llama, smoke, speed
+from moert.pack.model_spec import ExpertKey
+from recipes.bench import card, kernel_cases, kernels, llama, quant, smoke, speed
 from recipes.bench.ggml_products import I_QUANTS, K_QUANTS
 from recipes.bench.kernel_cases import Case, Kernels, Material, Olmoe, nbytes_of, vector
 from recipes.bench.ours import Ours
 from recipes.bench.quant import duels
-from recipes.bench.quantizers import FOLDER, Apart, Failure, Ggml, Likelihoods, Result, Text, judge
+from recipes.bench.quantizers import (
+    AUTOROUND_GROUP,
+    FOLDER,
+    Apart,
+    Failure,
+    Ggml,
+    Likelihoods,
+    Result,
+    Text,
+    autoround,
+    import_peers,
+    judge,
+)
 from recipes.bench.result import Row
 from recipes.bench.runner import ProgramEnded, Runner
 from recipes.bench.shaped import OLMOE, OLMOE_SHAPE, write_pack
 from recipes.bench.speed import OURS, alternate, compared, process_rows
 from tests.shapes import every, shapes_of
+from tests.tiny import tiny_olmoe
 
 # The bench beside llama.cpp and transformers: the model it makes, how its processes talk, what its rows say.
 
@@ -395,6 +411,9 @@ def test_torchs_products_have_the_shape_of_ours(bits: int, monkeypatch: pytest.M
 # How `make bench-quant` compares: documents resampled in pairs, equal bits, a peer's end that costs its own rows.
 
 needs_ggml = pytest.mark.skipif(not (FOLDER / "ggml").is_dir(), reason="ggml is not built: make build/peers/.built")
+needs_autoround = pytest.mark.skipif(
+    not (FOLDER / "site/auto_round").is_dir(), reason="AutoRound is not installed: make build/peers/.built"
+)
 
 
 def judged(kls: np.ndarray) -> Likelihoods:
@@ -491,6 +510,41 @@ def test_a_block_written_by_hand_is_read_as_the_format_says():
     found = Ggml("Q4_K").decode(block[None])[0]
     assert found[:32].tolist() == [float(code % 16) - 1.0 for code in range(32)]
     assert found[32:64].tolist() == [-1.0] * 32
+
+
+@needs_autoround
+def test_autoround_gives_each_group_of_experts_four_values_and_leaves_all_other_weights(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = tiny_olmoe(tmp_path / "model", hidden_size=64, intermediate_size=32)
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    import_peers()
+    windows = np.random.default_rng(0).integers(3, 40, (8, 16))
+    with Apart() as apart:
+        rounded, tuned = (apart.call(autoround, model, windows, 2, steps) for steps in (1, 8))
+    checkpoint = Checkpoint.open(model)
+    assert {(place.stack, place.layer) for place in checkpoint.spec.moe_layers()} == {at[:2] for at in tuned}
+    assert {at[2] for at in tuned} == {"gate", "up", "down"}
+    for (stack, layer, projection), coded in tuned.items():
+        for number, weights in enumerate(coded.weights):
+            source = checkpoint.expert(ExpertKey(stack, layer, number))[projection]
+            assert weights.shape == source.shape
+            assert np.abs(weights - source).max() < np.ptp(source)
+            assert max(len(np.unique(group)) for group in weights.reshape(-1, AUTOROUND_GROUP)) <= 4
+        assert coded.nbytes * 8 / coded.weights[0].size == 2 + (16 + 2) / AUTOROUND_GROUP
+    assert any((tuned[at].weights != rounded[at].weights).any() for at in tuned)
+
+
+def test_autoround_is_a_peer_of_decoders_where_it_is_installed(monkeypatch: pytest.MonkeyPatch) -> None:
+    def named(model: str) -> set[str]:
+        subject = SimpleNamespace(name=model, sizes={18432}, seen=[{"input_ids": torch.zeros(2, 4)}])
+        return {name for name in quant.peers(subject, Apart()) if name.startswith("AutoRound")}  # type: ignore[arg-type]
+
+    monkeypatch.setattr(quant, "without_autoround", lambda: None)
+    assert named("wiki") == named("wikids") == {"AutoRound 2 bits"}
+    assert named("g2p") == set()
+    monkeypatch.setattr(quant, "without_autoround", lambda: "not installed")
+    assert named("wiki") == set()
 
 
 # Every bench is run on very little: which they are, and what counts as a fault.

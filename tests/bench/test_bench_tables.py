@@ -400,7 +400,7 @@ SEEN = {  # rows and settings that a definition looks at before it names others
         "opt, blocks of 2: as given",
         "opt: neurons that are anyone's closest friend",
     ],
-    "plans": ["wiki, all at 2 bits: loss", "wiki, 2.4 bits, sweep: loss"],
+    "plans": ["wiki, all at 2 bits: loss", "wiki, 2.4 bits, sweep: loss", "wiki, 1.7 bits, MC-MoE: loss"],
     "quant": ["wiki against Q4_K, imatrix: bits of the peer", "g2p against hqq 2 bits, axis 1: bits of the peer"],
 }
 SETTINGS = {"llama_cpp_built": {"as released": "AVX, AVX2"}, "llama_cpp_python": "0.3", "device": "H200"}
@@ -428,13 +428,15 @@ def test_the_quantizers_stand_in_order_of_the_peers_bits():
     assert blocks.filled(lines[0][1], result) == "0.50 (0.40 to 0.60), 0.50 to 2.56 bits"
 
 
-def test_a_peer_that_failed_on_one_model_leaves_the_others():
-    rows = [Row("wiki against Q4_K: bits of the peer", 4.5, ""), Row("g2p against Q2_K: bits of the peer", 2.6, "")]
-    names = ("wiki against Q4_K", "g2p against Q2_K")
-    rows += [Row(f"{name}{end}", 0.5, "") for name in names for end in (", heldout: divergence", ": bits of ours")]
-    result = Result({**WHERE, "settings": {"failed": ["g2p, Q4_K"]}}, rows)
+def test_a_peer_that_failed_on_one_model_leaves_the_others_and_one_that_is_not_for_it_an_empty_cell():
+    bits = {"wiki against AutoRound 2 bits": 2.5, "g2p against Q2_K": 2.6, "wiki against Q4_K": 4.5}
+    rows = [Row(f"{name}: bits of the peer", value, "") for name, value in bits.items()]
+    rows += [Row(f"{name}{end}", 0.5, "") for name in bits for end in (", heldout: divergence", ": bits of ours")]
+    failed = ["g2p, Q4_K: its process ended", "wiki, Q2_K: its process ended"]
+    result = Result({**WHERE, "settings": {"failed": failed}}, rows)
     ((_, *lines),) = BLOCKS["quant"].parts(result)
     assert [[blocks.filled(each, result) for each in line] for line in lines] == [
+        ["AutoRound 2 bits", "", "0.50, 0.50 to 2.50 bits"],
         ["Q2_K", "0.50, 0.50 to 2.60 bits", "failed"],
         ["Q4_K", "failed", "0.50, 0.50 to 4.50 bits"],
     ]

@@ -68,14 +68,21 @@ _BITS = re.compile(r"(?P<model>.+) against (?P<peer>.+): bits of the peer")
 
 
 def quant_parts(result: Result) -> Sequence[Part]:
-    """A line for each peer, in order of its bits; a column for each model."""
+    """A line for each peer, in order of its bits; a column for each model, with empty cells for peers that can't
+    quantize it."""
     found = [(match["model"], match["peer"], result.by_name[match[0]].value) for match in
              filter(None, map(_BITS.fullmatch, result.by_name))]  # fmt: skip
     models = sorted({model for model, _, _ in found})
     peers = dict(sorted(((peer, bits) for _, peer, bits in reversed(found)), key=lambda each: each[1]))
     lines: list[Line] = [("", *models)]
-    lines += [(peer, *(duel(f"{model} against {peer}", result) for model in models)) for peer in peers]
+    lines += [(peer, *(_cell_of_quant(model, peer, result) for model in models)) for peer in peers]
     return [lines]
+
+
+def _cell_of_quant(model: str, peer: str, result: Result) -> str:
+    about = f"{model} against {peer}"
+    failed = any(line.startswith(f"{model}, {peer}:") for line in result.context["settings"].get("failed", []))
+    return duel(about, result) if failed or f"{about}: bits of the peer" in result.by_name else ""
 
 
 def duel(about: str, result: Result) -> str:
@@ -112,10 +119,11 @@ def _cell(where: str) -> str:
     return f"{{{where}: perplexity|,.1f}} ({{{where}: loss|+,.1f}}%), {{{where}: size|.1f}} MB"
 
 
-# `make bench-plans`: plans of as many bytes by the sweep's ranking and by others, and all experts at one width.
+# `make bench-plans`: plans of as many bytes by the sweep's ranking and by others, all experts at one width, and MC-MoE.
 
 _UNIFORM = re.compile(r"(?P<model>\w+), all at (?P<bits>\d+) bits: loss")
 _SWEPT = re.compile(r"(?P<model>\w+), (?P<bits>[\d.]+) bits, sweep: loss")
+_COMPRESSED = re.compile(r"(?P<model>\w+), (?P<bits>[\d.]+) bits, MC-MoE: loss")
 
 
 def plans_parts(result: Result) -> Sequence[Part]:
@@ -127,7 +135,16 @@ def plans_parts(result: Result) -> Sequence[Part]:
             lines.append((found["model"], f"{found['bits']} and scales", size, "", "", "", f"{{{name}|interval.2%}}"))
         elif found := _SWEPT.fullmatch(name):
             lines.append(_mixed(found["model"], found["bits"]))
-    return [lines]
+    beside = [_compressed(*found.groups()) for found in map(_COMPRESSED.fullmatch, result.by_name) if found]
+    head: Line = ("model", "bits a weight", "by the sweep, of 1 to 3 bits", "MC-MoE", "experts, sweep and MC-MoE")
+    return [lines, [head, *beside]] if beside else [lines]
+
+
+def _compressed(model: str, bits: str) -> Line:
+    """Loss and divergence of plans of 1 to 3 bits, by the sweep and by MC-MoE's integer programs."""
+    places = [f"{model}, {bits} bits, {ranking}" for ranking in ("sweep of 1 to 3", "MC-MoE")]
+    cells = [f"{{{where}: loss|interval.2%}}, {{{where}: divergence|.4f}} nats" for where in places]
+    return model, bits, *cells, " and ".join(f"{{{where}: experts|.2f}}" for where in places) + " MB"
 
 
 def _mixed(model: str, bits: str) -> Line:
