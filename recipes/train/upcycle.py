@@ -80,6 +80,8 @@ class Source:
         checkpoint = Checkpoint.open(path)
         model: Any = checkpoint.model(torch.float32)
         model.checkpoint = checkpoint  # a GGUF file's folder goes with its tensors
+        for layer in model.model.layers:
+            layer.mlp = layer.mlp.experts.network  # moeconv has it as an only expert
         digest = hashlib.sha256(path.read_bytes()).hexdigest() if path.is_file() else checkpoint.sha256
         return cls(checkpoint.path, model, Tokenizer.from_file(str(checkpoint.path / "tokenizer.json")), digest)
 
@@ -154,13 +156,13 @@ def mixture(dense: PreTrainedModel, routers: Tensor, settings: Upcycling, seed: 
     model.requires_grad_(False)
     for layer, old, weight in zip(model.model.layers, dense.model.layers, routers, strict=True):
         block, network = layer.mlp, old.mlp
-        pairs = (
-            (block.experts.gate_up_proj, (network.gate_proj.weight, network.up_proj.weight)),
-            (block.experts.down_proj, (network.down_proj.weight,)),
-        )
+        both = torch.cat([network.gate_proj.weight, network.up_proj.weight])
         with torch.no_grad():
-            for target, parts in pairs:
-                target.normal_(generator=chance).mul_(settings.noise * torch.cat(parts).std()).add_(torch.cat(parts))
+            for target, copied in (
+                (block.experts.gate_up_proj, both),
+                (block.experts.down_proj, network.down_proj.weight),
+            ):
+                target.normal_(generator=chance).mul_(settings.noise * copied.std()).add_(copied)
             block.gate.weight.copy_(weight)
         block.requires_grad_(True)
     return model
@@ -176,8 +178,9 @@ def conversations(source: Source, settings: Upcycling, seed: int) -> Tensor:
     start = torch.tensor([source.tokenizer.encode(text.partition("\0")[0], add_special_tokens=False).ids])
     torch.manual_seed(seed)
     how = GenerationConfig(
-        do_sample=True, temperature=0.8, top_p=0.95, max_length=settings.length, pad_token_id=0, eos_token_id=-1
-    )  # no token ends a conversation
+        do_sample=True, temperature=0.8, top_p=0.95, max_length=settings.length, pad_token_id=0
+    )
+    source.model.generation_config = GenerationConfig()  # no token ends a conversation
     parts = []
     for count in (min(32, settings.written - at) for at in range(0, settings.written, 32)):
         with torch.no_grad():
