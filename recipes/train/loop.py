@@ -55,7 +55,7 @@ class Settings:
     snapshot_minutes: float = 4.0
     log_seconds: float = 20.0
     muon: bool = False  # for matrices; embeddings and vectors stay with AdamW
-    thrifty: bool = False  # Adafactor for everything: its state is small, a rate is a share of a weight's root mean square
+    thrifty: bool = False  # Adafactor for everything, whose state is small; rates are shares of weights
     steps: int | None = None  # in place of the time budget: runs that are compared take as many
     models: Path | None = None  # where models are put under their names; none: recipes/models
     seed: int = 2026

@@ -17,7 +17,7 @@ ITERATIONS = 5
 
 
 def orthogonalise(matrices: Tensor) -> Tensor:
-    """Nearly orthogonal matrices with the same singular vectors; [batch, rows, columns] → the same, COMPUTE_DTYPE inside."""
+    """Nearly orthogonal matrices with the same singular vectors; [batch, rows, columns] → the same."""
     a, b, c = COEFFICIENTS
     wide = matrices.shape[-2] <= matrices.shape[-1]
     x = (matrices if wide else matrices.mT).to(COMPUTE_DTYPE)

@@ -19,4 +19,4 @@ COMPUTE_DTYPE = fast_dtype()
 
 def lowered() -> torch.autocast:
     """Returns a context in which the layers of torch multiply in COMPUTE_DTYPE."""
-    return torch.autocast("cpu", torch.bfloat16, enabled=COMPUTE_DTYPE == torch.bfloat16)
+    return torch.autocast("cpu", torch.bfloat16, enabled=COMPUTE_DTYPE is torch.bfloat16)

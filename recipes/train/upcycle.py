@@ -58,7 +58,7 @@ class Upcycling(Routed):
     written: int = 32  # conversations that the dense model writes
     length: int = 257  # tokens of each
     repeats: int = 20  # times that they are read in an epoch
-    evaluated: int = 8192  # tokens of held-out text at each snapshot
+    evaluated: int = 4096  # tokens of held-out text at each snapshot
     judged: int = 24  # windows of each held-out text at the end
 
 
@@ -101,39 +101,49 @@ def states(model: PreTrainedModel, windows: Tensor) -> list[Tensor]:
     return [torch.cat(rows) for rows in found]
 
 
-def clusters(x: Tensor, k: int, generator: torch.Generator, rounds: int = 40) -> Tensor:
+def clusters(x: Tensor, k: int, generator: torch.Generator, rounds: int = 100) -> Tensor:
     """Returns the cluster [tokens] of each state [tokens, width], of `k` clusters of about the same size.
 
-    k-means over features of variance 1, in which a cluster has a price that rises while it has too many states.
+    k-means by the cosine of standardised states, in which a cluster has a price that rises while it has too many.
     """
-    z = (x - x.mean(0)) / x.std(0).clamp_min(1e-6)
+    z = ((x - x.mean(0)) / x.std(0).clamp_min(1e-6)).clamp(-3, 3)  # the first token of a text is far from all others
+    z = F.normalize(z, dim=-1)
     centres = z[torch.randperm(len(z), generator=generator)[:k]]
-    price = torch.zeros(k)
+    price, step = torch.zeros(k), 0.02
     for _ in range(rounds):
-        labels = (torch.cdist(z, centres).square() / z.shape[1] + price).argmin(-1)
+        labels = (z @ F.normalize(centres, dim=-1).t() - price).argmax(-1)
         members = F.one_hot(labels, k).float()
         count = members.sum(0)
         centres = torch.where(count[:, None] > 0, members.t() @ z / count.clamp_min(1)[:, None], centres)
-        price += 0.05 * (count * k / len(z) - 1).clamp(-1, 1)
+        price += step * (count * k / len(z) - 1).clamp(-1, 1)
+        step *= 0.97
     return labels
 
 
 def router(x: Tensor, settings: Upcycling, generator: torch.Generator) -> Tensor:
     """Returns a router's weight [experts, width] that sends states [tokens, width] to their clusters.
 
-    Ridge regression of the clusters on the states, scaled so that the largest probability of a token has the mean
-    `settings.sure`.
+    Ridge regression of the clusters on the states. There is a direction in which states are alike, so that a weight
+    along it is a bias: biases fall while an expert has more than its share of the choices. At last the weight is scaled
+    so that the largest probability of a token has the mean `settings.sure`.
     """
-    wanted = F.one_hot(clusters(x, settings.experts, generator), settings.experts).float() - 1 / settings.experts
+    k, top = settings.experts, settings.top_k
+    wanted = F.one_hot(clusters(x, k, generator), k).float() - 1 / k
     gram = x.t() @ x
     ridge = 1e-3 * gram.diagonal().mean() * torch.eye(len(gram))
-    weight = torch.linalg.solve(gram + ridge, x.t() @ wanted).t()
+    *weight, alike = torch.linalg.solve(gram + ridge, x.t() @ torch.cat([wanted, torch.ones(len(x), 1)], 1)).t()
+    weight, bias, step = torch.stack(weight), torch.zeros(k), 0.02
+    for _ in range(400):
+        chosen = (x @ weight.t() + (x @ alike)[:, None] * bias).topk(top, -1).indices
+        bias -= step * (chosen.flatten().bincount(minlength=k) * k / (top * len(x)) - 1).clamp(-1, 1)
+        step *= 0.99
+    weight = weight + bias[:, None] * alike
     logits, low, high = x @ weight.t(), 0.0, 1000.0
     for _ in range(40):
         scale = (low + high) / 2
         sure = float((logits * scale).softmax(-1).amax(-1).mean())
         low, high = (scale, high) if sure < settings.sure else (low, scale)
-    return weight * low
+    return weight * scale
 
 
 def mixture(dense: PreTrainedModel, routers: Tensor, settings: Upcycling, seed: int) -> MixtralForCausalLM:
@@ -177,9 +187,7 @@ def conversations(source: Source, settings: Upcycling, seed: int) -> Tensor:
     text = tokenizer.apply_chat_template([{"role": "user", "content": "\0"}], tokenize=False)
     start = torch.tensor([source.tokenizer.encode(text.partition("\0")[0], add_special_tokens=False).ids])
     torch.manual_seed(seed)
-    how = GenerationConfig(
-        do_sample=True, temperature=0.8, top_p=0.95, max_length=settings.length, pad_token_id=0
-    )
+    how = GenerationConfig(do_sample=True, temperature=0.8, top_p=0.95, max_length=settings.length, pad_token_id=0)
     source.model.generation_config = GenerationConfig()  # no token ends a conversation
     parts = []
     for count in (min(32, settings.written - at) for at in range(0, settings.written, 32)):
@@ -296,20 +304,22 @@ def judge(source: Source, folder: Path, beginning: Beginning, settings: Upcyclin
     texts = {"wiki": spread(torch.tensor(ids), settings.judged, 2 * settings.context + 1)}
     if beginning.held:
         texts["own text"] = beginning.written[-beginning.held :].long()
-    table, layers = [], {}
+    table = []
     for name, windows in texts.items():
         recorder = routing.Recorder([layer.mlp.gate for layer in model.model.layers], lambda output: output[2])
         table += compared(losses(source.model, windows), losses(model, windows), name)
         if name == "wiki":
             choices = recorder.choices()
             shares = [np.bincount(c.ravel(), minlength=settings.experts) / c.size for c in choices.swapaxes(0, 1)]
-            layers = {"shares": [share.round(4).tolist() for share in shares], "kept": kept(choices, 2 * settings.context)}
-    table += [
-        {"name": "largest share of an expert", "value": max(map(max, layers["shares"]))},
-        {"name": "smallest share of an expert", "value": min(map(min, layers["shares"]))},
-        {"name": "experts kept by the next token", "value": float(np.mean(layers["kept"]))},
-        {"name": "the same by chance", "value": float(np.mean([np.square(s).sum() * settings.top_k for s in layers["shares"]]))},
-    ]
+    again = kept(choices, 2 * settings.context)
+    figures = {
+        "largest share of an expert": max(map(max, shares)),
+        "smallest share of an expert": min(map(min, shares)),
+        "experts that the token before had too": np.mean(again),
+        "the same by chance": np.mean([np.square(share).sum() * settings.top_k for share in shares]),
+    }
+    table += [{"name": name, "value": float(value)} for name, value in figures.items()]
+    layers = {"shares": [share.round(4).tolist() for share in shares], "kept": again}
     report.publish("upcycle", table, {"source": source.sha256, "seed": seed, "layers": layers}, loop.ROOT)
 
 

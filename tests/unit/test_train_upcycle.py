@@ -132,13 +132,13 @@ def test_figures_of_a_report() -> None:
 
 def test_missing_text_and_other_files_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(train, "DATA_DIR", tmp_path)
-    with pytest.raises(SystemExit, match="train.jsonl is missing; build it with: python calib_data/wiki.py"):
+    with pytest.raises(SystemExit, match=r"train\.jsonl is missing; build it with: python calib_data/wiki\.py"):
         upcycle.main([])
     monkeypatch.setattr(loop, "ROOT", tmp_path)
     file = tmp_path / "other.gguf"
     file.write_bytes(b"GGUF")
     monkeypatch.setattr(talk, "model", lambda _: file)
-    with pytest.raises(SystemExit, match="other.gguf is not the file that is meant; remove it"):
+    with pytest.raises(SystemExit, match=r"other\.gguf is not the file that is meant; remove it"):
         upcycle.found()
 
     def fails(_: Path) -> Path:
