@@ -151,3 +151,16 @@ def test_missing_text_and_other_files_are_refused(tmp_path: Path, monkeypatch: p
 
 def test_products_are_in_a_type_that_the_processor_has() -> None:
     assert COMPUTE_DTYPE in (torch.bfloat16, torch.float32)
+
+
+def test_ctrl_c_ends_with_one_line(
+    source: upcycle.Source, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def interrupted(_: Path) -> upcycle.Source:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(upcycle, "found", lambda: source.folder)
+    monkeypatch.setattr(upcycle.Source, "open", interrupted)
+    monkeypatch.setattr(loop, "prepare", lambda *_: None)
+    assert upcycle.main([]) == 130
+    assert capsys.readouterr().err == "stopped; the same command goes on from the last checkpoint\n"
