@@ -62,9 +62,6 @@ class Upcycling(Routed):
     judged: int = 24  # windows of each held-out text at the end
 
 
-SETTINGS = Upcycling(context=256, batch=4, experts=8, top_k=2)
-
-
 @dataclass(frozen=True)
 class Source:
     """A dense model: `folder` has its config and tokenizer; `model` is in float32."""
@@ -320,7 +317,9 @@ def judge(source: Source, folder: Path, beginning: Beginning, settings: Upcyclin
     }
     table += [{"name": name, "value": float(value)} for name, value in figures.items()]
     layers = {"shares": [share.round(4).tolist() for share in shares], "kept": again}
-    report.publish("upcycle", table, {"source": source.sha256, "seed": seed, "layers": layers}, loop.ROOT)
+    report.publish(
+        f"upcycle_{folder.name}", table, {"source": source.sha256, "seed": seed, "layers": layers}, loop.ROOT
+    )
 
 
 def found() -> Path:
@@ -343,8 +342,10 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--steps", type=int, help="budget in steps in place of time")
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--out", type=Path, default=OUT, help="folder of the checkpoint")
+    parser.add_argument("--experts", type=int, default=8, help="of each layer; 1: the dense model, trained as long")
     parser.add_argument("--seed", type=int, default=2026)
     args = parser.parse_args(argv)
+    settings = Upcycling(context=256, batch=4, experts=args.experts, top_k=min(2, args.experts))
     how = loop.Settings(
         minutes=args.minutes, threads=args.threads, rate=2e-3, embedding_rate=5e-3, weight_decay=0.0, warmup_steps=10,
         snapshot_minutes=10, thrifty=True, steps=args.steps, models=args.out.parent, seed=args.seed,
@@ -354,9 +355,9 @@ def main(argv: list[str] | None = None) -> int:
     loop.prepare(args.threads, args.seed)
     try:
         source = Source.open(found())
-        beginning = Beginning.of(source, SETTINGS, args.seed, loop.TRAIN_DIR / args.out.name)
-        loop.run(UpcycleTask(args.out.name, source, beginning, SETTINGS, args.seed), how, ["gate.weight"])
-        judge(source, args.out, beginning, SETTINGS, args.seed)
+        beginning = Beginning.of(source, settings, args.seed, loop.TRAIN_DIR / args.out.name)
+        loop.run(UpcycleTask(args.out.name, source, beginning, settings, args.seed), how, ["gate.weight"])
+        judge(source, args.out, beginning, settings, args.seed)
     except KeyboardInterrupt:
         print("stopped; the same command goes on from the last checkpoint", file=sys.stderr)
         return 130

@@ -116,10 +116,23 @@ def test_a_stopped_run_goes_on_and_its_result_is_a_checkpoint(
     assert Checkpoint.open(folder).spec.moe.n == SMALL.experts
     assert TEMPLATE in (folder / "tokenizer_config.json").read_text()
     upcycle.judge(source, folder, again, small, 0)
-    found = json.loads((tmp_path / "build" / "report" / "upcycle.json").read_text())
+    found = json.loads((tmp_path / "build" / "report" / "upcycle_mixed.json").read_text())
     assert found["source"] == source.sha256
     assert [sum(shares) for shares in found["layers"]["shares"]] == pytest.approx([1, 1], abs=1e-3)
     assert {row["name"] for row in found["rows"]} >= {"wiki: relative rise", "own text: relative rise"}
+
+
+def test_one_expert_is_the_dense_model_trained_as_long(source: upcycle.Source, tmp_path: Path) -> None:
+    alone = replace(SMALL, experts=1, top_k=1, noise=0.0)
+    begins = upcycle.Beginning.of(source, alone, 0, tmp_path)
+    task = upcycle.UpcycleTask("alone", source, begins, alone, 0)
+    window = task.windows.at(0)
+    loss, _ = task.loss(0)
+    loss.backward()
+    with torch.no_grad():
+        assert float(task._cross(window)) == pytest.approx(float(upcycle.losses(source.model, window).mean()), rel=0.01)
+    assert float(task.model.model.layers[0].mlp.experts.down_proj.grad.norm()) > 0
+    assert task.model.model.layers[0].mlp.gate.weight.grad.abs().sum() == pytest.approx(0, abs=1e-2)
 
 
 def test_figures_of_a_report() -> None:
