@@ -13,6 +13,8 @@ from torch import Tensor, nn
 from transformers.masking_utils import AttentionMaskInterface, eager_mask
 from transformers.modeling_utils import AttentionInterface
 
+from recipes.train.precision import COMPUTE_DTYPE
+
 NAME = "sliced"
 PIECE = 800_000  # scores that exist at a time
 
@@ -39,9 +41,9 @@ class SlicedAttention(torch.autograd.Function):
         ctx: Any, q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, mask: Tensor | None, scale: float
     ) -> Tensor:
         dtype = q.dtype
-        q, k, v = ((t * scale if i == 0 else t).bfloat16().contiguous() for i, t in enumerate((q, k, v)))
-        low_bias = None if bias is None else bias.bfloat16()
-        low_mask = None if mask is None else mask.bfloat16()
+        q, k, v = ((t * scale if i == 0 else t).to(COMPUTE_DTYPE).contiguous() for i, t in enumerate((q, k, v)))
+        low_bias = None if bias is None else bias.to(COMPUTE_DTYPE)
+        low_mask = None if mask is None else mask.to(COMPUTE_DTYPE)
         out = q.new_empty(*q.shape[:-1], v.shape[-1])
         weights = []
         for part in _pieces(q, k):
@@ -58,7 +60,7 @@ class SlicedAttention(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Any, ...]:
         q, k, v, out, *weights = ctx.saved_tensors
-        grad = grads[0].bfloat16().contiguous()
+        grad = grads[0].to(COMPUTE_DTYPE).contiguous()
         grad_q, grad_k, grad_v = torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)
         grad_bias: Tensor | None = None
         inner = (grad * out).sum(-1, keepdim=True)  # [batch, heads, queries, 1]

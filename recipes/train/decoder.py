@@ -16,6 +16,7 @@ from transformers import GenerationConfig, PreTrainedModel
 
 from recipes.train import attention, vocabulary
 from recipes.train.cross import ChunkedCross
+from recipes.train.precision import lowered
 
 PAD_ID, EOS_ID = 0, 1
 Streams = list[tuple[Tensor, int]]
@@ -103,7 +104,7 @@ class DecoderTask:
 
     def _cross(self, window: Tensor) -> Tensor:
         """Mean cross-entropy (nats a token) of windows [batch, length + 1]."""
-        with torch.autocast("cpu", torch.bfloat16):
+        with lowered():
             hidden = self.model.model(input_ids=window[:, :-1], use_cache=False).last_hidden_state
         return ChunkedCross.apply(hidden.float().flatten(0, 1), self.model.lm_head.weight, window[:, 1:].flatten(), 0.0)
 

@@ -14,9 +14,9 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from recipes.train.precision import COMPUTE_DTYPE
 from recipes.train.restraint import Moments
 
-COMPUTE_DTYPE = torch.bfloat16
 ROUND_ROWS = 64  # groups are padded to a multiple of this, so that the matrix kernels meet few distinct shapes
 
 

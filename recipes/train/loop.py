@@ -55,18 +55,20 @@ class Settings:
     snapshot_minutes: float = 4.0
     log_seconds: float = 20.0
     muon: bool = False  # for matrices; embeddings and vectors stay with AdamW
+    thrifty: bool = False  # Adafactor for everything, whose state is small; rates are shares of weights
     steps: int | None = None  # in place of the time budget: runs that are compared take as many
     models: Path | None = None  # where models are put under their names; none: recipes/models
     seed: int = 2026
 
 
 def make_optimizers(model: nn.Module, settings: Settings, embeddings: Iterable[str]) -> list[torch.optim.Optimizer]:
-    """AdamW for all, or Muon for matrices beside AdamW for embeddings and vectors; each group names its peak rate.
+    """AdamW or Adafactor for all, or Muon for matrices beside AdamW for embeddings and vectors; each group names its
+    peak rate. Frozen parameters are left out.
 
     Parameters whose name contains a word of ``embeddings`` get the embedding rate and no weight decay.
     """
     words = tuple(embeddings)
-    named = list(model.named_parameters())
+    named = [(n, p) for n, p in model.named_parameters() if p.requires_grad]
     table = [p for n, p in named if any(word in n for word in words)]
     known = {id(p) for p in table}
     rest = [(n, p) for n, p in named if id(p) not in known]
@@ -82,6 +84,9 @@ def make_optimizers(model: nn.Module, settings: Settings, embeddings: Iterable[s
         for group, parts in ((single, 1), (double, 2))
         if group
     ]
+    if settings.thrifty:
+        groups = [{k: v for k, v in group.items() if k != "parts"} for group in (*adam, *matrices) if group["params"]]
+        return [torch.optim.Adafactor(groups, lr=settings.rate, foreach=False)]
     extra = [Muon(matrices, lr=settings.rate)] if settings.muon else []
     adam += [] if settings.muon else matrices
     return [torch.optim.AdamW(adam, lr=settings.rate, betas=(0.9, 0.98), fused=True), *extra]
@@ -195,7 +200,9 @@ def run(task: Task, settings: Settings, embeddings: Iterable[str]) -> None:
         step += 1
         if elapsed >= next_log:
             pace = (step - last_step) / max(elapsed - last_time, 1e-9)
-            append_log(log, {"step": step, "seconds": round(elapsed), "rate": factor, "steps_per_s": pace, **figures})
+            left = round(elapsed * (1 - done) / done) if done else None
+            record = {"step": step, "seconds": round(elapsed), "left": left, "rate": factor, "steps_per_s": pace}
+            append_log(log, {**record, **figures})
             next_log, last_step, last_time = elapsed + settings.log_seconds, step, elapsed
         if elapsed >= next_snapshot:
             save_checkpoint(checkpoint, task, optimizers, step, elapsed)

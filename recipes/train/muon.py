@@ -10,15 +10,17 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from recipes.train.precision import COMPUTE_DTYPE
+
 COEFFICIENTS = (3.4445, -4.7750, 2.0315)
 ITERATIONS = 5
 
 
 def orthogonalise(matrices: Tensor) -> Tensor:
-    """Nearly orthogonal matrices with the same singular vectors; [batch, rows, columns] → the same, bf16 inside."""
+    """Nearly orthogonal matrices with the same singular vectors; [batch, rows, columns] → the same."""
     a, b, c = COEFFICIENTS
     wide = matrices.shape[-2] <= matrices.shape[-1]
-    x = (matrices if wide else matrices.mT).bfloat16()
+    x = (matrices if wide else matrices.mT).to(COMPUTE_DTYPE)
     x = x / (x.norm(dim=(-2, -1), keepdim=True) + 1e-7)
     for _ in range(ITERATIONS):
         gram = x @ x.mT

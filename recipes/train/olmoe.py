@@ -14,17 +14,23 @@ from recipes.train.grouped import GroupedExperts, balance_loss
 
 
 @dataclass(frozen=True, kw_only=True)
-class OlmoeSettings(Reading):
+class Routed(Reading):
+    """Experts of each layer, how many of them a token takes, and weights of their routers' losses."""
+
+    experts: int
+    top_k: int
+    balance: float = 0.02
+    z_loss: float = 1e-3
+
+
+@dataclass(frozen=True, kw_only=True)
+class OlmoeSettings(Routed):
     """Shape and losses of one model."""
 
     d_model: int
     d_expert: int
     layers: int
     heads: int
-    experts: int
-    top_k: int
-    balance: float = 0.02
-    z_loss: float = 1e-3
 
 
 def config_of(settings: OlmoeSettings, vocab: int) -> OlmoeConfig:
@@ -48,9 +54,9 @@ def config_of(settings: OlmoeSettings, vocab: int) -> OlmoeConfig:
 
 
 class TrainingBlock(nn.Module):
-    """Takes the place of ``OlmoeSparseMoeBlock``; same parameters under the same names."""
+    """Takes the place of ``OlmoeSparseMoeBlock`` or Mixtral's; same parameters under the same names."""
 
-    def __init__(self, original: nn.Module, settings: OlmoeSettings):
+    def __init__(self, original: nn.Module, settings: Routed):
         super().__init__()
         self.gate, self.experts, self.settings = original.gate, original.experts, settings
         self.penalty: Tensor | None = None

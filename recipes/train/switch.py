@@ -22,6 +22,7 @@ from transformers import (
 from recipes.train import attention, vocabulary
 from recipes.train.cross import ChunkedCross
 from recipes.train.grouped import GroupedExperts, RestrainedExperts, balance_loss
+from recipes.train.precision import lowered
 from recipes.train.restraint import Restraint, Watch
 
 PAD_ID, EOS_ID = 0, 1
@@ -255,7 +256,7 @@ class SwitchTask:
             for block in blocks:
                 block.mask = mask.reshape(-1)
         shifted = F.pad(target[:, :-1], (1, 0), value=PAD_ID)
-        with torch.autocast("cpu", torch.bfloat16):
+        with lowered():
             encoded = self.model.encoder(input_ids=source, attention_mask=source_mask.long())
             decoded = self.model.decoder(
                 input_ids=shifted,
@@ -295,7 +296,7 @@ class SwitchTask:
         for start in range(0, len(order), batch):
             chosen = order[start : start + batch]
             source = pad([rows[i][0] for i in chosen])
-            with torch.no_grad(), torch.autocast("cpu", torch.bfloat16):
+            with torch.no_grad(), lowered():
                 ids = self.model.generate(
                     source, attention_mask=(source != PAD_ID).long(), max_new_tokens=self.settings.max_target
                 )
