@@ -121,7 +121,7 @@ class Subject:
     """One reference model with all experts at the base's width, and the scorer and prober that both work on."""
 
     def __init__(self, name: str, samples: int) -> None:
-        settings = Recipe.load(Path(f"recipes/{name}.toml"), Path("build")).settings
+        settings = Recipe.load(Path(f"recipes/{name}.toml"), Path("build"), allow_code=True).settings
         path = Path(settings.model)
         self.name, checkpoint = name, Checkpoint.open(path)
         self.coder = ExpertCoder(checkpoint, QUANTIZERS["channel"](None), None)

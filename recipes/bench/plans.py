@@ -203,7 +203,7 @@ def rows_of(name: str) -> list[Row]:
     """Raises ConversionError."""
     probed = sorted({*WIDTHS, *MC_WIDTHS})
     settings = replace(
-        Recipe.load(Path(f"recipes/{name}.toml"), FOLDER).settings,
+        Recipe.load(Path(f"recipes/{name}.toml"), FOLDER, allow_code=True).settings,
         bits=tuple(probed), dense_bits=SOURCE, **MODELS[name],
     )  # fmt: skip
     with opened(settings) as bench:

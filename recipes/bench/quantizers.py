@@ -473,7 +473,7 @@ class Subject:
 
 def _texts(name: str, sizes: tuple[int, int]) -> tuple[Sequence[Batch], dict[str, Text]]:
     """What the quantizers see, and what each split is judged on."""
-    settings = Recipe.load(Path(f"recipes/{name}.toml"), Path("build")).settings
+    settings = Recipe.load(Path(f"recipes/{name}.toml"), Path("build"), allow_code=True).settings
     path = Path(settings.model)
     assert settings.calib is not None
     splits = load_splits(settings.calib, None, seed=0)
