@@ -512,6 +512,7 @@ def test_a_block_written_by_hand_is_read_as_the_format_says():
     assert found[32:64].tolist() == [-1.0] * 32
 
 
+@pytest.mark.slow
 @needs_autoround
 def test_autoround_gives_each_group_of_experts_four_values_and_leaves_all_other_weights(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch

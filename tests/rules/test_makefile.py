@@ -57,6 +57,7 @@ def test_what_is_merged_has_passed_all_tests_and_says_so_at_its_end(tmp_path: Pa
     environment = {**os.environ, "PATH": f"{tmp_path}:{os.environ['PATH']}"}
     done = subprocess.run([ROOT / ".ci/run"], capture_output=True, text=True, check=False, env=environment)
     assert (done.returncode == 0) == (fails == ""), done.stderr
+    assert sum(line.startswith("Took: tools ") for line in done.stdout.splitlines()) == 1
     if not fails:
         assert done.stdout.splitlines()[-3:] == [f"make test-slow: {SLOW}", "make test:", FAST]
 
