@@ -211,7 +211,7 @@ def rows_of(name: str) -> list[Row]:
             bench.collect_moments(bench.moments)
         references, account = References.of(bench), Account(say, unseen)
         job = job_of(bench.coding, bench.material, bench.moments, Memory())
-        found = swept(bench, job, probed, references.judge.measure.samples_id, account).inputs.table
+        found = swept(bench, job, probed, references.judge.measure, account).inputs.table
         rows = []
         for bits in UNIFORM:
             plan = Plan(uniform(bench.spec, bits), uniform_bytes(bench.spec, bits, bench.coding.storage), 0.0)
