@@ -12,10 +12,10 @@ from moeconv.quantizers.quantizer import Inputs, Wants
 from moert.pack.codec import F32, Codes, QuantizedMatrix, Width, n_groups, pack_codes
 from moert.pack.layout import group_of
 
-EVEN, RISING = "even", "rising"
+_EVEN, _RISING = "even", "rising"
 _TRIED = {
-    4: (*product((EVEN,), range(8, 0, -1), (1, -1)), *product((RISING,), range(15, 0, -1), (1,))),
-    8: (*product((EVEN,), (127, 128), (1, -1)),),
+    4: (*product((_EVEN,), range(8, 0, -1), (1, -1)), *product((_RISING,), range(15, 0, -1), (1,))),
+    8: (*product((_EVEN,), (127, 128), (1, -1)),),
 }
 """By width, how the largest weight of a group may lie: so many steps from zero, or from the least weight."""
 
@@ -36,7 +36,7 @@ def codes_of_source(weights: F32, group_size: int, bits: int = 4) -> QuantizedMa
             if not len(left):
                 break
             of = groups[left]
-            if kind == EVEN:
+            if kind == _EVEN:
                 step = (sign * np.abs(of).max(axis=1) / steps).astype(np.float16)
                 least = -half * step
             else:

@@ -10,7 +10,6 @@ all other weights stay as they are. The text is Wikipedia's and conversations th
 from __future__ import annotations
 
 import argparse
-import hashlib
 import json
 import math
 import os
@@ -79,7 +78,7 @@ class Source:
         model.checkpoint = checkpoint  # a GGUF file's folder goes with its tensors
         for layer in model.model.layers:
             layer.mlp = layer.mlp.experts.network  # moeconv has it as an only expert
-        digest = hashlib.sha256(path.read_bytes()).hexdigest() if path.is_file() else checkpoint.sha256
+        digest = wheels.sha256_file(path) if path.is_file() else checkpoint.sha256
         return cls(checkpoint.path, model, Tokenizer.from_file(str(checkpoint.path / "tokenizer.json")), digest)
 
 
@@ -330,7 +329,7 @@ def found() -> Path:
         path = talk.model(folder)
     except wheels.DataError as error:
         raise SystemExit(f"error: {error}") from None
-    if hashlib.sha256(path.read_bytes()).hexdigest() != SOURCE_SHA256:
+    if wheels.sha256_file(path) != SOURCE_SHA256:
         raise SystemExit(f"error: {path} is not the file that is meant; remove it, and it is fetched again")
     return path
 
