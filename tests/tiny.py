@@ -95,24 +95,37 @@ def variant_id(case: tuple[Any, ...]) -> str:
 
 def features(case: tuple[Any, ...]) -> Iterator[Any]:
     """Yields what a case that begins with a variant tries: its family, each setting that the variant changes (numbers
-    are alike but for 0, tables by their type), and the family with each of the case's other values, for which one dense
-    family stands for all."""
+    are alike but for 0, tables by their type), and its kin with each of the case's other values."""
     family, name, *others = case
     yield family
-    kin = Dense.__module__ if type(FAMILIES[family]).__module__ == Dense.__module__ else family
     for key, value in TINY[family][1][name].items():
         yield key, _kind(value)
     for place, value in enumerate(others):
-        yield kin, place, value
+        yield kin_of(family), place, value
 
 
-def families(case: tuple[Any, ...]) -> Iterator[Any]:
-    """Yields the family of a case that begins with a variant, and the file of the family's class with each of the
-    case's other values: for tests of a mechanism that another test, which tries every setting, rests on."""
-    family, _, *others = case
-    yield family
+def kinds(case: tuple[Any, ...]) -> Iterator[Any]:
+    """Yields the kin of a case that begins with a family or a variant, and its file with each of the case's other
+    values: for tests of a mechanism, which rest on another that tries every family and setting."""
+    family, *others = case
+    yield kin_of(family)
     for place, value in enumerate(others):
-        yield type(FAMILIES[family]).__module__, place, value
+        if value not in TINY[family][1]:
+            yield type(FAMILIES[family]).__module__, place, value
+
+
+def each_family(case: tuple[Any, ...]) -> Iterator[Any]:
+    """Yields the family of a case that begins with a variant."""
+    yield case[0]
+
+
+def kin_of(family: str) -> type:
+    """Returns the class that a family's own extends in the same file, or its own: packs of families that share it have
+    the same parts, with other settings. All decoders without experts are kin."""
+    made = type(FAMILIES[family])
+    if made.__module__ == Dense.__module__:
+        return Dense
+    return [each for each in made.__mro__ if each.__module__ == made.__module__][-1]
 
 
 def _kind(value: Any) -> Any:

@@ -459,7 +459,7 @@ def train_neurons(pack: Pack, asked: NeuronsAsked, say: Callable[[str], None], s
         predictor = trained_neurons(lesson, course, say, show)
         if unquantized is not None:
             say("what computing only named neurons loses")
-            with packed.calls.naming(NamedNeurons(predictor, block)):
+            with packed.calls.during(naming=NamedNeurons(predictor, block)):
                 after = text.judged().scores(packed)
             predictor = replace(predictor, loss=PredictedLoss(*loss_of(after, unquantized, text.judged(), course.seed)))
     body = predictor.to_bytes()

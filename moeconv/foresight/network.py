@@ -325,19 +325,19 @@ class Following:
             for name in self._networks.names:
                 tower = self._subject.family.tower(self._subject.model, name)
                 stack.callback(tower.register_forward_pre_hook(partial(self._foretell, name), with_kwargs=True).remove)
-            stack.enter_context(self._subject.calls.rerouted(self))
+            stack.enter_context(self._subject.calls.during(rerouting=self))
             yield
 
     @torch.inference_mode()
     def _foretell(self, name: StackName, module: Any, _: Any, named: dict[str, Any]) -> None:
         """Makes the function's numbers for the tokens of a stack before they go through its layers."""
         ids, calls = named["input_ids"], self._subject.calls
-        real = torch.ones_like(ids, dtype=torch.bool) if calls.active is None else calls.active
+        real = torch.ones_like(ids, dtype=torch.bool) if calls.now.active is None else calls.now.active
         if name == "encoder":
             self._said[name], y, _past = self._networks.read(name, self._embedding[ids], real)
             self._encoded = Encoded(y, real)
             return
-        encoded, rows = self._encoded, calls.attended
+        encoded, rows = self._encoded, calls.now.attended
         if encoded is not None and rows is not None:
             encoded = Encoded(encoded.y[rows], encoded.real[rows])
         self._said[name], _, past = self._networks.read(name, self._embedding[ids], real, encoded, self._past)

@@ -185,7 +185,7 @@ class PredictedNeurons:
             )  # unquantized, a pack has them at 16 bits
             return per_block(trial.spec, bits, coding, self.neurons)
 
-        with trial.calls.naming(NamedNeurons(self.predictor, size, self.order)):
+        with trial.calls.during(naming=NamedNeurons(self.predictor, size, self.order)):
             yield
 
     def seen(self, trial: Trial) -> dict[str, Any]:

@@ -51,7 +51,7 @@ def heard(subject: Subject, scorer: Reads, hear: Callable[[LayerKey, Call], None
         asked[place] = call  # of text that is written token by token, the last call has the whole
 
     told = hear if subject.spec.encoder is None else keep  # without an encoder nothing is written
-    with torch.inference_mode(), subject.calls.answering(told):
+    with torch.inference_mode(), subject.calls.during(answer=told):
         for routed in scorer.routes():
             for place, call in asked.items():
                 hear(place, call)

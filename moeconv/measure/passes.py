@@ -364,7 +364,7 @@ class Passes:
     ) -> None:
         """Runs all rows through one layer, whose input the passage has kept, with the results of `answer` [tokens,
         d_model] in place of its experts' own."""
-        with self.ready(at), self.calls.answering(answer):
+        with self.ready(at), self.calls.during(answer=answer):
             for batch in self.batches(ids):
                 self.step(passage, at, ids, real, batch)
 
@@ -385,7 +385,7 @@ class Passes:
             entering = passage.entering(at)[batch]
         inputs = {"inputs_embeds": entering} if at else {"input_ids": ids[batch]}
         left: list[Tensor] = []
-        with self.calls.only(real[batch]), transformers_model(self.place):
+        with self.calls.during(active=real[batch]), transformers_model(self.place):
             final = self.runner.run(inputs, at, lambda _, hidden: left.append(hidden), at + 1)
         return left[0], final
 

@@ -219,7 +219,7 @@ class TextScorer:
 
     def run(self, rows: Tensor, after: After | None = None) -> Tensor:
         """Returns the final hidden states [rows, width, d_model] of these rows."""
-        with self.subject.calls.only(self.texts.real[rows]):
+        with self.subject.calls.during(active=self.texts.real[rows]):
             return self.stack.run({"input_ids": self.texts.ids[rows]}, after=after)
 
     @torch.inference_mode()
@@ -259,7 +259,7 @@ class Seq2Seq:
     def encode(self, inputs: dict[str, Tensor], mask: Tensor, start: int = 0, after: After | None = None) -> Tensor:
         """Returns the encoder's final states [rows, tokens, d_model]. `inputs`: input_ids [rows, tokens], or
         inputs_embeds, the input of the layer `start`; `mask` [rows, tokens] is 1 for tokens, 0 for padding."""
-        with self.calls.only(mask.bool()):
+        with self.calls.during(active=mask.bool()):
             return self.encoder.run({**inputs, "attention_mask": mask}, start, after)
 
     def decode(
@@ -275,7 +275,7 @@ class Seq2Seq:
         """Returns the decoder's final states [rows, tokens, d_model], given `encoded` [rows, source tokens, d_model];
         experts run where `active`."""
         attended = {"encoder_hidden_states": encoded, "encoder_attention_mask": mask}
-        with self.calls.only(active, substitute):
+        with self.calls.during(active=active, substitute=substitute):
             return self.decoder.run({**inputs, **attended}, start, after)
 
     def chosen(self, best: Tensor, position: Tensor) -> Tensor:
@@ -417,7 +417,7 @@ class GeneratedScorer:
     def target_states(self, bucket: Bucket, encoded: Tensor) -> Tensor:
         """Returns the final hidden states [items, tokens, d_model] that predict the bucket's targets."""
         inputs = {"input_ids": self.model.fed(bucket.targets)}
-        with self.subject.calls.attending(bucket.of_row):
+        with self.subject.calls.during(attended=bucket.of_row):
             return self.model.decode(inputs, bucket.targets >= 0, encoded[bucket.of_row], bucket.mask[bucket.of_row])
 
     def per_item(self, values: Tensor) -> Tensor:

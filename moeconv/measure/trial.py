@@ -243,7 +243,7 @@ class _Prefers(NamedTuple):
 
     @contextmanager
     def on(self, trial: Trial) -> Iterator[None]:
-        with trial.calls.rerouted(trial.preferring), trial.preferring.on(self.preference):
+        with trial.calls.during(rerouting=trial.preferring), trial.preferring.on(self.preference):
             yield
 
     def seen(self, trial: Trial) -> dict[str, Any]:

@@ -229,7 +229,7 @@ def collect(
     """
     layers = {place: _Layer(calls, place, wants) for place in calls.spec.moe_layers()}
     others = {name: Listener(calls, module) for name, module in beside.items()}
-    with calls.watching(lambda place, call: layers[place].see(call)), listening(others.values()):
+    with calls.during(watch=lambda place, call: layers[place].see(call)), listening(others.values()):
         run()
     tensors: dict[str, npt.NDArray[Any]] = {}
     for name, other in others.items():
@@ -253,7 +253,7 @@ class Listener:
     def see(self, _: nn.Module, inputs: tuple[Tensor]) -> None:
         """Adds the inputs of a call of the module: its forward pre-hook."""
         (given,) = inputs
-        x, real = given.reshape(-1, given.shape[-1]), self.calls.active
+        x, real = given.reshape(-1, given.shape[-1]), self.calls.now.active
         if real is not None and real.numel() == len(x):
             x = x[real.reshape(-1)]
         self.rows += len(x)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, Protocol
 
@@ -116,24 +116,32 @@ class OwnExperts:
         pass  # they are there
 
 
+@dataclass(frozen=True)
+class Pass:
+    """The settings of passes through a model's experts; those that are None change nothing.
+
+    active: [rows, tokens], true for tokens whose experts run; the others get zeros. substitute: weights of probes.
+    rerouting: chooses other experts than the routers did. naming: neurons that it leaves out count as zero. attended:
+    for each row of a decoder the row of the encoder's last input that it attends to [rows]. answer: gives the output of
+    a layer's experts for a call [tokens, d_model]; where it returns None, they run. watch: gets each call.
+    """
+
+    active: Tensor | None = None
+    substitute: Substitute | None = None
+    rerouting: Rerouting | None = None
+    naming: Naming | None = None
+    attended: Tensor | None = None
+    answer: Callable[[LayerKey, Call], Tensor | None] | None = None
+    watch: Callable[[LayerKey, Call], None] | None = None
+
+
 class ExpertCalls:
     """The runner of a model's experts, in place of the model's own code in all layers. `rows` counts computed rows,
-    each by one expert. `rerouting`, unless None, may choose other experts than the routers did; `attended` gives for
-    each row of a decoder the row of the encoder that it attends to (None: the same row). `supply`: None for the model's
-    own weights."""
+    each by one expert. `now`: the settings of the present pass. `supply`: None for the model's own weights."""
 
     def __init__(self, model: Any, family: Family, spec: ModelSpec, supply: Supply | None = None) -> None:
-        self.spec = spec
+        self.spec, self.family, self.rows, self.now = spec, family, 0, Pass()
         self.supply: Supply = OwnExperts(model, family, spec) if supply is None else supply
-        self.family = family
-        self.rows = 0
-        self.rerouting: Rerouting | None = None
-        self._naming: Naming | None = None
-        self.attended: Tensor | None = None
-        self._watch: Callable[[LayerKey, Call], None] | None = None
-        self._active: Tensor | None = None
-        self._substitute: Substitute | None = None
-        self._answer: Callable[[LayerKey, Call], Tensor | None] | None = None
         for place in spec.moe_layers():
             family.experts_module(model, place).forward = partial(self._run, place)
 
@@ -145,83 +153,30 @@ class ExpertCalls:
         return self.supply.weights(key)
 
     @contextmanager
-    def answering(self, answer: Callable[[LayerKey, Call], Tensor | None]) -> Iterator[None]:
-        """Puts the results of `answer` [tokens, d_model] in place of the experts' own inside a with block; experts run
-        only if it returns None."""
-        self._answer = answer
+    def during(self, **changes: Any) -> Iterator[None]:
+        """Changes these settings of passes (see Pass) inside a with block."""
+        before, self.now = self.now, replace(self.now, **changes)
         try:
             yield
         finally:
-            self._answer = None
-
-    @contextmanager
-    def watching(self, watch: Callable[[LayerKey, Call], None]) -> Iterator[None]:
-        """Calls `watch` with each call of a layer's experts inside a with block."""
-        self._watch = watch
-        try:
-            yield
-        finally:
-            self._watch = None
-
-    @contextmanager
-    def writing(self, sequences: int) -> Iterator[Callable[[Tensor], None]]:
-        """Makes calls inside a with block continue the same sequences; gives the function that keeps some of them
-        [sequences]."""
-        if self.rerouting is None:
-            yield lambda rows: None
-            return
-        with self.rerouting.writing(sequences):
-            yield self.rerouting.keep
-
-    @contextmanager
-    def rerouted(self, rerouting: Rerouting) -> Iterator[None]:
-        """Routes by `rerouting` inside a with block."""
-        before, self.rerouting = self.rerouting, rerouting
-        try:
-            yield
-        finally:
-            self.rerouting = before
-
-    @contextmanager
-    def naming(self, naming: Naming) -> Iterator[None]:
-        """Makes neurons that `naming` leaves out count as zero inside a with block."""
-        self._naming = naming
-        try:
-            yield
-        finally:
-            self._naming = None
-
-    @contextmanager
-    def attending(self, rows: Tensor) -> Iterator[None]:
-        """Makes a decoder's rows attend to these rows [rows] of the encoder's last input, inside a with block."""
-        self.attended = rows
-        try:
-            yield
-        finally:
-            self.attended = None
-
-    @property
-    def active(self) -> Tensor | None:
-        """See `only`."""
-        return self._active
+            self.now = before
 
     @contextmanager
     def recording(self) -> Iterator[dict[LayerKey, Call]]:
         """Collects the last call of each layer's experts inside a with block."""
         seen: dict[LayerKey, Call] = {}
-        with self.watching(seen.__setitem__):
+        with self.during(watch=seen.__setitem__):
             yield seen
 
     @contextmanager
-    def only(self, active: Tensor | None, substitute: Substitute | None = None) -> Iterator[None]:
-        """Runs experts only for the tokens where `active` [rows, tokens] holds, inside a with block; other tokens get
-        zeros."""
-        before = self._active, self._substitute
-        self._active, self._substitute = active, substitute
-        try:
-            yield
-        finally:
-            self._active, self._substitute = before
+    def writing(self, sequences: int) -> Iterator[Callable[[Tensor], None]]:
+        """Makes calls inside a with block continue the same sequences; gives the function that keeps some of them
+        [sequences]."""
+        if self.now.rerouting is None:
+            yield lambda rows: None
+            return
+        with self.now.rerouting.writing(sequences):
+            yield self.now.rerouting.keep
 
     def inner(self, key: ExpertKey, x: Tensor, weights: Weights | None = None) -> Tensor:
         """Returns the inputs of an expert's down matrix [rows, d_ff] for x [rows, d_model], by its own weights if no
@@ -240,29 +195,29 @@ class ExpertCalls:
         rows."""
         self.rows += len(x)
         ffn, biases = self.spec.moe.ffn, self.supply.biases(key)
-        if self._naming is None:
+        if self.now.naming is None:
             return expert_ffn(x, weights, ffn, biases)
-        inner = expert_inner(x, weights, biases, ffn).where(self._naming.computed(key, x), 0.0)
+        inner = expert_inner(x, weights, biases, ffn).where(self.now.naming.computed(key, x), 0.0)
         return expert_outer(inner, weights, biases)
 
     def _run(self, place: LayerKey, x: Tensor, selected: Tensor, router_weights: Tensor) -> Tensor:
-        chosen, weights = self.family.routed(selected, router_weights)
-        if self.rerouting is not None:
-            real = torch.ones((1, len(x)), dtype=torch.bool) if self._active is None else self._active
-            chosen, weights = self.rerouting.route(place, chosen, weights, real)
+        now, (chosen, weights) = self.now, self.family.routed(selected, router_weights)
+        if now.rerouting is not None:
+            real = torch.ones((1, len(x)), dtype=torch.bool) if now.active is None else now.active
+            chosen, weights = now.rerouting.route(place, chosen, weights, real)
         if self.spec.moe.router.weigh == "input":
             x, weights = x * weights, torch.ones_like(weights)
-        if self._active is not None:
-            chosen = chosen.masked_fill(~self._active.reshape(-1, 1), -1)
-        if self._watch is not None:
-            self._watch(place, Call(x, chosen, weights))
-        if self._answer is not None and (answer := self._answer(place, Call(x, chosen, weights))) is not None:
+        if now.active is not None:
+            chosen = chosen.masked_fill(~now.active.reshape(-1, 1), -1)
+        if now.watch is not None:
+            now.watch(place, Call(x, chosen, weights))
+        if now.answer is not None and (answer := now.answer(place, Call(x, chosen, weights))) is not None:
             return answer
         keys, given = [place.expert(number) for number in range(self.spec.moe.n)], {}
-        if self._substitute is not None and self._substitute.place == place:
-            chosen = _substituted(chosen, self._substitute, len(keys))
-            given = dict(enumerate(self._substitute.weights, len(keys)))
-            keys += map(place.expert, self._substitute.expert_of_probe.tolist())
+        if now.substitute is not None and now.substitute.place == place:
+            chosen = _substituted(chosen, now.substitute, len(keys))
+            given = dict(enumerate(now.substitute.weights, len(keys)))
+            keys += map(place.expert, now.substitute.expert_of_probe.tolist())
         return self._grouped(Call(x, chosen, weights), keys, given)
 
     def _grouped(self, call: Call, keys: Sequence[ExpertKey], given: Mapping[int, Weights]) -> Tensor:

@@ -330,7 +330,7 @@ class _Layer:
             asked.append((call, given.requires_grad_()))
             return asked[0][1]
 
-        with torch.enable_grad(), self.model.calls.answering(answer):
+        with torch.enable_grad(), self.model.calls.during(answer=answer):
             entering = states.entering(self.at)[batch].requires_grad_() if self.at else None
             left, final = self.model.step(states, self.at, of.ids, of.real, batch, entering)
         output = final if self.at + 1 == of.n_layers else left
@@ -449,7 +449,7 @@ class PairGradients:
             asked[at] = Call(call.x.detach(), call.chosen, call.weights.detach()), mark
             return given + mark
 
-        with torch.enable_grad(), calls.answering(answer), transformers_model(self.trial.checkpoint.path):
+        with torch.enable_grad(), calls.during(answer=answer), transformers_model(self.trial.checkpoint.path):
             encoded = self.model.encode({"input_ids": part.inputs}, part.mask)
             fed = {"input_ids": self.model.fed(part.targets)}
             final = self.model.decode(fed, part.real, encoded, part.mask)

@@ -248,7 +248,7 @@ class TextProber:
         inputs = {"input_ids": self.texts.ids[pairs.sequence]}
         if at.layer:
             inputs = {"inputs_embeds": self.after[at.layer - 1][pairs.sequence]}
-        with self.trial.calls.only(None, Substitute(at, pairs.probe, experts, weights)):
+        with self.trial.calls.during(substitute=Substitute(at, pairs.probe, experts, weights)):
             self.scorer.stack.run(inputs, at.layer, stop)
         changed = torch.arange(left[0].shape[1]) >= pairs.first[:, None]
         return torch.where(changed[:, :, None], left[0], after[pairs.sequence])
@@ -263,7 +263,7 @@ class TextProber:
             return torch.where(active[:, :, None], hidden, self.after[at][pairs.sequence])
 
         hidden = leaving(self.after[layer], pairs)
-        with self.trial.calls.only(active):
+        with self.trial.calls.during(active=active):
             final = self.scorer.stack.run({"inputs_embeds": hidden}, layer + 1, keep_the_rest)
         # nothing attends to the states that leave the last layer: there, only the changed rows themselves differ
         where = changed_rows(pairs, found, active.shape[1]) if layer == self.n_layers - 1 else active

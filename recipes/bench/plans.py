@@ -141,7 +141,7 @@ def significances(bench: Bench) -> dict[LayerKey, Significance]:
     """Returns MC-MoE's figures of all layers, on the text that the quantizer's moments are collected on."""
     calls, seen = bench.trial.calls, defaultdict[LayerKey, list[Call]](list)
     bench.trial.original_experts()
-    with calls.watching(lambda at, call: seen[at].append(call)):
+    with calls.during(watch=lambda at, call: seen[at].append(call)):
         bench.material.scorer(bench.trial, bench.material.ranking, bench.moment_samples).score()
     return {at: _significance(bench, at, seen[at]) for at in bench.spec.moe_layers()}
 

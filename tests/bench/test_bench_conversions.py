@@ -240,7 +240,7 @@ def test_an_experts_error_is_the_change_of_its_layers_output(tmp_path: Path) -> 
         scorer = bench.material.scorer(bench.trial, bench.material.ranking, bench.moment_samples)
         key = place.expert(int(found[place].tokens.argmax()))
         seen = []
-        with calls.watching(lambda at, call: seen.append((at, call))):
+        with calls.during(watch=lambda at, call: seen.append((at, call))):
             scorer.score()
         whole = [call for at, call in seen if at == place]
         for bits in (16, 2):

@@ -27,6 +27,7 @@ from moert.pack.paths import PATHS, build
 from moert.pack.reader import Pack
 from moert.pack.writer import add_to_pack
 from tests.kept_keys import WideKeys
+from tests.pairs import each, thinned
 from tests.parity.packs import open_model
 
 ALWAYS = ("deepseek_v3", "gpt_oss", "gemma4", "nllb-moe")
@@ -52,7 +53,7 @@ def pack(source: tuple[str, Path], tmp_path_factory: pytest.TempPathFactory) -> 
     return out
 
 
-@pytest.mark.parametrize("wanted", [{"bits": (2,), "loss": 0.9}, {"loss": 0.05}], ids=["2 bits", "mixed"])
+@thinned("source, wanted", NAMES, [{"loss": 0.05}, {"bits": (2,), "loss": 0.9}], facts=each, indirect=["source"])
 def test_a_conversion_verifies_against_its_source(
     wanted: dict[str, object], source: tuple[str, Path], sources: dict[str, Path], tmp_path: Path
 ) -> None:

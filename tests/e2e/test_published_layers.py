@@ -3,8 +3,12 @@ kernels: it computes, a step goes on from what was read, and all is what plain a
 
 from __future__ import annotations
 
-from dataclasses import replace
+from collections import Counter
+from collections.abc import Hashable, Iterator
+from dataclasses import fields, is_dataclass, replace
+from functools import cache
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -19,6 +23,7 @@ from moert.models.model import Model, Weights
 from moert.pack.codec import F32, QuantizedMatrix, n_groups, row_bytes
 from moert.pack.layout import Coding, ExpertLayout, choose_page_bytes, expert_layout, group_of
 from moert.pack.model_spec import LayerKey, ModelSpec, Stack
+from tests.pairs import thinned
 
 pytestmark = pytest.mark.slow
 if library.load() is None:
@@ -140,7 +145,44 @@ def test_models_that_are_left_out_have_the_layers_of_others(name: str) -> None:
     assert SAME[name] not in SAME
 
 
-@pytest.mark.parametrize("name", [name for name in PUBLISHED if name not in SAME])
+def values(part: Any, field: str = "") -> Iterator[tuple[str, Hashable]]:
+    """Yields each field of a part of a model and of its own parts, with its value."""
+    if is_dataclass(part):
+        yield field, type(part).__name__
+        for one in fields(part):
+            yield from values(getattr(part, one.name), f"{field}.{one.name}")
+    elif isinstance(part, tuple):
+        for one in part:
+            yield from values(one, field)
+    else:
+        yield field, part
+
+
+@cache
+def settings_of(name: str) -> frozenset[tuple[str, Hashable]]:
+    spec = outline_of(name).spec
+    return frozenset(values((spec.moe, *(kind for stack in spec.stacks.values() for kind in stack.kinds))))
+
+
+@cache
+def lengths() -> set[str]:
+    """Fields with a value of nearly each model's own."""
+    pairs = set().union(*map(settings_of, LARGEST_FIRST))
+    return {field for field, count in Counter(field for field, _ in pairs).items() if count > FEW}
+
+
+def few(case: tuple[str]) -> Iterator[Hashable]:
+    """Yields each setting of a model, but no lengths."""
+    return ((field, value) for field, value in settings_of(*case) if field not in lengths())
+
+
+FEW = 8
+LARGEST_FIRST = sorted(
+    (name for name in PUBLISHED if name not in SAME), key=lambda name: (-outline_of(name).spec.d_model, name)
+)
+
+
+@thinned("name", LARGEST_FIRST, facts=few)
 def test_a_layer_of_each_kind_computes_at_full_size(name: str) -> None:
     outline = outline_of(name)
     spec = one_of_each(outline.spec)

@@ -104,7 +104,7 @@ def test_the_pack_is_the_model_that_was_measured(converted: dict[str, Done], fam
     packed = PackedModel.open(pack)
     tokenizer = load_tokenizer(done.settings.out / "tokenizer.json")
     scorer = build_scorer(packed, tokenizer, material.splits.heldout, material.metric, material.extent(None))
-    with packed.calls.naming(NamedNeurons(predictor_of(done), lambda key: pack.neurons(key).per_block)):
+    with packed.calls.during(naming=NamedNeurons(predictor_of(done), lambda key: pack.neurons(key).per_block)):
         found = material.metric.value(scorer.score(as_reference=True).scores)
     assert done.report.heldout is not None
     assert found == pytest.approx(done.report.heldout.value, rel=1e-4)
@@ -123,12 +123,12 @@ def test_blocks_follow_the_widths_on_trial(converted: dict[str, Done]) -> None:
         trial = bench.trial
         trial.assign(uniform(bench.spec, bits))
         with bench.instead.on(trial):
-            naming = trial.calls._naming
+            naming = trial.calls.now.naming
             assert isinstance(naming, NamedNeurons)
             asked.append(naming._per_block(ExpertKey(*key)))
     assert asked == sorted(asked, reverse=True)
     assert asked[0] > asked[-1]
-    assert bench.trial.calls._naming is None
+    assert bench.trial.calls.now.naming is None
 
 
 def test_the_same_again_trains_nothing_and_another_target_neither(firing: dict[str, Path], tmp_path: Path) -> None:

@@ -22,6 +22,7 @@ from moeconv.plan.outlook import Host
 from moeconv.plan.problem import layout_bytes
 from moeconv.report.writer import read_report, write_report
 from moeconv.source.checkpoint import Checkpoint
+from moeconv.source.experts import Pass
 from moeconv.source.routers import Preferring
 from moert.command.description import description_lines
 from moert.engine.engine import Engine
@@ -59,7 +60,8 @@ def test_the_pack_loses_with_its_routing_what_was_measured(done: Done) -> None:
     tokenizer = load_tokenizer(done.settings.out / "tokenizer.json")
     packed = PackedModel.open(pack)
     scorer = build_scorer(packed, tokenizer, material.splits.heldout, material.metric, material.extent(None))
-    packed.calls.rerouting = preferring = Preferring(packed.model, done.bench.trial.checkpoint.description)
+    preferring = Preferring(packed.model, done.bench.trial.checkpoint.description)
+    packed.calls.now = Pass(rerouting=preferring)
     exact = material.metric.value(scorer.score().scores)
     values = []
     for preference, told in zip(pack.manifest.preferences, done.report.residences, strict=True):

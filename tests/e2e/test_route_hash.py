@@ -93,8 +93,8 @@ def test_a_decoder_is_routed_as_the_function_says(converted: dict[str, Done]) ->
     seen: dict[LayerKey, Call] = {}
     with (
         Following(loaded, loaded.checkpoint.description, function).routing(),
-        loaded.calls.watching(seen.__setitem__),
-        loaded.calls.only(torch.ones_like(ids, dtype=torch.bool)),
+        loaded.calls.during(watch=seen.__setitem__),
+        loaded.calls.during(active=torch.ones_like(ids, dtype=torch.bool)),
         torch.inference_mode(),
     ):
         loaded.family.tower(loaded.model, "decoder")(input_ids=ids, use_cache=False)
@@ -103,7 +103,7 @@ def test_a_decoder_is_routed_as_the_function_says(converted: dict[str, Done]) ->
             mine = slice(6 * row, 6 * row + 6)
             assert torch.equal(seen[at].chosen[mine], experts), at
             assert torch.allclose(seen[at].weights[mine], weights, atol=1e-6), at
-    assert loaded.calls.rerouting is None
+    assert loaded.calls.now.rerouting is None
 
 
 def test_both_stacks_are_routed_as_the_function_says_also_while_they_write(converted: dict[str, Done]) -> None:
@@ -123,7 +123,7 @@ def test_both_stacks_are_routed_as_the_function_says_also_while_they_write(conve
                 encoded = scorer.encode(bucket)
             read = dict(read)
             written.clear()
-            with loaded.calls.watching(watch):
+            with loaded.calls.during(watch=watch):
                 outputs = scorer.model.write(encoded, bucket.mask, [()] * len(bucket.rows), 6)
             for row in range(len(bucket.rows)):
                 ids = bucket.inputs[row][bucket.mask[row].bool()]
@@ -137,7 +137,7 @@ def test_both_stacks_are_routed_as_the_function_says_also_while_they_write(conve
                         assert torch.equal(torch.cat([step[row] for step in written[at]])[:, None], experts), (at, row)
             inputs = {"input_ids": scorer.model.fed(torch.tensor([[4, 5, 6]] * 3))}
             rows = torch.tensor([1, 0, 1])
-            with loaded.calls.attending(rows), loaded.calls.recording() as seen:
+            with loaded.calls.during(attended=rows), loaded.calls.recording() as seen:
                 scorer.model.decode(inputs, torch.ones((3, 3)).bool(), encoded[rows], bucket.mask[rows])
             for place, row in enumerate(rows.tolist()):
                 ids = bucket.inputs[row][bucket.mask[row].bool()]

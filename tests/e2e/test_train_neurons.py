@@ -134,7 +134,7 @@ def test_in_the_model_only_named_blocks_are_computed(packs: dict[str, Path], fam
     ids = torch.tensor([[5, 9, 14, 3, 22, 7]])
     named = NamedNeurons(predictor, lambda key: opened.neurons(key).per_block)
     tower = packed.family.tower(packed.model, "encoder" if family == "switch" else "decoder")
-    with torch.inference_mode(), calls.answering(hear), calls.naming(named):
+    with torch.inference_mode(), calls.during(answer=hear), calls.during(naming=named):
         tower(input_ids=ids)
     assert asked
     left_out = 0
@@ -160,7 +160,7 @@ def test_in_the_model_only_named_blocks_are_computed(packs: dict[str, Path], fam
                 expected += weight * (calls.weights(key)[-1] @ inner + (biases[-1] if biases else 0))
             assert torch.allclose(given[token], expected, atol=1e-4), (at, token)
     assert left_out, "otherwise nothing was tried"
-    assert calls._naming is None
+    assert calls.now.naming is None
 
 
 def test_killed_it_goes_on_to_the_same_file(packs: dict[str, Path], tmp_path: Path) -> None:

@@ -51,7 +51,7 @@ def test_logits_are_those_that_were_measured(family: str, bits: int, tmp_path: P
     read = torch.tensor([[*ids, *tokens[:-1]]])
     with torch.inference_mode():
         exact = packed.model(input_ids=read).logits[0, len(ids) - 1 :].numpy()
-        with packed.calls.naming(NamedNeurons(predictor, lambda key: pack.neurons(key).per_block)):
+        with packed.calls.during(naming=NamedNeurons(predictor, lambda key: pack.neurons(key).per_block)):
             named = packed.model(input_ids=read).logits[0, len(ids) - 1 :].numpy()
     assert np.allclose(logits, named, atol=5e-3)
     assert np.abs(named - exact).max() > 2e-2, "what is not named would be missed"

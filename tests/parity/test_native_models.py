@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 import pytest
 from packs import Tiny, greedy, open_model
-from tiny import VARIANTS, VOCAB, families, features, variant_id
+from tiny import VARIANTS, VOCAB, features, kinds, variant_id
 
 from moert.kernels import library, open_backend
 from moert.models.model import Model
@@ -52,7 +52,7 @@ def stepped(model: Model, ids: list[int], target: list[int]) -> F32:
     return along(model, ids, target[1:])
 
 
-@thinned("family, name, bits", VARIANTS, [2, 3, 4, 8], facts=families, ids=variant_id)
+@thinned("family, name, bits", VARIANTS, [2, 3, 4, 8], facts=kinds, ids=variant_id)
 def test_few_bits_are_off_by_the_rounding_of_activations(tiny: Tiny, family: str, name: str, bits: int) -> None:
     pack, shares = tiny.pack(family, name, bits), []
     (reference, leader), (native, follower) = open_model(pack), open_model(pack, open_backend())

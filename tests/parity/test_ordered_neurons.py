@@ -75,7 +75,7 @@ def in_moert(pack: Pack, tokens: list[int] | None = None, neurons: str = "exact"
 def in_transformers(pack: Pack, tokens: list[int], naming: NamedNeurons | None = None) -> F32:
     """Logits of each of these tokens, which followed the prompt."""
     packed = PackedModel.open(pack)
-    with torch.inference_mode(), nullcontext() if naming is None else packed.calls.naming(naming):
+    with torch.inference_mode(), nullcontext() if naming is None else packed.calls.during(naming=naming):
         if packed.spec.encoder is None:
             read = torch.tensor([[*PROMPT, *tokens[:-1]]])
             found: F32 = packed.model(input_ids=read).logits[0, len(PROMPT) - 1 :].numpy()

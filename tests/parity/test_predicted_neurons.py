@@ -39,7 +39,10 @@ def packed_with(source: Path, out: Path, bundled: bool) -> tuple[Pack, NeuronPre
 def in_transformers(pack: Pack, predictor: NeuronPredictor, written: list[int]) -> F32:
     """Logits of each of these tokens, which followed the prompt."""
     packed = PackedModel.open(pack)
-    with torch.inference_mode(), packed.calls.naming(NamedNeurons(predictor, lambda key: pack.neurons(key).per_block)):
+    with (
+        torch.inference_mode(),
+        packed.calls.during(naming=NamedNeurons(predictor, lambda key: pack.neurons(key).per_block)),
+    ):
         begun = [packed.spec.tokens.start, *written[:-1]]
         found: F32 = packed.model(torch.tensor([PROMPT]), decoder_input_ids=torch.tensor([begun])).logits[0].numpy()
     return found

@@ -15,7 +15,7 @@ from tiny import ROUTED, TINY, VOCAB
 
 from moeconv.measure.trial import LoadedModel
 from moeconv.source.checkpoint import Checkpoint
-from moeconv.source.experts import Call
+from moeconv.source.experts import Call, Pass
 from moeconv.source.routers import Preferring
 from moert.kernels.backend import opaque
 from moert.models.model import Model
@@ -62,7 +62,8 @@ def test_converter_and_runtime_choose_the_same(
     preference, chance = preference_of(model), random.Random(family)
     model.prefer(preference)
     loaded = LoadedModel(Checkpoint.open(source))
-    loaded.calls.rerouting = preferring = Preferring(loaded.model, loaded.checkpoint.description)
+    preferring = Preferring(loaded.model, loaded.checkpoint.description)
+    loaded.calls.now = Pass(rerouting=preferring)
     ids = [chance.randrange(2, VOCAB) for _ in range(9 if model.spec.encoder is not None else 1)]
     target = [chance.randrange(2, VOCAB) for _ in range(TOKENS)]
     logits, mine = choices(model, ids, target)
@@ -71,7 +72,7 @@ def test_converter_and_runtime_choose_the_same(
     def watch(at: LayerKey, call: Call) -> None:
         theirs[at] = call.chosen.sort(dim=1).values.tolist()
 
-    with torch.inference_mode(), loaded.calls.watching(watch), preferring.on(preference):
+    with torch.inference_mode(), loaded.calls.during(watch=watch), preferring.on(preference):
         if model.spec.encoder is None:
             expected = loaded.model(torch.tensor([[*ids, *target]])).logits[0]
         else:

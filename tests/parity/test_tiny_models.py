@@ -11,9 +11,8 @@ from typing import Any
 import numpy as np
 import torch
 from packs import Tiny, greedy, open_model, pack_of, reference_greedy
-from tiny import TINY, VARIANTS, VOCAB, families, features, transformers_model, variant_id
+from tiny import TINY, VARIANTS, VOCAB, features, kin_of, kinds, transformers_model, variant_id
 
-from moeconv.source.archs import FAMILIES, deepseek, dense
 from moert.kernels import open_backend
 from moert.kernels.backend import opaque
 from moert.models.kv import state_bytes
@@ -71,7 +70,7 @@ def _all_logits(model: Model, reference: Any, ids: list[int], target: list[int])
         return model.forward_all(ids, target), expected.numpy()
 
 
-@thinned("family, name", VARIANTS, facts=families, ids=variant_id)
+@thinned("family, name", VARIANTS, facts=kinds, ids=variant_id)
 def test_keys_and_values_of_16_bits_are_off_by_their_rounding(tiny: Tiny, family: str, name: str) -> None:
     """Each is off by 1/2048 at most. Layers carry that on: the logits were off by 0.03 to 0.4% (median of a model's
     rows) and 5% at most, in proportion to the largest of the row, where routers decide alike; by a tenth of that where
@@ -95,13 +94,8 @@ def test_keys_and_values_of_16_bits_are_off_by_their_rounding(tiny: Tiny, family
 
 
 def few(case: tuple[str, str]) -> Iterator[Hashable]:
-    """Each family, and each of the two kernels with it; of the dense ones and of DeepSeek's kin, with one of those that
-    extend the same class in the same file."""
-    family, kernels = case
-    made = type(FAMILIES[family])
-    kin = (made.__module__, made.__base__) if made.__module__ in (dense.__name__, deepseek.__name__) else family
-    yield family
-    yield kin, kernels
+    """Yields the kin of a family with the kernels."""
+    yield kin_of(case[0]), case[1]
 
 
 @thinned("family, kernels", TINY, ["auto", "reference"], facts=few)

@@ -13,7 +13,7 @@ import pytest
 import torch
 from packs import Tiny, open_model
 from test_native_models import forward, sequences, stepped
-from tiny import TINY
+from tiny import TINY, kin_of
 
 from moert.beside.gpu.torch_device import TorchDevice
 from moert.kernels import AUTO_KERNELS, REFERENCE, open_backend
@@ -31,10 +31,10 @@ def pack(request: pytest.FixtureRequest, tiny: Tiny) -> Pack:
     return tiny.pack(request.param, next(iter(TINY[request.param][1])))
 
 
-def families_and_pairs(case: tuple[Any, ...]) -> Iterator[Any]:
-    """Yields a case's family, and every pair of its other values, on each device."""
+def kinds_and_pairs(case: tuple[Any, ...]) -> Iterator[Any]:
+    """Yields the kin of a case's family, and every pair of its other values, on each device; on a GPU every family."""
     family, *others, device = case
-    yield from ((device, family), (device, *others))
+    yield from ((device, kin_of(family) if device == DEVICES[0] else family), (device, *others))
 
 
 Place = Callable[[str, Backend, "int | None"], Backend]
@@ -57,7 +57,7 @@ def on_device() -> Iterator[Place]:
 
 @thinned(
     "pack, kernels, capacity_bytes, device",
-    TINY, [REFERENCE, AUTO_KERNELS], [None, 60_000], DEVICES, facts=families_and_pairs, indirect=["pack"],
+    TINY, [REFERENCE, AUTO_KERNELS], [None, 60_000], DEVICES, facts=kinds_and_pairs, indirect=["pack"],
 )  # fmt: skip
 def test_logits_are_those_of_the_cpu(
     pack: Pack, kernels: str, capacity_bytes: int | None, device: str, on_device: Place
@@ -77,8 +77,7 @@ def test_logits_are_those_of_the_cpu(
         assert np.median(off) < 2e-4
 
 
-@pytest.mark.parametrize("device", DEVICES)
-@pytest.mark.parametrize("pack", TINY, indirect=True)
+@thinned("pack, device", TINY, DEVICES, facts=kinds_and_pairs, indirect=["pack"])
 def test_a_forked_sequence_goes_on_by_itself(pack: Pack, device: str, on_device: Place) -> None:
     """What is on the device of it too."""
     model, twin = (open_model(pack, on_device(device, open_backend(REFERENCE), None))[0] for _ in range(2))

@@ -12,13 +12,14 @@ import numpy as np
 import pytest
 import torch
 from safetensors import safe_open
-from tiny import TINY, VOCAB, tiny_switch, transformers_model
+from tiny import TINY, VARIANTS, VOCAB, features, tiny_switch, transformers_model, variant_id
 
 from moeconv.dense import weighed
 from moeconv.source.archs import FAMILIES, Description, UnsupportedModel
 from moeconv.source.archs.weights import linears_of, parameter
 from moeconv.source.checkpoint import Checkpoint
 from moert.pack.model_spec import LayerKey, ModelSpec
+from tests.pairs import thinned
 from tests.refusing import one_line
 from tests.shapes import shapes_of
 
@@ -42,16 +43,12 @@ def test_every_family_is_tried_and_its_settings_are_those_of_its_model() -> None
     assert [each.model_type for each in FAMILIES.values() if each._config_class is not each._class.config_class] == []
 
 
-@pytest.mark.parametrize("family", TINY)
-def test_names_shapes_and_frequencies_are_those_of_the_model(family: str, tiny_model: TinyModel) -> None:
-    for variant in TINY[family][1]:
-        path = tiny_model(family, variant)
-        described = description_of(family, path)
-        try:
-            check_names_and_shapes(described, path)
-            check_frequencies(described, FAMILIES[family].empty(path))
-        except AssertionError as error:
-            raise AssertionError(f"{family}, {variant}: {error}") from error
+@thinned("family, variant", VARIANTS, facts=features, ids=variant_id)
+def test_names_shapes_and_frequencies_are_those_of_the_model(family: str, variant: str, tiny_model: TinyModel) -> None:
+    path = tiny_model(family, variant)
+    described = description_of(family, path)
+    check_names_and_shapes(described, path)
+    check_frequencies(described, FAMILIES[family].empty(path))
 
 
 def check_names_and_shapes(described: Description, path: Path) -> None:

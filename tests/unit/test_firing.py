@@ -60,7 +60,7 @@ def scorer_of(subject: Any, folder: Path) -> Any:
 def calls_of(loaded: LoadedModel, scorer: Any) -> list[tuple[LayerKey, Call]]:
     """What experts are asked, batch by batch; of text that is written the whole is asked about last."""
     found, latest = list[tuple[LayerKey, Call]](), dict[LayerKey, Call]()
-    with loaded.calls.answering(lambda place, call: latest.update({place: call})), torch.inference_mode():
+    with loaded.calls.during(answer=lambda place, call: latest.update({place: call})), torch.inference_mode():
         for _ in scorer.routes():
             found += latest.items()
             latest.clear()

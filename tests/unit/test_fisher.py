@@ -48,7 +48,7 @@ def whole_model_effects(model: LayeredModel, of: Gradients) -> dict[LayerKey, Te
             calls[at] = call, given
             return given
 
-        with torch.enable_grad(), trial.calls.answering(answer):
+        with torch.enable_grad(), trial.calls.during(answer=answer):
             embedded = trial.model.get_input_embeddings()(of.ids[row : row + 1]).detach().requires_grad_()
             logits = trial.model(inputs_embeds=embedded, use_cache=False).logits[0]
             log_p = torch.log_softmax(logits.float(), -1)[of.texts.scored[row]]

@@ -54,7 +54,7 @@ def log_p(of: PairGradients, part: Part, at: LayerKey | None = None, change: Any
     def answer(place: LayerKey, call: Call) -> Tensor | None:
         return calls.given(place, call) + change(call) if place == at else None
 
-    with torch.inference_mode(), calls.answering(answer):
+    with torch.inference_mode(), calls.during(answer=answer):
         encoded = model.encode({"input_ids": part.inputs}, part.mask)
         final = model.decode({"input_ids": model.fed(part.targets)}, part.real, encoded, part.mask)
         return model.head.log_probabilities(final.flatten(0, 1)).unflatten(0, final.shape[:2]).double()

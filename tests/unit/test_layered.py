@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 import torch
-from tiny import TINY, VARIANTS, families, variant_id
+from tiny import TINY, VARIANTS, kinds, variant_id
 from trials import running
 
 from moeconv.artifacts import uniform
@@ -59,7 +59,7 @@ def scorer_of(subject: Any) -> Any:
     return build_scorer(subject, tokenizer, text, find_metric("token_perplexity"), Extent(5, 32, None))
 
 
-@thinned("family, variant", DECODERS, facts=families, ids=variant_id)
+@thinned("family, variant", DECODERS, facts=kinds, ids=variant_id)
 def test_the_same_nats_as_in_memory(family: str, variant: str, tiny_model: TinyModel, tmp_path: Path) -> None:
     path = tiny_model(family, variant)
     found = []

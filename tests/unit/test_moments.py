@@ -58,7 +58,7 @@ class Padded:
         self.linears = linears_of(self.model, checkpoint.description, weighed(checkpoint.spec))
 
     def run(self) -> None:
-        with self.calls.only(self.real):
+        with self.calls.during(active=self.real):
             self.model(input_ids=self.ids)
 
 

@@ -23,6 +23,7 @@ from moeconv.measure.scoring import TextScorer
 from moeconv.measure.trial import Trial
 from moeconv.sweep import probes as probes_module
 from moeconv.sweep.probes import Found, Prober, Seq2SeqProber, TextProber
+from tests.pairs import OTHERS
 
 TinyModel = Callable[[str, str], Path]
 AT_ONCE = 5  # of one layer, so that a batch mixes experts and widths
@@ -108,7 +109,7 @@ def assert_equal(found: Scores, expected: Scores, near_ties: int, what: object) 
     ("case", "dense_bits"),
     [(case, None) for case in CASES] + [("switch writes", 4), ("switch, untied head", 3), ("olmoe", 3)],
 )
-@pytest.mark.parametrize("every", [7, pytest.param(3, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("every", [7, pytest.param(3, marks=OTHERS)])
 def test_probes_equal_full_evaluations_of_every_expert(
     case: str, dense_bits: int | None, every: int, tiny_model: TinyModel
 ) -> None:

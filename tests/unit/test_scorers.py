@@ -14,7 +14,7 @@ import pytest
 import torch
 from hypothesis import assume, given
 from hypothesis import strategies as st
-from tiny import TINY, VARIANTS, VOCAB, families, features, transformers_model, variant_id
+from tiny import TINY, VARIANTS, VOCAB, each_family, kinds, transformers_model, variant_id
 from tokenizers import Tokenizer as Library
 from tokenizers import processors
 from trials import pairs, questions, running, scorers, trial_of, words
@@ -67,7 +67,7 @@ def inputs_of(trial: Trial) -> dict[str, torch.Tensor]:
 # Experts --------------------------------------------------------------------------------------------------------------
 
 
-@thinned("family, variant", VARIANTS, facts=features, ids=variant_id)
+@thinned("family, variant", VARIANTS, facts=each_family, ids=variant_id)
 @torch.inference_mode()
 def test_experts_give_the_logits_of_transformers(family: str, variant: str, tiny_model: TinyModel) -> None:
     trial = trial_of(tiny_model(family, variant))
@@ -113,7 +113,7 @@ def test_experts_run_only_for_the_tokens_that_are_wanted(tiny_model: TinyModel) 
     inputs = inputs_of(trial)
     expected, mask = trial.model(**inputs).logits, inputs["attention_mask"].bool()
     rows = trial.calls.rows
-    with trial.calls.only(mask), trial.calls.recording() as seen:
+    with trial.calls.during(active=mask), trial.calls.recording() as seen:
         found = trial.model(**inputs).logits
     assert trial.calls.rows - rows == int(mask.sum()) * 2 * 2  # layers, experts of a token
     assert torch.allclose(found[mask], expected[mask], atol=1e-5)
@@ -136,7 +136,7 @@ def test_what_is_watched_explains_the_output(family: str, tiny_model: TinyModel)
     for place in trial.spec.moe_layers():
         module = trial.family.experts_module(trial.model, place)
         module.register_forward_hook(lambda _module, _inputs, output: outputs.append(output))
-    with trial.calls.watching(lambda place, call: seen.append((place, call))):
+    with trial.calls.during(watch=lambda place, call: seen.append((place, call))):
         trial.model(**inputs_of(trial))
     assert [place for place, _ in seen] == trial.spec.moe_layers()
     assert any((call.chosen < 0).any() for _, call in seen) == (family == "switch_transformers")
@@ -163,7 +163,7 @@ def test_a_substitute_stands_in_for_its_rows_alone(tiny_model: TinyModel) -> Non
     probe_of_row = torch.tensor([0, 0, 0, 1, 1, 1])
     weights = [trial.weights(key, (2, 2, 2)) for key in keys]
     substitute = Substitute(LayerKey("decoder", 1), probe_of_row, torch.tensor([0, 3]), weights)
-    with trial.calls.only(None, substitute):
+    with trial.calls.during(substitute=substitute):
         found = trial.model(**twice).logits
     assert torch.allclose(found, torch.cat(expected), atol=1e-5)
     assert not torch.allclose(found[:3], found[3:], atol=1e-2), "the substitutes made no difference"
@@ -172,7 +172,7 @@ def test_a_substitute_stands_in_for_its_rows_alone(tiny_model: TinyModel) -> Non
 # Stacks and head ------------------------------------------------------------------------------------------------------
 
 
-@thinned("family, variant", DEEP, facts=families, ids=variant_id)
+@thinned("family, variant", DEEP, facts=kinds, ids=variant_id)
 @torch.inference_mode()
 def test_a_stack_goes_on_from_any_layer(family: str, variant: str, tiny_model: TinyModel) -> None:
     trial = trial_of(tiny_model(family, variant))
