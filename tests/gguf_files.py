@@ -26,6 +26,7 @@ ARCHS = {
     "gemma4_text": "GEMMA4", "lfm2_moe": "LFM2MOE", "jamba": "JAMBA", "qwen3_next": "QWEN3NEXT",
     "llama": "LLAMA", "qwen2": "QWEN2", "qwen3": "QWEN3", "smollm3": "SMOLLM3", "phi3": "PHI3", "gemma3_text": "GEMMA3",
     "olmo2": "OLMO2", "olmo3": "OLMO2", "qwen3_vl_moe": "QWEN3VLMOE", "afmoe": "AFMOE", "mimo_v2_flash": "MIMO2",
+    "qwen3_vl": "QWEN3VL", "qwen3_5_text": "QWEN35",
     "cohere2": "COHERE2", "mistral4": "MISTRAL4", "glm_moe_dsa": "GLM_DSA", "deepseek_v32": "GLM_DSA", "hy_v3": "DOTS1",
     "qwen3_5_moe_text": "QWEN35MOE", "granitemoehybrid": "GRANITE_HYBRID", "nemotron_h": "NEMOTRON_H_MOE",
 }  # fmt: skip
@@ -166,6 +167,10 @@ def _qwen(c: Config) -> Config:
     }
 
 
+def _sees(c: Config) -> Config:
+    return {"n_deepstack_layers": 1, "rope.dimension_sections": [*c["rope_parameters"]["mrope_section"], 0]}
+
+
 def _deepseek(c: Config) -> Config:
     rope = c.get("rope_parameters") or {}
     wide, c_kv = rope.get("mscale_all_dim"), c["kv_lora_rank"]
@@ -226,7 +231,7 @@ def _mamba2(c: Config, heads: str, dim: str, state: str, groups: str, taps: str)
 
 def _delta(c: Config) -> Config:
     return {
-        **_qwen(c), **_turning(c), "ssm.conv_kernel": c["linear_conv_kernel_dim"],
+        **_turning(c), "ssm.conv_kernel": c["linear_conv_kernel_dim"],
         "ssm.state_size": c["linear_key_head_dim"],
         "ssm.group_count": c["linear_num_key_heads"], "ssm.time_step_rank": c["linear_num_value_heads"],
         "ssm.inner_size": c["linear_value_head_dim"] * c["linear_num_value_heads"], "full_attention_interval": 2,
@@ -276,9 +281,9 @@ _MIMO_PREDICTS = 3  # layers that predict several tokens at once, whether a chec
 
 _OF_FAMILY: Mapping[str, Callable[[Config], Config]] = {
     "qwen2_moe": _qwen, "qwen3_moe": _qwen,
-    "qwen3_vl_moe": lambda c: {**_qwen(c), "n_deepstack_layers": 1,
-                               "rope.dimension_sections": [*c["rope_parameters"]["mrope_section"], 0]},
-    "qwen3_next": _delta, "qwen3_5_moe_text": _delta,
+    "qwen3_vl_moe": lambda c: {**_qwen(c), **_sees(c)}, "qwen3_vl": _sees,
+    "qwen3_next": lambda c: {**_qwen(c), **_delta(c)}, "qwen3_5_moe_text": lambda c: {**_qwen(c), **_delta(c)},
+    "qwen3_5_text": _delta,
     "gpt_oss": lambda c: {"attention.sliding_window": c["sliding_window"],
                           "expert_feed_forward_length": c["intermediate_size"]},
     "deepseek_v2": _deepseek, "deepseek_v3": _deepseek, "mistral4": _deepseek, "glm_moe_dsa": _indexed,
@@ -417,7 +422,7 @@ def _apart(config: Config, at: str, tensor: Tensor) -> Iterator[tuple[str, Tenso
 
 def _changed(config: Config, name: str, tensor: Tensor) -> Tensor:
     kind = config["model_type"]
-    if kind == "qwen3_5_moe_text" and ".linear_attn." in name:
+    if kind.startswith("qwen3_5") and ".linear_attn." in name:
         tensor = _tiled(config, name, tensor)
     if kind in _PERMUTED and (found := re.search(r"\.([qk])_proj\.(weight|bias)$", name)):
         heads = config["num_attention_heads" if found[1] == "q" else "num_key_value_heads"]
@@ -431,7 +436,7 @@ def _changed(config: Config, name: str, tensor: Tensor) -> Tensor:
             return tensor[:, None]
         if name.endswith(("mamba.norm.weight", "mixer.norm.weight")):
             return tensor.unflatten(0, (config.get("n_groups", config.get("mamba_n_groups")), -1))
-    less_one = ("qwen3_next", "qwen3_5_moe_text", "gemma3_text")  # norms, which a file has as they are
+    less_one = ("qwen3_next", "qwen3_5_moe_text", "qwen3_5_text", "gemma3_text")  # norms, which a file has as they are
     if kind in less_one and "norm.weight" in name and "linear_attn" not in name:
         return tensor + 1
     return tensor

@@ -53,8 +53,10 @@ def _spread(scale: Tensor, shape: tuple[int, ...], block: tuple[int, int] | None
 
 def _scaled(parts: Parts, scheme: Scheme) -> Tensor:
     """Codes int8 or FP8 [out, in] times their scales, less their zero points (compressed-tensors, fbgemm_fp8,
-    modelopt)."""
-    return _of_codes(parts[""], parts["_scale"], parts.get("_zero_point"), scheme)
+    modelopt). Scales in bytes are powers of two (MXFP8 of the OCP Microscaling Formats 1.0)."""
+    scale = parts["_scale"]
+    powers = scale.view(torch.float8_e8m0fnu) if scale.dtype == torch.uint8 else scale
+    return _of_codes(parts[""], powers, parts.get("_zero_point"), scheme)
 
 
 def _fp8_blocks(parts: Parts, scheme: Scheme) -> Tensor:

@@ -58,11 +58,12 @@ _REFUSED_FIRST = (
 _REFUSED_LAST = (
     "Weights in a coding that is not read. Read are, in every family, the weights of GPTQ (2, 3, 4 and 8 bits, inputs "
     "in any order), AWQ (gemm), AutoRound, compressed-tensors (whole numbers of 4 and 8 bits, FP8, NVFP4, MXFP4), "
-    "modelopt (FP8, NVFP4), bitsandbytes (NF4, FP4, 8 bits), and FP8 with a scale for each matrix, row or block; each "
-    "was compared with the numbers that its own library reads (`tests/golden/codings.py`). A loss is against these "
-    "numbers; scales for the rounding of activations are left out. gpt-oss and MXFP4 of compressed-tensors keep their "
-    "four bits if the plan gives at least four. Experts in 4 bits without zero points, in groups of 32, 64 or 128 "
-    "inputs in their order, are stored as they are for `--bits 4` (`--quantizer source`).",
+    "modelopt (FP8, MXFP8, NVFP4), bitsandbytes (NF4, FP4, 8 bits), and FP8 with a scale for each matrix, row or "
+    "block; each was compared with the numbers that its own library reads (`tests/golden/codings.py`), MXFP8 with its "
+    "definition. A loss is against these numbers; scales for the rounding of activations are left out. gpt-oss and "
+    "MXFP4 of compressed-tensors keep their four bits if the plan gives at least four. Experts in 4 bits without zero "
+    "points, in groups of 32, 64 or 128 inputs in their order, are stored as they are for `--bits 4` (`--quantizer "
+    "source`).",
     "Checkpoints in other files than safetensors and GGUF. If several files have a tensor, the index decides which "
     "counts.",
     "A tensor without a place in the pack, except those that a note names as left out: layers that predict several "

@@ -139,6 +139,18 @@ def test_damaged_tensors_are_refused(name: str) -> None:
         assert not all(found) or ending.endswith("input_scale")
 
 
+def test_scales_of_mxfp8_are_powers_of_two() -> None:
+    """In bytes, one for each 32 inputs; the settings may name their maker alone."""
+    chance = torch.Generator().manual_seed(0)
+    codes = torch.randn(6, 64, generator=chance).to(torch.float8_e4m3fn)
+    powers = torch.randint(110, 140, (6, 2), generator=chance, dtype=torch.uint8)
+    scheme = scheme_of({"producer": {"name": "modelopt"}, "config_groups": {}, "quant_algo": "MXFP8"})
+    assert scheme is not None
+    found = DecodedTensors(InMemory({NAME: codes, f"{NAME}_scale": powers}), scheme).fetch(NAME)
+    expected = torch.ldexp(codes.float().reshape(6, 2, 32), powers[:, :, None].int() - 127)
+    assert torch.equal(found, expected.reshape(6, 64))
+
+
 def answer(name: str, ending: str, other: torch.Tensor) -> bool:
     """Returns whether a matrix comes out, with another tensor in the place of one; checks that an error is one line."""
     try:

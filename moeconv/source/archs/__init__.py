@@ -44,7 +44,17 @@ from moeconv.source.archs.plain import (
     Olmoe,
     Phimoe,
 )
-from moeconv.source.archs.qwen import Qwen2Moe, Qwen3Moe, Qwen3Next, Qwen3VlMoe, Qwen35Moe, Qwen35MoeText
+from moeconv.source.archs.qwen import (
+    Qwen2Moe,
+    Qwen3Moe,
+    Qwen3Next,
+    Qwen3Vl,
+    Qwen3VlMoe,
+    Qwen35,
+    Qwen35Moe,
+    Qwen35MoeText,
+    Qwen35Text,
+)
 from moeconv.source.archs.switch import SwitchTransformers
 
 __all__ = ["FAMILIES", "REFUSED", "Description", "Family", "UnsupportedModel"]
@@ -60,6 +70,7 @@ FAMILIES: Mapping[str, Family] = {
         Phi3(), Gemma3(), Gemma3Text(), Olmo2(), Olmo3(), FlexOlmo(), Qwen3VlMoe(), KimiK25(), Mistral4(),
         SolarOpen(), HyV3(), Afmoe(),
         DeepseekV32(), GlmMoeDsa(), MiMoV2Flash(), MiniMaxM3Vl(), Cohere2(), Cohere2Moe(),
+        Qwen3Vl(), Qwen35(), Qwen35Text(),
     )
 }  # fmt: skip
 """model_type of config.json → its family."""
@@ -68,12 +79,16 @@ _NOT_COMPARED = "transformers lacks it, so that no pack of it could be compared 
 REFUSED: Mapping[str, str] = {
     "bailing_hybrid": "packs have no delta rules in which each feature decays by itself",
     "bailing_moe": _NOT_COMPARED, "bailing_moe_v2": _NOT_COMPARED,
+    "deepseek_ref": "transformers knows DeepSeek-V4 as deepseek_v4, of which packs lack parts",
     "deepseek_v4": "packs have no streams mixed between layers (hyper-connections), and no keys of many tokens",
     "ernie4_5_vl_moe": "a pack holds one kind of experts, and it has others for images: take ERNIE 4.5 without images",
     "glm5_next": "packs have no streams mixed between layers (hyper-connections)",
+    "kimi_k3": _NOT_COMPARED,
     "kimi_linear": "packs have no delta rules in which each feature decays by itself",
     "longcat_flash": "packs have no layers with two attentions, and no experts that return their input",
+    "mimo": _NOT_COMPARED,
     "minimax_m3": "transformers knows MiniMax-M3 as minimax_m3_vl alone: take a checkpoint of that form",
+    "nemotron-nas": _NOT_COMPARED,
     "qwen4_exp": "packs have no streams mixed between layers (hyper-connections), and no embeddings of several words",
     "step3p7": "packs have no gates that are bounded behind their activation, and by another bound in each layer",
 }  # fmt: skip

@@ -88,7 +88,9 @@ def scheme_of(said: Any) -> Scheme | None:
         return None
     if not isinstance(said, dict):
         raise _refused(said)
-    method = said.get("quant_method") or ("compressed-tensors" if "config_groups" in said else None)
+    maker = said.get("producer")
+    own = "modelopt" if isinstance(maker, dict) and maker.get("name") == "modelopt" else "compressed-tensors"
+    method = said.get("quant_method") or (own if "config_groups" in said else None)
     read = _METHODS.get(method) if isinstance(method, str) else None
     if read is None:
         raise _refused(method, f"known are {', '.join(_METHODS)}")
@@ -167,7 +169,7 @@ def _bitsandbytes(said: Mapping[str, Any]) -> Scheme:
     return Scheme(f"bitsandbytes {kind}", _kinds("bitsandbytes nf4", "bitsandbytes fp4"))
 
 
-_OF_MODELOPT = ("FP8", "FP8_PER_CHANNEL_PER_TOKEN", "NVFP4", "W4A16_NVFP4")
+_OF_MODELOPT = ("FP8", "FP8_PER_CHANNEL_PER_TOKEN", "MXFP8", "NVFP4", "W4A16_NVFP4")
 
 
 def _modelopt(said: Mapping[str, Any]) -> Scheme:

@@ -345,7 +345,9 @@ def decoder(
             f"config.json sets num_hidden_layers {n}, and says of {len(layers)} layers what they are"
         )
     if not any(isinstance(layer.ffn, Experts) for layer in layers):
-        raise UnsupportedModel("config.json sets no layer with experts: a pack needs some")
+        raise UnsupportedModel(
+            "config.json sets no layer with experts: models of this family are packed only with some"
+        )
     names, norm = names or Names(), layers[0].inner_norm
     if (attention := next((layer.attention for layer in layers if layer.attention is not None), None)) is None:
         raise UnsupportedModel("config.json sets no layer with attention: transformers writes no text with one")

@@ -38,7 +38,7 @@ class Gemma4Text(Family):
     def describe(self, config: Config, tokens: Tokens) -> Description:
         config.must_be("hidden_size_per_layer_input", 0, "inputs of each layer can't be packed")
         config.must_be("num_kv_shared_layers", 0, "layers that share keys can't be packed")
-        config.must_be("enable_moe_block", True, "a pack needs experts")
+        config.must_be("enable_moe_block", True, "Gemma 4 is packed only with experts")
         if config.get("use_bidirectional_attention") not in (None, "vision"):
             config.must_be("use_bidirectional_attention", None, "text that sees what follows can't be packed")
         config.without_effect("use_double_wide_mlp", "vocab_size_per_layer_input", "num_experts_per_tok")

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from itertools import accumulate, pairwise
 from typing import Any
 
 from moeconv.source.archs.config import Config, text_settings
 from moeconv.source.archs.deepseek import IMAGES_LEFT_OUT, MORE_PREDICTED
-from moeconv.source.archs.description import Description, Inside, Names, Place, decoder, joined, of_heads, rows
+from moeconv.source.archs.dense import NO_ROUTERS, Dense, Qwen3, alone
+from moeconv.source.archs.description import Description, Inside, Names, Place, decoder, joined, named, of_heads, rows
 from moeconv.source.archs.family import Family
 from moert.pack.model_spec import Layer, Tokens
 from moert.pack.parts import Act, Attention, Experts, Ffn, GatedDelta, Norm, Router
@@ -136,11 +138,9 @@ class Qwen3Next(Family):
         mixers = config.of_layers("layer_types", kinds)
         ffns = self.networks(config, len(mixers))
         layers = [Layer(norm, mixer, None, ffn) for mixer, ffn in zip(mixers, ffns, strict=True)]
-        d_ff = config.count("moe_intermediate_size")
-        names = Names(
-            {**_NEXT_INSIDE, **_of_heads(attention, d_model), **self.of_delta(delta, d_model)},
-            joined=joined("mlp.experts", d_ff, d_model), root=self.root, left_out=self.left_out,
-            other_root=self.other_root,
+        names = replace(
+            self.of_networks(config, d_model), root=self.root, left_out=self.left_out, other_root=self.other_root,
+            inside={**_NEXT_INSIDE, **_of_heads(attention, d_model), **self.of_delta(delta, d_model)},
             outside={"decoder.norm": Place("norm", plus=1.0)},
         )  # fmt: skip
         return decoder(self.model_type, config, tokens, layers, names, [config.rope(attention.dim, partial=True)])
@@ -150,6 +150,10 @@ class Qwen3Next(Family):
         routed, dense = gated_experts(config, bool(config.get("norm_topk_prob"))), _network(config, "intermediate_size")
         step, without = config.count("decoder_sparse_step"), config.get("mlp_only_layers")
         return [dense if at in without or (at + 1) % step else routed for at in range(layers)]
+
+    def of_networks(self, config: Config, d_model: int) -> Names:
+        """Returns the names of the experts' tensors."""
+        return Names(joined=joined("mlp.experts", config.count("moe_intermediate_size"), d_model))
 
     def of_delta(self, part: GatedDelta, d_model: int) -> Inside:
         """Returns the places of the delta rule's matrices and taps: all rows of one head of keys lie together."""
@@ -224,17 +228,62 @@ class Qwen35MoeText(Qwen3Next):
         }
 
 
-class Qwen35Moe(Qwen35MoeText):
-    """Qwen3.5 or 3.6 inside a model for text and images."""
+class Qwen35Text(Qwen35MoeText, Dense):
+    """Qwen3.5 and 3.6 without experts: each layer's network is its only expert."""
 
-    model_type = "qwen3_5_moe"
-    config_type = "qwen3_5_moe_text"
+    model_type = "qwen3_5_text"
+    model_class = "Qwen3_5ForCausalLM"
+
+    def networks(self, config: Config, layers: int) -> Sequence[Ffn | Experts]:
+        config.without_effect("mlp_only_layers")  # all are
+        return [alone(_network(config, "intermediate_size"))] * layers
+
+    def of_networks(self, config: Config, d_model: int) -> Names:
+        return Names(expert=named("mlp.{projection}", self.projections), zeros=NO_ROUTERS)
+
+
+class _Qwen35Sees(Qwen35MoeText):
+    """The text model inside a model for text and images."""
+
     beside = SEES
     root, other_root = "model.language_model.", ""
-    left_out: Mapping[str, str] = {
-        **Qwen35MoeText.left_out, r"model\.visual\.": IMAGES_LEFT_OUT,
-    }  # fmt: skip
+    left_out: Mapping[str, str] = {**Qwen35MoeText.left_out, r"model\.visual\.": IMAGES_LEFT_OUT}
 
     def own(self, config: Mapping[str, Any]) -> Mapping[str, Any]:
         text = text_settings(config)
         return {**text, "tie_word_embeddings": config.get("tie_word_embeddings", False)}
+
+
+class Qwen35Moe(_Qwen35Sees):
+    """Qwen3.5 or 3.6 with experts, inside a model for text and images."""
+
+    model_type = "qwen3_5_moe"
+    config_type = "qwen3_5_moe_text"
+
+
+class Qwen35(_Qwen35Sees, Qwen35Text):
+    """Qwen3.5 or 3.6 without experts, inside a model for text and images."""
+
+    model_type = "qwen3_5"
+    config_type = "qwen3_5_text"
+    model_class = Qwen35Text.model_class
+
+
+class Qwen3Vl(Qwen3):
+    """Qwen3-VL without experts: Qwen3 inside a model for text and images."""
+
+    model_type = "qwen3_vl"
+    config_type = "qwen3"
+    loads_by_names = False
+    beside = SEES
+
+    def own(self, config: Mapping[str, Any]) -> Mapping[str, Any]:
+        text = {"rope_theta": _VL_DEFAULTS["rope_theta"], **text_settings(config)}
+        for rope in ("rope_parameters", "rope_scaling"):
+            if isinstance(found := text.get(rope), dict):  # a word's place has one number, not three
+                text[rope] = {name: value for name, value in found.items() if not name.startswith("mrope_")}
+        return {**text, "tie_word_embeddings": config.get("tie_word_embeddings", False)}
+
+    def names(self, config: Config, attention: Attention, network: Ffn) -> Names:
+        found, left_out = super().names(config, attention, network), {r"model\.visual\.": IMAGES_LEFT_OUT}
+        return replace(found, root="model.language_model.", left_out=left_out)

@@ -281,11 +281,17 @@ def _qwen3(facts: Facts) -> Settings:
 
 
 def _qwen_next(facts: Facts) -> Settings:
+    return {
+        **_experts(facts), **_widths(facts), "norm_topk_prob": True, **_deltas(facts),
+        "shared_expert_intermediate_size": facts.count("expert_shared_feed_forward_length"),
+    }  # fmt: skip
+
+
+def _deltas(facts: Facts) -> Settings:
     values = facts.count("ssm.time_step_rank")
     kinds = ["full_attention" if attends else "linear_attention" for attends in facts.has("attn_k.weight")]
     return {
-        **_experts(facts), **_widths(facts), "norm_topk_prob": True, "layer_types": kinds, **_biases(facts),
-        "shared_expert_intermediate_size": facts.count("expert_shared_feed_forward_length"),
+        "layer_types": kinds, **_biases(facts),
         "linear_conv_kernel_dim": facts.count("ssm.conv_kernel"), "linear_key_head_dim": facts.count("ssm.state_size"),
         "linear_num_key_heads": facts.count("ssm.group_count"), "linear_num_value_heads": values,
         "linear_value_head_dim": facts.count("ssm.inner_size") // max(values, 1), "rope_parameters": _partial(facts),
@@ -708,6 +714,7 @@ ARCHS: Mapping[str, Arch] = {
     "olmoe": Arch("olmoe", _olmoe),
     "qwen2moe": Arch("qwen2_moe", _qwen2),
     "qwen3moe": Arch("qwen3_moe", _qwen3),
+    "qwen3vl": Arch("qwen3_vl", _qwen3_dense, inside=True),
     "qwen3vlmoe": Arch("qwen3_vl_moe", _qwen3, inside=True),
     "gpt-oss": Arch("gpt_oss", _gpt_oss, {"ffn_norm": "post_attention_norm"}),
     "deepseek2": Arch(deepseek_type, _deepseek, whole=_LATENT),
@@ -734,6 +741,8 @@ ARCHS: Mapping[str, Arch] = {
     "jamba": Arch("jamba", _jamba),
     "qwen3next": Arch("qwen3_next", _qwen3_next, {**_DELTA, "mixer.a": "ssm_ba", "mixer.b": "ssm_ba"},
                       frozenset({"attn_q", "ssm_ba"})),
+    "qwen35": Arch("qwen3_5_text", _deltas, {**_DELTA, "mixer.a": "ssm_alpha", "mixer.b": "ssm_beta"},
+                   frozenset({"attn_q"})),
     "qwen35moe": Arch("qwen3_5_moe_text", _qwen_next, {**_DELTA, "mixer.a": "ssm_alpha", "mixer.b": "ssm_beta"},
                       frozenset({"attn_q"})),
     "nemotron_h_moe": Arch("nemotron_h", _nemotron, {"ffn_norm": "attn_norm"}, _IN, turned=True),

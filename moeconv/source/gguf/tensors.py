@@ -270,7 +270,7 @@ class _Described:
             q, kv = attention.q_features, attention.kv_features
             return {"attn.q": rows(0, q), "attn.k": rows(q, q + kv), "attn.v": rows(q + kv)}[name]
         if isinstance(mixer, GatedDelta) and name.startswith("mixer."):
-            return _delta(mixer, name.removeprefix("mixer."), self._arch is ARCHS["qwen35moe"])
+            return _delta(mixer, name.removeprefix("mixer."), self._arch in (ARCHS["qwen35"], ARCHS["qwen35moe"]))
         return None
 
     def _expert(self, key: ExpertKey, projection: str) -> Source:
