@@ -6,7 +6,6 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Hashable, Iterator
 from dataclasses import fields, is_dataclass, replace
-from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +22,7 @@ from moert.models.model import Model, Weights
 from moert.pack.codec import F32, QuantizedMatrix, n_groups, row_bytes
 from moert.pack.layout import Coding, ExpertLayout, choose_page_bytes, expert_layout, group_of
 from moert.pack.model_spec import LayerKey, ModelSpec, Stack
-from tests.pairs import thinned
+from tests.pairs import OTHERS
 
 pytestmark = pytest.mark.slow
 if library.load() is None:
@@ -159,31 +158,30 @@ def values(part: Any, field: str = "") -> Iterator[tuple[str, Hashable]]:
         yield field, part
 
 
-@cache
-def settings_of(name: str) -> frozenset[tuple[str, Hashable]]:
+def settings_of(name: str) -> set[tuple[str, Hashable]]:
     spec = outline_of(name).spec
-    return frozenset(values((spec.moe, *(kind for stack in spec.stacks.values() for kind in stack.kinds))))
+    return set(values((spec.moe, *(kind for stack in spec.stacks.values() for kind in stack.kinds))))
 
 
-@cache
-def lengths() -> set[str]:
-    """Fields with a value of nearly each model's own."""
-    pairs = set().union(*map(settings_of, LARGEST_FIRST))
-    return {field for field, count in Counter(field for field, _ in pairs).items() if count > FEW}
+MODELS = [name for name in PUBLISHED if name not in SAME]
+FEW = {
+    "switch-base-128", "GPTSAN-japanese", "granite-4.0-h-tiny", "DeepSeek-V2-Lite", "GLM-4.7-Flash", "LFM2-8B-A1B",
+    "North-Mini-Code-1.0", "Qwen1.5-MoE-A2.7B", "Qwen3-Next-80B-A3B", "nllb-moe-54b", "switch-c-2048", "OPT-2.7B",
+    "Gemma-4-26B-A4B", "gpt-oss-120b", "Phi-3-mini-4k", "FlexOlmo-7x7B-1T", "Jamba-1.5-Mini", "MiMo-V2-Flash",
+    "Mistral-Small-4", "Nemotron-3-Super-120B-A12B", "Phi-3.5-MoE", "switch-xxl-128", "DeepSeek-V2",
+    "Llama-4-Scout", "GLM-5", "MiniMax-M3", "DeepSeek-V3",
+}  # fmt: skip
+"""Models that have between them each setting that any has; fields with more values than VALUES are lengths."""
+VALUES = 8
 
 
-def few(case: tuple[str]) -> Iterator[Hashable]:
-    """Yields each setting of a model, but no lengths."""
-    return ((field, value) for field, value in settings_of(*case) if field not in lengths())
+def test_few_models_have_each_setting() -> None:
+    all_of, few = ({pair for name in names for pair in settings_of(name)} for names in (MODELS, FEW))
+    counts = Counter(field for field, _ in all_of)
+    assert {(field, value) for field, value in all_of - few if counts[field] <= VALUES} == set()
 
 
-FEW = 8
-LARGEST_FIRST = sorted(
-    (name for name in PUBLISHED if name not in SAME), key=lambda name: (-outline_of(name).spec.d_model, name)
-)
-
-
-@thinned("name", LARGEST_FIRST, facts=few)
+@pytest.mark.parametrize("name", [pytest.param(name, marks=[] if name in FEW else OTHERS) for name in MODELS])
 def test_a_layer_of_each_kind_computes_at_full_size(name: str) -> None:
     outline = outline_of(name)
     spec = one_of_each(outline.spec)
