@@ -11,7 +11,16 @@ import numpy as np
 
 from moert.pack.codec import E2M1, F32, QuantizedMatrix, Width, n_groups, pack_codes
 from moert.pack.layout import Neurons, group_of
-from moert.pack.manifest import PARALLEL_MINOR, WIDTHS_OF, LossEstimate, Manifest, Quality, Quantization, seal
+from moert.pack.manifest import (
+    DELTA_MINOR,
+    PARALLEL_MINOR,
+    WIDTHS_OF,
+    LossEstimate,
+    Manifest,
+    Quality,
+    Quantization,
+    seal,
+)
 from moert.pack.model_spec import ExpertKey, Head, Join, Layer, ModelSpec, Tokens, stack_of  # fmt: skip
 from moert.pack.parts import (
     Act,
@@ -101,6 +110,7 @@ MIXERS = ModelSpec(
             Layer(_NORM, Mamba(12, 5, 6, 4, _NORM, bias=True), None, _FEW, scaled=True),
             Layer(_NORM, Attention(2, 1, 6, 0.408, "head", None, 0, None), None, _FEW),
             Layer(_NORM, replace(_PLAIN_MAMBA, taps=1), None, _FEW),
+            Layer(_NORM, GatedDelta(4, 2, 5, 6, 4, _NORM, by_feature=True, rank=4, gate="sigmoid"), None, None),
         ],
         _NORM,
     ),
@@ -266,9 +276,12 @@ def read_all(root: Path) -> tuple[Manifest, Any, dict[str, bytes]]:
 
 
 def minor_of(spec: ModelSpec, without: int) -> int:
-    """Returns the minor version of a model's pack; `without`: the one that it would have without parallel layers."""
-    some = any(kind.parallel for stack in spec.stacks.values() for kind in stack.kinds)
-    return PARALLEL_MINOR if some else without
+    """Returns the minor version of a model's pack; `without`: the one that it would have without parallel layers and
+    unusual delta rules."""
+    kinds = [kind for stack in spec.stacks.values() for kind in stack.kinds]
+    if any(isinstance(kind.mixer, GatedDelta) and not kind.mixer.usual for kind in kinds):
+        return DELTA_MINOR
+    return PARALLEL_MINOR if any(kind.parallel for kind in kinds) else without
 
 
 def sealed(document: dict[str, Any]) -> str:

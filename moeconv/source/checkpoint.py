@@ -284,7 +284,7 @@ class Checkpoint:
                 f"{self.given}: config.json implies {matrices} matrices of experts, there are "
                 f"{len(self.tensors.names)} tensors in all: the checkpoint is incomplete, or config.json is another's"
             )
-        wanted = dict.fromkeys(source.name for source in self._sources())
+        wanted = dict.fromkeys(name for source in self._sources() for name in source.names)
         missing = [name for name in wanted if name not in self.tensors.names]
         if missing:
             more = f" and {len(missing) - 1} more" if len(missing) > 1 else ""
@@ -305,33 +305,31 @@ class Checkpoint:
     def _check_shapes(self, shapes: Mapping[str, tuple[int, ...]]) -> None:
         """Raises CheckpointError if a tensor's shape differs from config.json's. It reads headers alone, so that no
         memory is taken for sizes that config.json claims."""
-        for source, shape in self._placed():
-            found = shapes.get(source.name)
-            if found is None or self.tensors.is_coded(source.name):
+        for name, source, shape in self._placed():
+            found = shapes.get(name)
+            if found is None or self.tensors.is_coded(name):
                 continue
             if source.index is not None:
                 if not found or not 0 <= source.index < found[0]:
-                    raise CheckpointError(
-                        f"{self.path}: {source.name} has the shape {found} and no part {source.index}"
-                    )
+                    raise CheckpointError(f"{self.path}: {name} has the shape {found} and no part {source.index}")
                 found = found[1:]
             expected = source.shape or shape
             if found != expected and not (source.either and found == expected[::-1]):
-                raise CheckpointError(
-                    f"{self.path}: {source.name} has the shape {found}, config.json implies {expected}"
-                )
+                raise CheckpointError(f"{self.path}: {name} has the shape {found}, config.json implies {expected}")
 
-    def _placed(self) -> Iterator[tuple[Source, tuple[int, ...]]]:
-        """Yields the source of each tensor of the pack, and its shape in the pack."""
+    def _placed(self) -> Iterator[tuple[str, Source, tuple[int, ...]]]:
+        """Yields each tensor's name, the source that it belongs to, and the shape of that in the pack."""
         described, spec = self.description, self.spec
-        for name, source in described.backbone.items():
-            yield source, spec.tensors[name].shape
+        for canonical, source in described.backbone.items():
+            for name in source.names:
+                yield name, source, spec.tensors[canonical].shape
         for key in spec.expert_keys():
             for projection in spec.moe.ffn.projections:
-                shape = spec.projection_shape(projection)
-                yield described.experts(key, projection), shape
+                shape, source = spec.projection_shape(projection), described.experts(key, projection)
+                yield source.name, source, shape
                 if described.biases is not None:
-                    yield described.biases(key, projection), shape[:1]
+                    source = described.biases(key, projection)
+                    yield source.name, source, shape[:1]
 
     def _check_equal(self) -> None:
         for one, other in self.description.copies:

@@ -75,7 +75,7 @@ def _fixed(part: FixedState) -> str:
     if isinstance(part, ShortConv):
         return f"convolutions over {part.taps} tokens"
     if isinstance(part, GatedDelta):
-        return f"gated delta rules of {part.n} heads"
+        return f"gated delta rules of {part.n} heads" + (", by feature," if part.by_feature else "")
     if isinstance(part, Mamba2):
         return f"Mamba-2 of {part.n} heads with {part.state} numbers a feature"
     assert isinstance(part, Mamba)

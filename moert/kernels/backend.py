@@ -314,9 +314,10 @@ class BackendOf(Protocol[M, E]):
 
     def delta(self, q: F32, k: F32, v: F32, decay: F32, beta: F32, state: F32) -> F32:
         """Runs the gated delta rule (Yang et al. 2024). q and k [tokens, key heads, dk] are scaled to length 1, q then
-        by 1 / √dk. For each token and head of v [tokens, heads, dv], with state S [heads, dk, dv] and decay and beta
-        [tokens, heads]: S ← e^decay · S; S ← S + k (beta · (v - Sᵀk))ᵀ; → [tokens, heads, dv]: Sᵀq. As many heads
-        follow one another with the same q and k as there are heads for each key head."""
+        by 1 / √dk. For each token and head of v [tokens, heads, dv], with state S [heads, dk, dv], beta [tokens, heads]
+        and decay [tokens, heads], or by row of S [tokens, heads, dk] (arXiv 2510.26692): S ← e^decay · S; S ← S + k
+        (beta · (v - Sᵀk))ᵀ; → [tokens, heads, dv]: Sᵀq. As many heads follow one another with the same q and k as
+        there are heads for each key head."""
         ...
 
     def scan(self, x: F32, dt: F32, a: F32, b: F32, c: F32, d: F32, state: F32) -> F32:

@@ -148,6 +148,7 @@ class Delta(Structure):
         ("q", c_void_p), ("k", c_void_p), ("v", c_void_p), ("decay", c_void_p), ("beta", c_void_p),
         ("state", c_void_p), ("y", c_void_p),
         ("tokens", c_int32), ("key_heads", c_int32), ("heads", c_int32), ("dk", c_int32), ("dv", c_int32),
+        ("each", c_int32),
     ]  # fmt: skip
 
 

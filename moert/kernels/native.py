@@ -494,7 +494,8 @@ class NativeBackend:
     def delta(self, q: F32, k: F32, v: F32, decay: F32, beta: F32, state: F32) -> F32:
         given = [np.ascontiguousarray(each) for each in (q, k, v, decay, beta)]
         out, (tokens, heads, dv), (_, key_heads, dk) = np.empty(v.shape, np.float32), v.shape, k.shape
-        struct = library.Delta(*map(_at, given), _at(state), _at(out), tokens, key_heads, heads, dk, dv)
+        each = 1 if decay.ndim == 2 else dk
+        struct = library.Delta(*map(_at, given), _at(state), _at(out), tokens, key_heads, heads, dk, dv, each)
         self._compute(3 * v.size * dk, "moert_delta_rule", addressof(struct))
         return out
 

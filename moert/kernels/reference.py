@@ -409,7 +409,7 @@ def delta(q: F32, k: F32, v: F32, decay: F32, beta: F32, state: F32) -> F32:
     q = _of_length_1(q).repeat(shared, axis=1) / np.float32(q.shape[2] ** 0.5)
     k, kept = _of_length_1(k).repeat(shared, axis=1), np.exp(decay)
     for at in range(len(v)):
-        state *= kept[at][:, None, None]
+        state *= kept[at].reshape(len(state), -1, 1)
         missing = v[at] - _read_state(state, k[at])
         state += k[at][:, :, None] * (beta[at][:, None] * missing)[:, None]
         made[at] = _read_state(state, q[at])

@@ -114,7 +114,9 @@ def _made(d_model: int, part: FixedState) -> int:
     if isinstance(part, ShortConv):
         return 6 * d_model
     if isinstance(part, GatedDelta):
-        return 4 * part.channels + 4 * part.value_features + 6 * part.n
+        rows = 8 * part.decays + part.n if part.by_feature else 0  # decays, and the keys of each in native kernels
+        rank = 0 if part.rank is None else _ROUNDED // 4 * _padded(part.rank)
+        return 4 * part.channels + 4 * part.value_features + 6 * part.n + rows + rank
     if isinstance(part, Mamba2):
         return 4 * part.channels + 5 * part.features + 3 * part.n
     assert isinstance(part, Mamba)

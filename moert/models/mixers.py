@@ -174,22 +174,33 @@ class DeltaMix:
 
     def __init__(self, part: GatedDelta, at: str, weights: Weights) -> None:
         self._part, self._backend = part, weights.backend
-        self._in = [weights.matrix(f"{at}.{name}") for name in "qkvzab"]
+        self._wide = [] if part.rank is None else [weights.matrix(f"{at}.{name}") for name in "za"]
+        gates = ("z", "a") if part.rank is None else ("z_narrow", "a_narrow")
+        self._in = [weights.matrix(f"{at}.{name}") for name in (*"qkv", *gates, "b")]
         self._conv = _Conv(at, False, weights, silu=True)
         self._cut = _Cut(part.key_features, part.key_features, part.value_features)
-        self._rate, self._dt_bias = -np.exp(weights.floats(f"{at}.a_log")), weights.floats(f"{at}.dt_bias")
+        self._rate = -np.exp(weights.floats(f"{at}.a_log")).repeat(part.decays // part.n)
+        self._dt_bias = weights.floats(f"{at}.dt_bias")
         self._norm, self._out = weights.norm(part.norm, f"{at}.norm"), weights.matrix(f"{at}.out")
 
     def __call__(self, hidden: F32, state: State) -> F32:
         part, backend, tokens = self._part, self._backend, len(hidden)
         *qkv, z, a, b = backend.linears(hidden, self._in)
+        if self._wide:
+            z, a = (backend.linear(each, wide) for each, wide in zip((z, a), self._wide, strict=True))
         mixed = self._conv(np.concatenate(qkv, axis=1), state[0])
         q, k, v = self._cut(mixed)
         heads = (tokens, part.keys, part.dim)
         decay = self._rate * backend.softplus(a, self._dt_bias)
+        if part.by_feature:
+            decay = decay.reshape(tokens, part.n, part.dim)
         q, k, v = q.reshape(heads), k.reshape(heads), v.reshape(tokens, part.n, part.v)
-        made = backend.delta(q, k, v, decay, backend.sigmoid(b), state[1])
-        made = backend.gated(made.reshape(-1, part.v), z.reshape(-1, part.v), self._norm)
+        made = backend.delta(q, k, v, decay, backend.sigmoid(b), state[1]).reshape(-1, part.v)
+        z = z.reshape(made.shape)
+        if part.gate == "silu":
+            made = backend.gated(made, z, self._norm)
+        else:
+            made = backend.norm(made, self._norm) * backend.sigmoid(z)
         return backend.linear(made.reshape(tokens, -1), self._out)
 
 

@@ -288,15 +288,23 @@ class GatedDelta:
     q, k and v pass a causal convolution over the last `taps` tokens and silu; q and k get the length 1, and q is
     divided by √dim. A head's state decays by e^(-e^a_log · softplus(a · x + dt_bias)), and moves to v for k by
     sigmoid(b · x). Its output for q is normed by head, multiplied with silu(z · x), and by `out`.
+
+    With `by_feature` a and dt_bias have a row for each feature of each head's key, which decays by itself (Kimi Delta
+    Attention, arXiv 2510.26692). With a `rank`, a and z get a_narrow · x and z_narrow · x of as many features in place
+    of x. `gate`: the function of z.
     """
 
     KIND: ClassVar[str] = "delta"
+    LEFT_OUT: ClassVar = ("by_feature", "rank", "gate")
     n: Annotated[int, Within(1, MOST)]
     keys: Annotated[int, Within(1, MOST)]
     dim: Annotated[int, Within(1, MOST)]
     v: Annotated[int, Within(1, MOST)]
     taps: Annotated[int, Within(1, MOST)]
     norm: Norm
+    by_feature: bool = False
+    rank: Annotated[int | None, Within(1, MOST)] = None
+    gate: Literal["silu", "sigmoid"] = "silu"
 
     @property
     def key_features(self) -> int:
@@ -311,15 +319,28 @@ class GatedDelta:
         """Returns the channels of its convolution: q, k and v one after the other."""
         return 2 * self.key_features + self.value_features
 
+    @property
+    def usual(self) -> bool:
+        """Returns whether heads decay as one, z and a are of x itself, and silu is the gate."""
+        return (self.by_feature, self.rank, self.gate) == (False, None, "silu")
+
+    @property
+    def decays(self) -> int:
+        """Returns the number of decays of a token."""
+        return self.n * self.dim if self.by_feature else self.n
+
     def tensors(self, at: str, d_model: int) -> Iterator[Tensor]:
-        wide = {"q": self.key_features, "k": self.key_features, "v": self.value_features, "z": self.value_features}
-        for name, features in wide.items():
+        for name, features in (("q", self.key_features), ("k", self.key_features), ("v", self.value_features)):
             yield Tensor(f"{at}.{name}.weight", (features, d_model), "mixer")
-        for name in ("a", "b"):
-            yield Tensor(f"{at}.{name}.weight", (self.n, d_model))
+        role: Role | None = "mixer" if self.by_feature else None
+        for name, features, kind in (("z", self.value_features, "mixer"), ("a", self.decays, role)):
+            if self.rank is not None:
+                yield Tensor(f"{at}.{name}_narrow.weight", (self.rank, d_model), kind)
+            yield Tensor(f"{at}.{name}.weight", (features, self.rank or d_model), kind)
+        yield Tensor(f"{at}.b.weight", (self.n, d_model))
         yield from _conv(at, self.channels, self.taps, False)
         yield Tensor(f"{at}.a_log", (self.n,))
-        yield Tensor(f"{at}.dt_bias", (self.n,))
+        yield Tensor(f"{at}.dt_bias", (self.decays,))
         yield from self.norm.tensors(f"{at}.norm", self.v)
         yield Tensor(f"{at}.out.weight", (d_model, self.value_features), "mixer")
 

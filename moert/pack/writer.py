@@ -42,6 +42,7 @@ from moert.pack.layout import (
 )
 from moert.pack.manifest import (
     BACKBONE,
+    DELTA_MINOR,
     JOINED_MINOR,
     MATRICES_MINOR,
     NEURONS_MINOR,
@@ -63,6 +64,7 @@ from moert.pack.manifest import (
     layer_path,
 )
 from moert.pack.model_spec import ExpertKey, LayerKey, ModelSpec
+from moert.pack.parts import GatedDelta
 from moert.pack.reader import MANIFEST, Projection, checksums_to_bytes, is_pack, pack_around, strangers
 from moert.pack.trellis import TrellisMatrix
 
@@ -254,8 +256,10 @@ class PackWriter:
         return manifest
 
     def _minor(self, preferences: tuple[Preference, ...]) -> int:
-        dense = self.quantization.dense
-        if any(kind.parallel for stack in self.spec.stacks.values() for kind in stack.kinds):
+        dense, kinds = self.quantization.dense, [kind for stack in self.spec.stacks.values() for kind in stack.kinds]
+        if any(isinstance(kind.mixer, GatedDelta) and not kind.mixer.usual for kind in kinds):
+            return DELTA_MINOR
+        if any(kind.parallel for kind in kinds):
             return PARALLEL_MINOR
         if dense is not None and dense.matrices:
             return MATRICES_MINOR

@@ -335,17 +335,20 @@ def test_four_bits_of_the_source(tmp_path: Path) -> None:
 WIDTHS = {"attention": 3, "mixer": 4, "router": 16, "ffn": 2, "head": 4, "embed": 8}
 
 
-def role_by_the_text(name: str, tied: bool) -> str | None:
+def role_by_the_text(name: str, model: dict[str, Any]) -> str | None:
     """The table of roles, in the words of SPEC.md."""
     *before, last = name.removesuffix(".weight").split(".")
     if name == "embed.weight":
-        return "head" if tied else "embed"
+        return "head" if model["head"]["tied"] else "embed"
     if not name.endswith(".weight"):
         return None
     if before and before[-1] in ("attn", "cross"):
         return "attention" if last in (*"qkvo", "gate", "q_a", "q_turn", "kv_a", "k_turn", "keys", "values") else None
     if before and before[-1] == "mixer":
-        return "mixer" if last in ("in", *"qkvz", "inner", "steps", "out") else None
+        stack = model[before[0]]
+        mixer = stack["kinds"][stack["layers"][int(before[1])]]["mixer"]
+        of_decays = ("a", "a_narrow") if mixer.get("by_feature") else ()
+        return "mixer" if last in ("in", *"qkvz", "z_narrow", "inner", "steps", "out", *of_decays) else None
     if before and before[-1] in ("ffn", "shared", "beside"):
         return "ffn"
     if last in ("narrow", "widen", "bypass"):
@@ -366,14 +369,14 @@ def test_dense_matrices(tmp_path: Path, family: str, mixed: bool) -> None:
     own = dict(zip(names[::3], itertools.cycle((2, 16, 3, 8, 4)), strict=False)) if mixed else None
     write_dense_pack(root, spec, replace(quantization, dense=replace(quantization.dense, matrices=own)))
     document = manifest_of(root)
-    assert document["minor"] == (8 if family == "rich" else 7 if mixed else 0)
+    assert document["minor"] == {"rich": 8, "mixers": 9}.get(family, 7 if mixed else 0)
     dense = document["quantization"]["dense"]
     assert dense.get("matrices") == own
     body = (root / "backbone.safetensors").read_bytes()
     data_at = 8 + int.from_bytes(body[:8], "little")
     table, found = json.loads(body[8:data_at]), set()
     for name, ours in widened(load_backbone(Pack.open(root))).items():
-        role = role_by_the_text(name, document["model"]["head"]["tied"])
+        role = role_by_the_text(name, document["model"])
         if role is None:
             assert table[name]["dtype"] == "F32"
             found.add(name)

@@ -115,7 +115,7 @@ static void wild(float with) {
             for (int is_wild = 0; is_wild < 2; is_wild++) {
                 const float *x = is_wild ? input : tame, *a = is_wild ? wrong_too : all, *dt = is_wild ? wrong : steps;
                 float *state = states[is_wild], *y = is_wild ? found : expected;
-                const moert_delta d = {x, x, x, a, dt, state, y, 1, HEADS, HEADS, SIZE, SIZE};
+                const moert_delta d = {x, x, x, a, dt, state, y, 1, HEADS, HEADS, SIZE, SIZE, 1};
                 const moert_scan s = {x, dt, a, x, x, steps, state, y, 1, HEADS, HEADS, SIZE, SIZE, 1};
                 int failed = kind ? moert_delta_rule(engines[e].pool, &d) : moert_scan_tokens(engines[e].pool, &s);
                 require(&engines[e], !failed, "no memory");

@@ -94,7 +94,7 @@ static void one_convolution(int number) {
 static int read_delta(const void *of, moert_pool *pool, int first, int stop, float *state, float *y) {
     moert_delta part = *(const moert_delta *)of;
     int keys = first * part.key_heads * part.dk, values = first * part.heads * part.dv, heads = first * part.heads;
-    part.q += keys, part.k += keys, part.v += values, part.decay += heads, part.beta += heads;
+    part.q += keys, part.k += keys, part.v += values, part.decay += heads * part.each, part.beta += heads;
     part.tokens = stop - first, part.state = state, part.y = y + values;
     return moert_delta_rule(pool, &part);
 }
@@ -109,8 +109,9 @@ static void direction(const float *x, int n, double factor, double *made) {
 /* One token of a column of a head. `s`: the column's numbers; `size`: sums of magnitudes instead of these. */
 static void plain_column(const moert_delta *d, int at, double v, const double *k, const double *q, double *s, double *size,
                          double *y, double *terms) {
-    double keep = exp(d->decay[at]), read = 0, reads = 0;
+    double read = 0, reads = 0;
     for (int i = 0; i < d->dk; i++) {
+        double keep = exp(d->decay[at * d->each + (d->each > 1 ? i : 0)]);
         s[i] *= keep, size[i] *= keep;
         read += k[i] * s[i], reads += fabs(k[i]) * size[i];
     }
@@ -146,15 +147,14 @@ static void one_delta(int number) {
     d.dk = PICK(1, 3, 8, 15, 16, 20, 33, 64), d.dv = number % 9 ? PICK(1, 5, 16, 17, 33, 64, 127, 129, 150, 260) : 20;
     int keys = d.tokens * d.key_heads * d.dk, heads = d.tokens * d.heads, size = d.heads * d.dk * d.dv;
     float *q = draw_floats(keys), *k = draw_floats(keys), *v = draw_floats(heads * d.dv), *state = draw_floats(size);
-    float *decay = draw_floats(heads), *beta = draw_floats(heads);
-    for (int i = 0; i < heads; i++) {
-        decay[i] = -fabsf(decay[i]) * (float)PICK(0, 1, 1, 3, 100) - (d.tokens > 9);
-        beta[i] = fabsf(beta[i]) / 2;
-    }
+    d.each = draw(2) ? d.dk : 1;
+    float *decay = draw_floats(heads * d.each), *beta = draw_floats(heads);
+    for (int i = 0; i < heads * d.each; i++) decay[i] = -fabsf(decay[i]) * (float)PICK(0, 1, 1, 3, 100) - (d.tokens > 9);
+    for (int i = 0; i < heads; i++) beta[i] = fabsf(beta[i]) / 2;
     if (draw(4) == 0) memset(k, 0, (size_t)d.dk * sizeof *k), memset(q, 0, (size_t)d.dk * sizeof *q);
     d.q = q, d.k = k, d.v = v, d.decay = decay, d.beta = beta, d.state = state;
     estimate y = estimate_make(heads * d.dv), left = estimate_make(size);
-    describe("delta: %d tokens, %d heads for %d of %d by %d", d.tokens, d.heads, d.key_heads, d.dk, d.dv);
+    describe("delta: %d tokens, %d heads for %d of %d by %d, each %d", d.tokens, d.heads, d.key_heads, d.dk, d.dv, d.each);
     plain_delta(&d, &y, &left);
     run_mixer(&(mixer){&d, read_delta, d.tokens, d.heads * d.dv, size, state}, &y, &left);
     estimate_free(&y), estimate_free(&left);

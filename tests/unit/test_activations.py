@@ -56,6 +56,7 @@ def shapes(d_model: int, d_ff: int) -> dict[str, ModelSpec]:
     norm, wide, heads = Norm(1e-5), 2 * d_model, d_model // 32
     parts: dict[str, FixedState] = {
         "conv": ShortConv(3), "delta": GatedDelta(heads, heads // 2, 32, 32, 4, norm),
+        "kda": GatedDelta(heads, heads, 32, 32, 4, norm, by_feature=True, rank=64, gate="sigmoid"),
         "mamba2": Mamba2(heads, 64, heads // 4, 64, 4, norm), "mamba": Mamba(wide, 16, 64, 4, norm),
     }  # fmt: skip
     fixed = {name: decoder.but(mixers=((0, part),)).spec for name, part in parts.items()}
@@ -90,7 +91,7 @@ def few(case: Case) -> Iterator[Hashable]:
 @thinned(
     "kernels, name, d_model, lengths",
     ["auto", "reference"],
-    ["decoder", "switch", "narrow", "late", "parallel", "conv", "delta", "mamba2", "mamba"],
+    ["decoder", "switch", "narrow", "late", "parallel", "conv", "delta", "kda", "mamba2", "mamba"],
     [(768, [300, 1500]), (256, [5000])],
     facts=few,
 )

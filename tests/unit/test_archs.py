@@ -57,7 +57,10 @@ def check_names_and_shapes(described: Description, path: Path) -> None:
     assert set(described.backbone) | set(described.computed) == set(shapes)
     assert set(described.parameters) == set(described.backbone)
     assert {name: tuple(tensor.shape) for name, tensor in described.computed.items()}.items() <= shapes.items()
-    implied = {source.name: source.shape or shapes[canonical] for canonical, source in described.backbone.items()}
+    implied = {
+        name: source.shape or shapes[canonical]
+        for canonical, source in described.backbone.items() for name in source.names
+    }  # fmt: skip
     for key in spec.expert_keys():
         for projection in spec.moe.ffn.projections:
             shape = spec.projection_shape(projection)

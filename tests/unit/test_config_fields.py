@@ -45,6 +45,7 @@ RESTING: dict[str, set[str]] = {
     "deepseek_v3": {"rope_interleave"},  # it says where the numbers of a matrix go, which is compared elsewhere
     "kimi_k2": {"rope_interleave"},
     "cohere2_moe": {"norm_topk_prob", "rope_theta"},
+    "kimi_linear": {"moe_renormalize"},  # all numbers but 0 are true
     "mistral4": {"rope_interleave"},
     "nllb-moe": {"moe_eval_capacity_token_fraction"},
     "glm4_moe_lite": {"rope_interleave"},

@@ -97,7 +97,7 @@ NULLABLE = {
     "quality", "target_loss", "calibration", "heldout", "encoder", "capacity", "clip", "max_positions", "bos", "pad",
     "start", "importance", "qk_norm", "rope", "buckets", "cross", "dense", "window", "softcap", "limit", "biases",
     "chunk", "q_rank", "groups", "shared", "beside", "after", "stretch", "positions", "first", "mixer", "ffn", "norm",
-    "neurons",
+    "neurons", "rank",
 }  # fmt: skip
 
 
@@ -283,9 +283,12 @@ def test_what_has_a_default_need_not_be_there(document: dict[str, Any]) -> None:
 @pytest.mark.parametrize("spec", SPECS.values(), ids=lambda spec: spec.family)
 def test_every_matrix_has_a_role_and_nothing_else(spec: ModelSpec) -> None:
     roles = {name: spec.tensors[name].role for name in shapes_of(spec)}
+    by_feature = tuple(
+        f"decoder.{at}." for at in range(len(spec.decoder)) if getattr(spec.decoder[at].mixer, "by_feature", False)
+    )
     for name, role in roles.items():
         apart = ("norm", "bias", "rope", "positions", "after", "sinks", "shared_gate", "scale", "conv", "a_log")
-        apart = (*apart, "mixer.a.", "mixer.b.", "mixer.d")
+        apart = (*apart, "mixer.b.", "mixer.d", *(() if name.startswith(by_feature) else ["mixer.a."]))
         plain = any(each in name for each in apart)
         assert (role is None) == plain, name
     assert roles["embed.weight"] == ("head" if spec.head.tied else "embed")

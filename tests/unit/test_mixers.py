@@ -10,9 +10,17 @@ import pytest
 import torch
 from native_problems import all_natives
 from torch import Tensor, nn
-from transformers import GraniteMoeHybridConfig, JambaConfig, Lfm2MoeConfig, NemotronHConfig, Qwen3NextConfig
+from transformers import (
+    GraniteMoeHybridConfig,
+    JambaConfig,
+    KimiLinearConfig,
+    Lfm2MoeConfig,
+    NemotronHConfig,
+    Qwen3NextConfig,
+)
 from transformers.models.granitemoehybrid.modeling_granitemoehybrid import GraniteMoeHybridMambaLayer
 from transformers.models.jamba.modeling_jamba import JambaMambaMixer
+from transformers.models.kimi_linear.modeling_kimi_linear import KimiLinearDeltaAttention
 from transformers.models.lfm2_moe.modeling_lfm2_moe import Lfm2MoeShortConv
 from transformers.models.nemotron_h.modeling_nemotron_h import NemotronHMamba2Mixer
 from transformers.models.qwen3_next.modeling_qwen3_next import Qwen3NextGatedDeltaNet
@@ -76,6 +84,22 @@ def _delta() -> Case:
     return Case(Qwen3NextGatedDeltaNet(config, 0), GatedDelta(keys * shared, keys, dim, v, 4, _NORM), named)
 
 
+def _delta_by_feature() -> Case:
+    heads, dim = 3, 8
+    config = KimiLinearConfig(
+        hidden_size=D_MODEL, linear_num_heads=heads, linear_head_dim=dim, linear_conv_kernel_dim=4,
+        rms_norm_eps=_NORM.eps, layer_types=["linear_attention"], num_hidden_layers=1,
+    )  # fmt: skip
+    known = {"norm": "o_norm", "out": "o_proj", **{name: f"{name}_proj" for name in "qkvb"}}
+    gates = {"z_narrow": "g_a_proj", "z": "g_b_proj", "a_narrow": "f_a_proj", "a": "f_b_proj"}
+
+    def named(found: Named) -> Named:
+        return _renamed(**known, **gates)({name.removeprefix("forget_gate."): each for name, each in found.items()})
+
+    part = GatedDelta(heads, heads, dim, dim, 4, _NORM, by_feature=True, rank=dim, gate="sigmoid")
+    return Case(KimiLinearDeltaAttention(config, 0), part, named)
+
+
 def _split_steps(heads: int) -> Callable[[Named], Named]:
     """The last rows of the module's `in` are those that steps are made of."""
 
@@ -129,6 +153,7 @@ CASES: dict[str, Callable[[], Case]] = {
     "short convolution": lambda: _short(bias=False),
     "short convolution, biases": lambda: _short(bias=True),
     "gated delta rule": _delta,
+    "gated delta rule by feature": _delta_by_feature,
     "Mamba-2": lambda: _mamba2(bias=False, conv_bias=True),
     "Mamba-2, other biases": lambda: _mamba2(bias=True, conv_bias=False),
     "Mamba-2 of Nemotron-H": _mamba2_nemotron,

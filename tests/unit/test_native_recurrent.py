@@ -65,16 +65,18 @@ def test_a_convolution(
 
 @settings(max_examples=40)
 @given(
-    seed=seeds, pieces=pieces_of, keys=shares, shared=shares, dk=st.integers(1, 70), dv=st.integers(1, 300)
+    seed=seeds, pieces=pieces_of, keys=shares, shared=shares, dk=st.integers(1, 70), dv=st.integers(1, 300),
+    each=st.booleans(),
 )  # fmt: skip
 def test_the_delta_rule(
-    natives: list[NativeBackend], seed: int, pieces: list[int], keys: int, shared: int, dk: int, dv: int
+    natives: list[NativeBackend], seed: int, pieces: list[int], keys: int, shared: int, dk: int, dv: int, each: bool
 ) -> None:
     rng, tokens, heads = np.random.default_rng(seed), sum(pieces), keys * shared
     sizes = [keys * dk, keys * dk, heads * dv]
     q, k, v = np.split(normal(rng, tokens, sum(sizes)), np.cumsum(sizes)[:2], axis=1)
     q, k, v = q.reshape(tokens, keys, dk), k.reshape(tokens, keys, dk), v.reshape(tokens, heads, dv)
-    decay, beta = -np.abs(normal(rng, tokens, heads)), rng.uniform(size=(tokens, heads)).astype(np.float32)
+    decay = -np.abs(normal(rng, tokens, heads, dk) if each else normal(rng, tokens, heads))
+    beta = rng.uniform(size=(tokens, heads)).astype(np.float32)
     step: Step = lambda backend, at, state: backend.delta(q[at], k[at], v[at], decay[at], beta[at], state)  # noqa: E731
     beside_the_reference(natives, step, normal(rng, heads, dk, dv), pieces)
 
@@ -120,11 +122,14 @@ def test_gates(natives: list[NativeBackend], seed: int, rows: int, groups: int, 
 
 @pytest.mark.parametrize("tokens", [1, 70])
 def test_threads_share_the_heads_of_a_large_model(natives: list[NativeBackend], tokens: int) -> None:
-    """Qwen3-Next's delta rule and Granite 4's scan, at full size."""
+    """The delta rules of Qwen3-Next and Kimi Linear and Granite 4's scan, at full size."""
     rng = np.random.default_rng(tokens)
     q, k, v = normal(rng, tokens, 16, 128), normal(rng, tokens, 16, 128), normal(rng, tokens, 32, 128)
     decay, beta = -np.abs(normal(rng, tokens, 32)), rng.uniform(size=(tokens, 32)).astype(np.float32)
     step: Step = lambda backend, at, state: backend.delta(q[at], k[at], v[at], decay[at], beta[at], state)  # noqa: E731
+    beside_the_reference(natives, step, normal(rng, 32, 128, 128), [tokens])
+    q, k, decay = (normal(rng, tokens, 32, 128) for _ in range(3))
+    decay = -np.abs(decay)
     beside_the_reference(natives, step, normal(rng, 32, 128, 128), [tokens])
     x, dt, a, d = (
         normal(rng, tokens, 48, 64),

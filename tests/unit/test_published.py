@@ -80,6 +80,12 @@ FEATURES = {
         "a shared expert of width 512 with a gate",
     ],
     "Qwen3.5-35B-A3B": ["gated delta rules of 32 heads in place of attention in 30 of 40 layers"],
+    "Kimi-Linear-48B-A3B": [
+        "gated delta rules of 32 heads, by feature, in place of attention in 20 of 27 layers",
+        "latent attention of 512 + 64 features a token",
+        "no positions in 7 of 27 layers",
+        "1 of 27 layers without experts",
+    ],
     "OPT-1.3B": [
         "biases of q, k, v, o",
         "a table of 2048 positions",

@@ -12,6 +12,7 @@ from native_problems import all_natives, normal
 from torch.nn.functional import softplus
 from transformers.models.granitemoehybrid import modeling_granitemoehybrid as granite
 from transformers.models.jamba import modeling_jamba as jamba
+from transformers.models.kimi_linear import modeling_kimi_linear as kimi
 from transformers.models.lfm2 import modeling_lfm2 as lfm2
 from transformers.models.qwen3_next import modeling_qwen3_next as qwen
 
@@ -80,6 +81,26 @@ def test_the_delta_rule_is_that_of_qwen3_next(
     decay, beta = -np.abs(normal(rng, TOKENS, heads)), rng.uniform(size=(TOKENS, heads)).astype(np.float32)
     first = normal(rng, heads, dk, dv) * np.float32(begun)
     for rule in (qwen.torch_recurrent_gated_delta_rule, qwen.torch_chunk_gated_delta_rule):
+        expected, left = rule(
+            *tensors(q, k, v, decay, beta), initial_state=tensors(first)[0], output_final_state=True,
+            use_qk_l2norm_in_kernel=True,
+        )  # fmt: skip
+        for backend in backends:
+            state = first.copy()
+            close(backend.delta(q, k, v, decay, beta, state), expected)
+            close(state, left)
+
+
+@pytest.mark.parametrize(("heads", "dim"), [(2, 16), (3, 33), (1, 70)])
+@pytest.mark.parametrize("begun", [False, True])
+def test_the_delta_rule_by_feature_is_that_of_kimi_linear(
+    backends: list[Backend], heads: int, dim: int, begun: bool
+) -> None:
+    rng = np.random.default_rng(dim)
+    q, k, v, decay = (normal(rng, TOKENS, heads, dim) for _ in range(4))
+    decay, beta = -np.abs(decay), rng.uniform(size=(TOKENS, heads)).astype(np.float32)
+    first = normal(rng, heads, dim, dim) * np.float32(begun)
+    for rule in (kimi.recurrent_kimi_delta_attention, kimi.chunk_kimi_delta_attention):
         expected, left = rule(
             *tensors(q, k, v, decay, beta), initial_state=tensors(first)[0], output_final_state=True,
             use_qk_l2norm_in_kernel=True,

@@ -26,6 +26,7 @@ BEAMS = 4
 _NORM = Norm(1e-5)
 MIXED: dict[str, FixedState] = {
     "conv": ShortConv(65535), "delta": GatedDelta(24, 12, 256, 256, 4, _NORM),
+    "kda": GatedDelta(24, 24, 256, 256, 4, _NORM, by_feature=True, rank=256, gate="sigmoid"),
     "mamba": Mamba(1 << 14, 96, 6, 3, _NORM), "mamba2": Mamba2(48, 64, 2, 512, 4, _NORM),
 }  # fmt: skip
 """Of some 6 MB of state a layer."""

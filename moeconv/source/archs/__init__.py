@@ -29,6 +29,7 @@ from moeconv.source.archs.gpt_oss import GptOss
 from moeconv.source.archs.gptsan_japanese import GptsanJapanese
 from moeconv.source.archs.granite import GraniteMoe, GraniteMoeShared
 from moeconv.source.archs.hybrids import GraniteMoeHybrid, Jamba, Lfm2Moe, NemotronH
+from moeconv.source.archs.kda import KimiLinear
 from moeconv.source.archs.llama4 import Llama4, Llama4Text
 from moeconv.source.archs.mimo import MiMoV2Flash
 from moeconv.source.archs.nllb_moe import NllbMoe
@@ -70,7 +71,7 @@ FAMILIES: Mapping[str, Family] = {
         Phi3(), Gemma3(), Gemma3Text(), Olmo2(), Olmo3(), FlexOlmo(), Qwen3VlMoe(), KimiK25(), Mistral4(),
         SolarOpen(), HyV3(), Afmoe(),
         DeepseekV32(), GlmMoeDsa(), MiMoV2Flash(), MiniMaxM3Vl(), Cohere2(), Cohere2Moe(),
-        Qwen3Vl(), Qwen35(), Qwen35Text(),
+        Qwen3Vl(), Qwen35(), Qwen35Text(), KimiLinear(),
     )
 }  # fmt: skip
 """model_type of config.json → its family."""
@@ -84,7 +85,6 @@ REFUSED: Mapping[str, str] = {
     "ernie4_5_vl_moe": "a pack holds one kind of experts, and it has others for images: take ERNIE 4.5 without images",
     "glm5_next": "packs have no streams mixed between layers (hyper-connections)",
     "kimi_k3": _NOT_COMPARED,
-    "kimi_linear": "packs have no delta rules in which each feature decays by itself",
     "longcat_flash": "packs have no layers with two attentions, and no experts that return their input",
     "mimo": _NOT_COMPARED,
     "minimax_m3": "transformers knows MiniMax-M3 as minimax_m3_vl alone: take a checkpoint of that form",

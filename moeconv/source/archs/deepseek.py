@@ -38,7 +38,7 @@ IMAGES_LEFT_OUT = "images are left out: the pack holds the text model alone"
 _EPS = 1e-6  # of the norms within latent attention, whatever config.json sets for the other norms
 
 
-def latent(config: Config, whole: bool | None = False) -> Latent:
+def latent(config: Config, whole: bool | None = False, rope: int | None = 0) -> Latent:
     """Returns latent attention: see moert.pack.parts.Latent. `whole`: head_dim counts all features of a head, not those
     alone that turn; None: it has no effect. Raises UnsupportedModel."""
     heads = config.count("num_attention_heads")
@@ -49,7 +49,8 @@ def latent(config: Config, whole: bool | None = False) -> Latent:
     config.only(qk_head_dim=(nope + turning,))
     return Latent(
         heads, config.get("q_lora_rank"), config.count("kv_lora_rank"), nope, turning, config.count("v_head_dim"),
-        (nope + turning) ** -0.5 * _stretch(config) ** 2, Norm(_EPS), rope=0, bias=bool(config.get("attention_bias")),
+        (nope + turning) ** -0.5 * (1.0 if rope is None else _stretch(config) ** 2), Norm(_EPS), rope,
+        bool(config.get("attention_bias")),
     )  # fmt: skip
 
 

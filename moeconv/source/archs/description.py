@@ -78,6 +78,7 @@ class Source:
 
     `shape`: the shape of the tensor, or of one index of it; None for the shape of the pack's tensor. `either`: some
     checkpoints have it transposed. `room`: a dimension of the view and its size in the pack, where zeros follow.
+    `behind`: tensors of the same shape, whose rows follow in the pack.
     """
 
     name: str
@@ -88,10 +89,20 @@ class Source:
     plus: float = 0.0
     either: bool = False
     room: tuple[int, int] | None = None
+    behind: tuple[str, ...] = ()
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        return self.name, *self.behind
 
     def read(self, fetch: Fetch, shape: tuple[int, ...]) -> Tensor:
         """Returns the pack's tensor of this shape, in the checkpoint's type, or in float32 if it is multiplied or
         added to. Raises ShapeDiffers."""
+        if self.behind:
+            import torch
+
+            size = (shape[0] // len(self.names), *shape[1:])
+            return torch.cat([replace(self, name=name, behind=()).read(fetch, size) for name in self.names])
         found = fetch(self.name, self.index)
         expected = self.shape or shape
         if self.either and tuple(found.shape) == expected[::-1] != expected:
@@ -145,11 +156,14 @@ class Place(NamedTuple):
     factor: float = 1.0
     plus: float = 0.0
     room: tuple[int, int] | None = None
+    behind: tuple[str, ...] = ()
 
     def source(self, before: str, suffix: str) -> Source:
         shape = self.shape[:1] if self.shape is not None and suffix == ".bias" else self.shape
-        name = f"{before}{self.name}{suffix}"
-        return Source(name, None, self.view, shape, self.factor, self.plus, room=self.room)
+        name, *behind = (f"{before}{name}{suffix}" for name in (self.name, *self.behind))
+        return Source(
+            name, None, self.view, shape, self.factor, self.plus, room=self.room, behind=tuple(behind)
+        )  # fmt: skip
 
 
 Inside = Mapping[str, "str | Place"]
@@ -239,7 +253,7 @@ class Description:
             return other + name.removeprefix(root) if name.startswith(root) else name
 
         def placed(source: Source) -> Source:
-            return replace(source, name=renamed(source.name))
+            return replace(source, name=renamed(source.name), behind=tuple(map(renamed, source.behind)))
 
         def of(found: Callable[[ExpertKey, str], Source] | None) -> Any:
             return None if found is None else lambda key, name: placed(found(key, name))

@@ -90,9 +90,9 @@ typedef struct {
 
 /* One head of a moert_delta, or some of its columns. */
 typedef struct {
-    const float *keys;         /* [tokens]: k [dk], q [dk], k · q; `stride` from token to token */
+    const float *keys;         /* [tokens]: what `direct` writes, `stride` from token to token */
     const float *v;            /* [tokens, columns], rows `across` apart */
-    const float *decay, *beta; /* [tokens], `heads` apart */
+    const float *decay, *beta; /* [tokens], `heads` apart; decay is NULL if rows decay each in its own way */
     float *state;              /* [dk, columns], rows `dv` apart */
     float *y;                  /* as v */
     int64_t stride, across;
@@ -172,8 +172,8 @@ typedef struct {
     void (*softplus)(const float *x, const float *bias, int n, float *y);
     /* moert_convolve of channels first .. stop - 1 */
     void (*convolve)(const moert_taps *with, int first, int stop, int tokens, const float *x, float *state, float *y);
-    /* What a delta_part has of one token's k and q: [2 * dk + 1]. */
-    void (*direct)(const float *k, const float *q, int dk, float *keys);
+    /* keys: k [dk], q [dk], k · q. With decay [dk], k and q are times e^decay there, and k and e^decay [dk] follow. */
+    void (*direct)(const float *k, const float *q, const float *decay, int dk, float *keys);
     void (*delta)(const delta_part *part);
     /* `own`: scan_room */
     void (*scan)(const scan_part *part, float *own);

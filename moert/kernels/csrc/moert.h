@@ -146,15 +146,17 @@ typedef struct {
 } moert_taps;
 
 /* The gated delta rule (Yang et al. 2024, section 3). k and q are scaled to length 1, q then by 1 / sqrt(dk). For each token,
- * and each head's S [dk, dv]: S *= e^decay; S += k (beta (v - Sᵀk))ᵀ; y = Sᵀq. `heads / key_heads` heads that follow one
- * another share q and k. */
+ * and each head's S [dk, dv]: S *= e^decay, in each row its own if `each` is dk (Kimi Delta Attention, arXiv 2510.26692);
+ * S += k (beta (v - Sᵀk))ᵀ; y = Sᵀq. `heads / key_heads` heads that follow one another share q and k. */
 typedef struct {
     const float *q, *k;       /* [tokens, key_heads, dk] */
     const float *v;           /* [tokens, heads, dv] */
-    const float *decay, *beta;/* [tokens, heads] */
+    const float *decay;       /* [tokens, heads, each] */
+    const float *beta;        /* [tokens, heads] */
     float *state;             /* [heads, dk, dv] */
     float *y;                 /* [tokens, heads, dv] */
     int32_t tokens, key_heads, heads, dk, dv;
+    int32_t each;             /* dk or 1 */
 } moert_delta;
 
 /* The scan of Mamba. For each token, and each head's S [p, n]: S = e^(dt a) S + dt x bᵀ; y = S c + d x. `heads / groups`

@@ -44,14 +44,16 @@ typedef struct {
     float *keys;
     int64_t stride;
     int first, tokens, parts;
+    int owners; /* heads with keys of their own: all if decays are by row, else one for the heads that share a key */
 } delta_job;
 
 static void direct_item(const void *job, int item, void *own) {
     const delta_job *j = job;
     const moert_delta *d = j->rule;
-    const int64_t at = ((int64_t)j->first * d->key_heads + item) * d->dk;
+    const int64_t at = ((int64_t)j->first * d->key_heads + item / (j->owners / d->key_heads)) * d->dk;
+    const float *decay = d->each > 1 ? d->decay + ((int64_t)j->first * d->heads + item) * d->dk : NULL;
     (void)own;
-    j->isa->direct(d->k + at, d->q + at, d->dk, j->keys + item * j->stride);
+    j->isa->direct(d->k + at, d->q + at, decay, d->dk, j->keys + item * j->stride);
 }
 
 static void delta_item(const void *job, int item, void *own) {
@@ -61,13 +63,13 @@ static void delta_item(const void *job, int item, void *own) {
     const int64_t at = (int64_t)j->first * d->heads + head;
     (void)own;
     const delta_part part = {
-        .keys = j->keys + head / (d->heads / d->key_heads) * j->stride,
+        .keys = j->keys + head / (d->heads / j->owners) * j->stride,
         .v = d->v + at * d->dv + column,
-        .decay = d->decay + at,
+        .decay = d->each > 1 ? NULL : d->decay + at,
         .beta = d->beta + at,
         .state = d->state + (int64_t)head * d->dk * d->dv + column,
         .y = d->y + at * d->dv + column,
-        .stride = j->stride * d->key_heads,
+        .stride = j->stride * j->owners,
         .across = (int64_t)d->heads * d->dv,
         .tokens = j->tokens,
         .heads = d->heads,
@@ -80,14 +82,16 @@ static void delta_item(const void *job, int item, void *own) {
 
 int moert_delta_rule(moert_pool *pool, const moert_delta *rule) {
     const int most = rule->tokens < TOKENS_AT_ONCE ? rule->tokens : TOKENS_AT_ONCE;
-    delta_job job = {pool_operations(pool), rule, NULL, 2LL * rule->dk + 1, 0, 0, pieces(rule->dv, DELTA_COLUMNS)};
+    const int by_row = rule->each > 1, parts = pieces(rule->dv, DELTA_COLUMNS);
+    delta_job job = {pool_operations(pool), rule, NULL, (by_row ? 4LL : 2LL) * rule->dk + 1, 0, 0, parts,
+                     by_row ? rule->heads : rule->key_heads};
     if (most < 1) return 0;
-    job.keys = pool_scratch(pool, (size_t)most * (size_t)rule->key_heads * (size_t)job.stride * sizeof *job.keys);
+    job.keys = pool_scratch(pool, (size_t)most * (size_t)job.owners * (size_t)job.stride * sizeof *job.keys);
     if (!job.keys) return -1;
     for (; job.first < rule->tokens; job.first += job.tokens) {
         job.tokens = piece(rule->tokens - job.first, TOKENS_AT_ONCE, 0);
-        const int keys = job.tokens * rule->key_heads;
-        run_items(pool, direct_item, &job, keys, 8LL * keys * rule->dk);
+        const int keys = job.tokens * job.owners;
+        run_items(pool, direct_item, &job, keys, (by_row ? 32LL : 8LL) * keys * rule->dk);
         run_items(pool, delta_item, &job, rule->heads * job.parts, 8LL * job.tokens * rule->heads * rule->dk * rule->dv);
     }
     return 0;
