@@ -260,6 +260,7 @@ class Outline:
             why = f"; supported: {', '.join(FAMILIES)}" if reason is None else f": {reason}"
             raise CheckpointError(f"{file.parent}: model_type {brief(config.get('model_type'))} is not supported{why}")
         try:
+            family = family.of(config)
             description = family.description(config, generation_config)
         except UnsupportedModel as error:
             raise CheckpointError(f"{file.parent}: {line(error, _LONGEST)}") from None

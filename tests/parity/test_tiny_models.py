@@ -3,6 +3,7 @@ values, which it keeps in 16 bits."""
 
 from __future__ import annotations
 
+import json
 import random
 from collections.abc import Hashable, Iterator
 from pathlib import Path
@@ -11,7 +12,18 @@ from typing import Any
 import numpy as np
 import torch
 from packs import Tiny, greedy, open_model, pack_of, reference_greedy
-from tiny import TINY, VARIANTS, VOCAB, features, kin_of, kinds, transformers_model, variant_id
+from tiny import (
+    TINY,
+    VARIANTS,
+    VOCAB,
+    features,
+    kin_of,
+    kinds,
+    reconfigure,
+    rewrite,
+    transformers_model,
+    variant_id,
+)
 
 from moert.kernels import open_backend
 from moert.kernels.backend import opaque
@@ -50,6 +62,20 @@ def test_logits_and_greedy_tokens_equal_those_of_transformers(tiny: Tiny, family
     else:
         raise AssertionError("the random model writes the same whatever it is asked: it proves nothing")
     assert [greedy(model, ids, MAX_NEW) for ids in asked] == written
+
+
+def test_a_text_model_may_be_of_another_family(tmp_path: Path) -> None:
+    """Cohere2 inside a model that sees, where another has Cohere2 with experts."""
+    path, (seeing, _) = TINY["cohere2"][0](tmp_path / "hf"), TINY["cohere2_vision"]
+    text, whole = reconfigure(path), reconfigure(seeing(tmp_path / "seeing"))
+    whole["text_config"] = text
+    (path / "config.json").write_text(json.dumps(whole))
+    rewrite(path, lambda found: {name.replace("model.", "model.language_model."): each for name, each in found.items()})
+    model, _ = open_model(pack_of(path, tmp_path / "model.pack"), opaque(WideKeys()))
+    assert model.spec.family == "cohere2_vision"
+    ids = _prompts(random.Random(1))[5]
+    found, expected = _all_logits(model, transformers_model(path), ids, [])
+    np.testing.assert_allclose(found, expected, atol=1e-4, rtol=1e-4)
 
 
 def _prompts(chance: random.Random) -> list[list[int]]:

@@ -62,7 +62,7 @@ def section() -> list[str]:
 
 def _rows(name: str) -> Iterator[str]:
     config = PUBLISHED[name]
-    found = FAMILIES[config["model_type"]].description(config, {})
+    found = FAMILIES[config["model_type"]].of(config).description(config, {})
     spec, storage, machine = found.spec, Storage(mxfp4=found.mxfp4, codes="trellis"), stated()
     for mixed in _mixtures(spec, storage):
         what = prospect(spec, storage, mixed, dense_of(spec, DENSE_BITS), found.computed, machine.host)

@@ -151,7 +151,7 @@ def _published(family: str) -> dict[str, Config]:
 
 
 def _described(config: Config) -> Any:
-    return FAMILIES[config["model_type"]].described(config, {})
+    return FAMILIES[config["model_type"]].of(config).described(config, {})
 
 
 def _allowed(family: str) -> dict[str, tuple[Any, ...]]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from moeconv.source.archs.cohere import Cohere2, Cohere2Moe
+from moeconv.source.archs.cohere import Cohere2, Cohere2Moe, Cohere2Vision
 from moeconv.source.archs.config import UnsupportedModel
 from moeconv.source.archs.deepseek import (
     DeepseekV2,
@@ -37,6 +37,7 @@ from moeconv.source.archs.opt import Opt
 from moeconv.source.archs.plain import (
     Afmoe,
     Ernie45Moe,
+    Ernie45VlMoe,
     FlexOlmo,
     HunyuanV1Moe,
     MiniMaxM2,
@@ -69,7 +70,7 @@ FAMILIES: Mapping[str, Family] = {
         Lfm2Moe(), NllbMoe(), Jamba(), Qwen3Next(), Qwen35Moe(), Qwen35MoeText(), GraniteMoeHybrid(),
         NemotronH(), GptsanJapanese(), Opt(), Llama(), Mistral(), Qwen2(), Qwen3(), SmolLM3(),
         Phi3(), Gemma3(), Gemma3Text(), Olmo2(), Olmo3(), FlexOlmo(), Qwen3VlMoe(), KimiK25(), Mistral4(),
-        SolarOpen(), HyV3(), Afmoe(),
+        SolarOpen(), HyV3(), Afmoe(), Ernie45VlMoe(), Cohere2Vision(),
         DeepseekV32(), GlmMoeDsa(), MiMoV2Flash(), MiniMaxM3Vl(), Cohere2(), Cohere2Moe(),
         Qwen3Vl(), Qwen35(), Qwen35Text(), KimiLinear(),
     )
@@ -82,7 +83,6 @@ REFUSED: Mapping[str, str] = {
     "bailing_moe": _NOT_COMPARED, "bailing_moe_v2": _NOT_COMPARED,
     "deepseek_ref": "transformers knows DeepSeek-V4 as deepseek_v4, of which packs lack parts",
     "deepseek_v4": "packs have no streams mixed between layers (hyper-connections), and no keys of many tokens",
-    "ernie4_5_vl_moe": "a pack holds one kind of experts, and it has others for images: take ERNIE 4.5 without images",
     "glm5_next": "packs have no streams mixed between layers (hyper-connections)",
     "kimi_k3": _NOT_COMPARED,
     "longcat_flash": "packs have no layers with two attentions, and no experts that return their input",

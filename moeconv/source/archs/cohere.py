@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Literal
+from dataclasses import replace
+from typing import Any, Literal
 
-from moeconv.source.archs.config import Config
+from moeconv.source.archs.config import Config, UnsupportedModel, text_settings
+from moeconv.source.archs.deepseek import IMAGES_LEFT_OUT
 from moeconv.source.archs.dense import NO_ROUTERS, Dense, alone
 from moeconv.source.archs.description import Description, Names, Place, decoder, in_pairs, named
 from moeconv.source.archs.family import Family
@@ -44,6 +46,8 @@ class Cohere2Moe(Family):
 
     model_type = "cohere2_moe"
     model_class = "Cohere2MoeForCausalLM"
+    root = "model."
+    left_out: Mapping[str, str] = {}
 
     def describe(self, config: Config, tokens: Tokens) -> Description:
         _check_hard_wired(config)
@@ -73,7 +77,8 @@ class Cohere2Moe(Family):
             )
             for window, ffn in zip(config.windows(), config.of_layers("mlp_layer_types", known), strict=True)
         ]  # fmt: skip
-        names = Names(_inside(config, _attention(config, None, False)), zeros=_NO_BIASES)
+        inside = _inside(config, _attention(config, None, False))
+        names = Names(inside, zeros=_NO_BIASES, root=self.root, left_out=self.left_out)
         return decoder(
             self.model_type, config, tokens, layers, names, [config.rope(config.head_dim())], head=_head(config)
         )
@@ -84,6 +89,8 @@ class Cohere2(Dense):
 
     model_type = "cohere2"
     model_class = "Cohere2ForCausalLM"
+    root = "model."
+    left_out: Mapping[str, str] = {}
 
     def describe(self, config: Config, tokens: Tokens) -> Description:
         _check_hard_wired(config)
@@ -94,8 +101,47 @@ class Cohere2(Dense):
         layers = [Layer(norm, attention, None, alone(network), parallel=True) for attention in attentions]
         names = Names(
             _inside(config, attentions[0]), expert=named("mlp.{projection}", self.projections),
-            zeros=(*NO_ROUTERS, *_NO_BIASES),
+            zeros=(*NO_ROUTERS, *_NO_BIASES), root=self.root, left_out=self.left_out,
         )  # fmt: skip
         return decoder(
             self.model_type, config, tokens, layers, names, [config.rope(config.head_dim())], head=_head(config)
         )
+
+
+class _Seeing(Family):
+    """A text model of Cohere's inside a model for text and images."""
+
+    model_type = "cohere2_vision"
+    loads_by_names = False
+    beside = frozenset({"vision_config", "downsample_factor", "image_token_id", "alignment_intermediate_size"})
+    root = "model.language_model."
+    left_out: Mapping[str, str] = {r"model\.(vision_tower|multi_modal_projector)\.": IMAGES_LEFT_OUT}
+
+    def own(self, config: Mapping[str, Any]) -> Mapping[str, Any]:
+        tied = config.get("tie_word_embeddings", True)
+        return {**text_settings(config), "tie_word_embeddings": tied, "logit_scale": 1.0}
+
+    def description(self, config: Mapping[str, Any], generation_config: Mapping[str, Any]) -> Description:
+        found = super().description(config, generation_config)
+        if (scale := text_settings(config).get("logit_scale")) in (None, 1):
+            return found
+        note = f"logits are not multiplied by logit_scale {scale!r}: transformers ignores it in this family"
+        return replace(found, limits=(*found.limits, note))
+
+
+class _Cohere2Seeing(_Seeing, Cohere2):
+    config_type = "cohere2"
+
+
+class Cohere2Vision(_Seeing, Cohere2Moe):
+    """Command A Vision: Cohere2 or, as here, Cohere2-MoE inside a model for text and images."""
+
+    config_type = "cohere2_moe"
+
+    def of(self, config: Mapping[str, Any]) -> Family:
+        kind = text_settings(config).get("model_type", "cohere2")
+        if kind not in ("cohere2", self.config_type):
+            raise UnsupportedModel(
+                f"config.json sets model_type {kind!r} in text_config: only cohere2 and cohere2_moe can be packed"
+            )
+        return self if kind == self.config_type else _Cohere2Seeing()

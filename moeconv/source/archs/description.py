@@ -193,8 +193,8 @@ class Description:
     it; `repeated`: these pairs in transformers' model. `left_out`: beginnings of tensors' names (regular expressions)
     that a pack leaves out → a note on them. `other_root`: the beginning of names here, and their beginning in other
     checkpoints of the same model, for example in those that were saved without a head. `without_effect`: settings of
-    config.json without effect on the model. `limits`: notes on texts that the pack refuses.
-    `scheme`: the coding of the checkpoint's numbers; None for plain ones.
+    config.json without effect on the model. `limits`: notes on texts that the pack refuses, and on settings that the
+    pack does not follow. `scheme`: the coding of the checkpoint's numbers; None for plain ones.
     """
 
     spec: ModelSpec

@@ -129,6 +129,8 @@ class Family:
     reads_mxfp4 = False
     beside: Set[str] = frozenset()
     """Settings of the larger model that it is published in, which do not touch the text."""
+    sees: Mapping[str, Any] | None = None
+    """The settings of a tiny model for images, in a family whose text transformers runs inside such a model alone."""
     by_layers = True
     """True if a decoder of the family can be run one layer at a time."""
     loads_by_names = True
@@ -136,6 +138,11 @@ class Family:
     a name that it does not know."""
     experts: Mapping[StackName, str] = {"decoder": "model.layers.{layer}.mlp.experts"}
     """Modules called as experts(x [tokens, d_model], selected, weights), see `routed`."""
+
+    def of(self, config: Mapping[str, Any]) -> Family:
+        """Returns the family of a config.json with this model_type: another one where its text model decides. Raises
+        UnsupportedModel."""
+        return self
 
     def describe(self, config: Config, tokens: Tokens) -> Description:
         """Returns the description of a checkpoint with these settings. Raises UnsupportedModel."""
@@ -180,6 +187,10 @@ class Family:
 
         settings = json.loads((config_dir / "config.json").read_text("utf-8"))
         config = Config(self.own(settings), self._config_class).parsed
+        if self.sees is not None:
+            tied = bool(config.tie_word_embeddings)
+            inside = {"text_config": config, "vision_config": self.sees, "tie_word_embeddings": tied}
+            config = config_class(self.model_type)(**inside)
         model: nn.Module = self._class._from_config(config, dtype=torch.float32, experts_implementation="eager")
         return self.prepared(model.requires_grad_(False).eval())
 

@@ -7,7 +7,7 @@ from contextlib import contextmanager
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from moeconv.source.archs.config import FIXED_ROPES, Config, UnsupportedModel, text_settings, turns
+from moeconv.source.archs.config import FIXED_ROPES, Config, UnsupportedModel, count_of, text_settings, turns
 from moeconv.source.archs.deepseek import IMAGES_LEFT_OUT, INDEXERS_LEFT_OUT, MORE_PREDICTED
 from moeconv.source.archs.description import (
     EXPERTS_W123,
@@ -19,10 +19,11 @@ from moeconv.source.archs.description import (
     in_pairs,
     limited,
     rows,
+    transposed,
 )
 from moeconv.source.archs.family import Family
 from moert.pack.codec import F32
-from moert.pack.model_spec import Head, Join, Layer, Tokens
+from moert.pack.model_spec import Head, Join, Layer, StackName, Tokens
 from moert.pack.parts import Act, Attention, Experts, Ffn, Norm, Rope, Router
 
 if TYPE_CHECKING:
@@ -330,6 +331,30 @@ class Ernie45Moe(Family):
     model_type = "ernie4_5_moe"
     model_class = "Ernie4_5_MoeForCausalLM"
 
+    def width(self, config: Config) -> int:
+        """Returns the width of an expert. Raises UnsupportedModel."""
+        return config.count("moe_intermediate_size")
+
+    def networks(self, config: Config, dense: Ffn, experts: Experts) -> list[Ffn | Experts]:
+        """Returns the feed-forward part of each layer. Raises UnsupportedModel."""
+        n = config.count("num_hidden_layers")
+        first, last = config.count("moe_layer_start_index", least=0), config.count("moe_layer_end_index", least=-1)
+        run, step = range(first, (n - 1 if last == -1 else last) + 1), config.count("moe_layer_interval")
+        return [experts if at in run and (at + 1) % step == 0 else dense for at in range(n)]
+
+    def ropes(self, config: Config, dim: int) -> list[tuple[Rope, F32]]:
+        """Raises UnsupportedModel."""
+        return [config.rope(dim)]
+
+    def names(self, inside: Inside, n: int, d_model: int) -> Names:
+        """Returns the names of tensors: `inside` and the routers' own, in a layer of `n` experts."""
+        bias = "e_score_correction_bias"
+        return Names(
+            {**inside, "router.choice_bias": Place(f"mlp.moe_statics.{bias}", None, (1, n))},
+            {"router.choice_bias": Place(f"mlp.gate.moe_statics.{bias}", None, (1, n))},
+            left_out={r".*mtp": "the layers that predict several tokens are left out"},
+        )  # fmt: skip
+
     def describe(self, config: Config, tokens: Tokens) -> Description:
         config.only(moe_use_aux_free=(True,), moe_gate=("topk",))
         config.without_effect("moe_capacity", "compression_ratio")
@@ -340,26 +365,66 @@ class Ernie45Moe(Family):
         bias, norm = bool(config.get("use_bias")), Norm(config.get("rms_norm_eps"))
         attention = config.attention(biases=config.biases("use_bias", "qkvo"))
         router = Router(config.count("moe_k", "num_experts_per_tok"), True, None, choice_bias=True)
-        shared = config.get("moe_num_shared_experts")
+        width, act, shared = self.width(config), config.activation("hidden_act"), config.get("moe_num_shared_experts")
         experts = Experts(
-            config.count("moe_num_experts", "num_experts"), config.network("moe_intermediate_size"), router,
-            config.network("moe_intermediate_size", bias=bias, times=shared) if shared else None,
+            config.count("moe_num_experts", "num_experts"), Ffn(width, act, gated=True), router,
+            Ffn(width * shared, act, gated=True, bias=bias) if shared else None,
         )  # fmt: skip
-        dense, n = config.network("intermediate_size", bias=bias), config.count("num_hidden_layers")
-        first, last = config.count("moe_layer_start_index", least=0), config.count("moe_layer_end_index", least=-1)
-        run = range(first, (n - 1 if last == -1 else last) + 1)
-        step = config.count("moe_layer_interval")
-        layers = [
-            Layer(norm, attention, None, experts if at in run and (at + 1) % step == 0 else dense) for at in range(n)
-        ]
-        inside = {
-            **in_pairs(attention, config.count("hidden_size")),
-            "router.choice_bias": Place("mlp.moe_statics.e_score_correction_bias", None, (1, experts.n)),
-        }
-        in_memory = {"router.choice_bias": Place("mlp.gate.moe_statics.e_score_correction_bias", None, (1, experts.n))}
-        names = Names(inside, in_memory, left_out={r".*mtp": "the layers that predict several tokens are left out"})
+        dense, d_model = config.network("intermediate_size", bias=bias), config.count("hidden_size")
+        layers = [Layer(norm, attention, None, ffn) for ffn in self.networks(config, dense, experts)]
+        names = self.names(in_pairs(attention, d_model), experts.n, d_model)
         head = Head(bool(config.get("tie_word_embeddings")), 1.0, bias=bias)
-        return decoder(self.model_type, config, tokens, layers, names, head=head)
+        return decoder(
+            self.model_type, config, tokens, layers, names, self.ropes(config, attention.dim), head=head
+        )  # fmt: skip
+
+
+class Ernie45VlMoe(Ernie45Moe):
+    """ERNIE 4.5 inside a model for text and images, with experts and routers for text and others for images; positions
+    of text are those of ERNIE 4.5 without images."""
+
+    model_type = "ernie4_5_vl_moe"
+    config_type = "ernie4_5_vl_moe_text"
+    model_class = "Ernie4_5_VLMoeForConditionalGeneration"
+    loads_by_names = False
+    sees: Mapping[str, Any] = {"depth": 1, "hidden_size": 4, "num_heads": 1, "intermediate_size": 4}
+    towers: Mapping[StackName, str] = {"decoder": "model.language_model"}
+    experts: Mapping[StackName, str] = {"decoder": "model.language_model.layers.{layer}.mlp.text_moe.experts"}
+    beside = frozenset({
+        "vision_config", "image_start_token_id", "image_end_token_id", "image_token_id", "video_start_token_id",
+        "video_end_token_id", "video_token_id",
+    })  # fmt: skip
+
+    def own(self, config: Mapping[str, Any]) -> Mapping[str, Any]:
+        return {**text_settings(config), "tie_word_embeddings": config.get("tie_word_embeddings", True)}
+
+    def width(self, config: Config) -> int:
+        return count_of("the first of moe_intermediate_size", config.get("moe_intermediate_size")[0])
+
+    def networks(self, config: Config, dense: Ffn, experts: Experts) -> list[Ffn | Experts]:
+        return config.of_layers("mlp_layer_types", {"dense": dense, "sparse": experts})
+
+    def ropes(self, config: Config, dim: int) -> list[tuple[Rope, F32]]:
+        config.without_effect_on_text("mrope_section")  # a word's place has one number, not three
+        return [config.rope(dim, kinds=("default",))]
+
+    def names(self, inside: Inside, n: int, d_model: int) -> Names:
+        of_text, bias = "mlp.text_moe.gate", "e_score_correction_bias"
+        of_images = "|".join(map(str, range(n, 2 * n)))
+        return Names(
+            {**inside, "router": Place("mlp.gate", transposed, (d_model, n)),
+             "router.choice_bias": Place(f"mlp.moe_statics.{bias}", rows(0, 1), (2, n))},
+            {"router": of_text, "router.choice_bias": Place(f"{of_text}.moe_statics.{bias}", None, (1, n))},
+            left_out={
+                r"(model\.)?(vision_model|vision_tower|resampler_model)\.": IMAGES_LEFT_OUT,
+                rf"model\.layers\.\d+\.mlp\.(gate\.weight_1|experts\.({of_images})\.)": IMAGES_LEFT_OUT,
+            },
+            model="model.language_model.",
+        )  # fmt: skip
+
+    def describe(self, config: Config, tokens: Tokens) -> Description:
+        config.must_be("use_bias", False, "networks with biases can't be packed for this family")
+        return super().describe(config, tokens)
 
 
 _AFMOE_INSIDE = {
