@@ -117,8 +117,9 @@ def exact_attend(problem: Problem, x: F32, keys: F64, values: F64, rounds: bool)
             "htk,hkd->thd",
             exact_shares(problem, queries, np.repeat(keys, shared, axis=0)), np.repeat(values, shared, axis=0),
         ).reshape(tokens, -1)  # fmt: skip
-        if part.gate:
-            mixed = mixed * exact_sigmoid(of_matrix(problem, "gate", hidden, rounds))
+    if part.gate:
+        by = exact_sigmoid(of_matrix(problem, "gate", hidden, rounds)).reshape(tokens, part.n, -1)
+        mixed = (mixed.reshape(tokens, part.n, -1) * by).reshape(tokens, -1)
     made = of_matrix(problem, "o", mixed, rounds)
     if "after" in problem.norms:
         made = exact_norm(made, problem.norms["after"])

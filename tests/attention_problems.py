@@ -124,11 +124,11 @@ def make(
 def make_latent(
     seed: int = 0, kind: Kind = "F32", n: int = 3, q_rank: int | None = None, kv_rank: int = 32, nope: int = 20,
     turning: int = 8, v: int = 12, d_model: int = 40, scale: float = 0.3, turns: bool = True, bias: bool = False,
-    layer: bool = False, after: bool = False, add: float = 1, bits: KvBits = 16,
+    layer: bool = False, after: bool = False, add: float = 1, bits: KvBits = 16, gate: bool = False,
 ) -> Problem:  # fmt: skip
     """`layer`: the kind of all norms."""
     rng, norm = np.random.default_rng(seed), Norm(EPS, "layer" if layer else "rms")
-    part = Latent(n, q_rank, kv_rank, nope, turning, v, scale, norm, 0 if turns else None, bias)
+    part = Latent(n, q_rank, kv_rank, nope, turning, v, scale, norm, 0 if turns else None, bias, gate)
     tensors = {tensor.name.removeprefix("at."): tensor.shape for tensor in part.tensors("at", d_model)}
     shapes = {name[:-7]: shape for name, shape in tensors.items() if name.endswith(".weight") and len(shape) == 2}
     sizes = {"before": d_model, "kv": kv_rank} | ({"after": d_model} if after else {})
@@ -164,7 +164,7 @@ def latent_problems(kinds: Sequence[Kind] = KINDS, **fixed: Any) -> st.SearchStr
         "nope": st.sampled_from([1, 6, 20, 32]), "turning": st.sampled_from([2, 8]), "v": st.sampled_from([1, 12, 32]),
         "d_model": st.integers(3, 70), "scale": st.sampled_from([1.0, 0.3]), "turns": st.booleans(),
         "bias": st.booleans(), "layer": st.booleans(), "after": st.booleans(), "add": st.sampled_from([1.0, 0.3]),
-        "bits": st.sampled_from([16, 16, 8]),
+        "bits": st.sampled_from([16, 16, 8]), "gate": st.booleans(),
     }  # fmt: skip
     return st.builds(make_latent, **drawn | {name: st.just(value) for name, value in fixed.items()})
 

@@ -12,7 +12,7 @@ import numpy as np
 from moert.pack.codec import E2M1, F32, QuantizedMatrix, Width, n_groups, pack_codes
 from moert.pack.layout import Neurons, group_of
 from moert.pack.manifest import (
-    DELTA_MINOR,
+    MIXERS_MINOR,
     PARALLEL_MINOR,
     WIDTHS_OF,
     LossEstimate,
@@ -98,19 +98,21 @@ RICH = ModelSpec(
 """Every part with every field that it may have, but for what mixes tokens through a state of fixed size."""
 
 _SQUARED = Ffn(9, Act("relu2"), gated=False)
+_DELTA = GatedDelta(4, 2, 5, 6, 4, _NORM)
 _FEW = Experts(3, Ffn(7, Act("silu"), gated=True), Router(2, True, None, "sigmoid", choice_bias=True))
 MIXERS = ModelSpec(
     family="mixers", vocab_size=11, d_model=10, encoder=None,
     decoder=stack_of(
         [
             Layer(_NORM, ShortConv(3, bias=True), None, _FEW, Join(None, 0.5)),
-            Layer(_NORM, GatedDelta(4, 2, 5, 6, 4, _NORM), None, None, Join(_NORM)),
+            Layer(_NORM, _DELTA, None, None, Join(_NORM)),
             Layer(_LAYER_NORM, Mamba2(4, 3, 2, 5, 4, _NORM, bias=True), None, _SQUARED),
             Layer(_NORM, None, None, _FEW, Join(), Join(_NORM, 0.5)),
             Layer(_NORM, Mamba(12, 5, 6, 4, _NORM, bias=True), None, _FEW, scaled=True),
             Layer(_NORM, Attention(2, 1, 6, 0.408, "head", None, 0, None), None, _FEW),
             Layer(_NORM, replace(_PLAIN_MAMBA, taps=1), None, _FEW),
-            Layer(_NORM, GatedDelta(4, 2, 5, 6, 4, _NORM, by_feature=True, rank=4, gate="sigmoid"), None, None),
+            Layer(_NORM, replace(_DELTA, by_feature=True, rank=4, gate="sigmoid", bound=5.0), None, None),
+            Layer(_NORM, replace(_LATENT, rope=None, gate=True), None, None),
         ],
         _NORM,
     ),
@@ -277,10 +279,10 @@ def read_all(root: Path) -> tuple[Manifest, Any, dict[str, bytes]]:
 
 def minor_of(spec: ModelSpec, without: int) -> int:
     """Returns the minor version of a model's pack; `without`: the one that it would have without parallel layers and
-    unusual delta rules."""
+    new fields of mixers."""
     kinds = [kind for stack in spec.stacks.values() for kind in stack.kinds]
-    if any(isinstance(kind.mixer, GatedDelta) and not kind.mixer.usual for kind in kinds):
-        return DELTA_MINOR
+    if any(isinstance(kind.mixer, GatedDelta) and kind.mixer.by_feature for kind in kinds):
+        return MIXERS_MINOR
     return PARALLEL_MINOR if any(kind.parallel for kind in kinds) else without
 
 

@@ -85,7 +85,7 @@ def _fixed(part: FixedState) -> str:
 def _attention(layers: Sequence[Layer]) -> Iterator[str]:
     for part in dict.fromkeys(layer.mixer for layer in layers):
         if isinstance(part, Latent):
-            yield f"latent attention of {part.kv_rank} + {part.turning} features a token"
+            yield f"latent attention of {part.kv_rank} + {part.turning} features a token" + " with gates" * part.gate
         elif isinstance(part, Attention):
             yield from _heads(part)
     for what in ("window", "chunk"):

@@ -106,7 +106,7 @@ class Latent(Structure):
     _fields_ = [
         ("heads", Heads), ("norm", Norm), ("after", Norm), ("q_norm", Norm), ("kv_norm", Norm),
         ("q_a", Matrix), ("q", Matrix), ("q_turn", Matrix), ("kv_a", Matrix), ("k_turn", Matrix),
-        ("keys", Matrix), ("values", Matrix), ("o", Matrix), ("rope_dims", c_int32), ("add", c_float),
+        ("keys", Matrix), ("values", Matrix), ("o", Matrix), ("gate", Matrix), ("rope_dims", c_int32), ("add", c_float),
     ]  # fmt: skip
 
 

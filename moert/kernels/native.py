@@ -157,11 +157,14 @@ def _with_keys(weights: AttentionWeights[NativeMatrix]) -> library.Attention:
     return _attention(weights, with_keys=True)
 
 
+_OF_LATENT = ("q_a", "q", "q_turn", "kv_a", "k_turn", "keys", "values", "o", "gate")
+
+
 def _latent(weights: AttentionWeights[NativeMatrix]) -> library.Latent:
     block = library.Latent(
         heads=_heads(weights), norm=_norm(weights.norms["before"]), rope_dims=weights.part.turning, add=weights.add
     )
-    return _fill(block, weights, ("q", "kv", "after"), ("q_a", "q", "q_turn", "kv_a", "k_turn", "keys", "values", "o"))
+    return _fill(block, weights, ("q", "kv", "after"), _OF_LATENT)
 
 
 class _Attending(NamedTuple):

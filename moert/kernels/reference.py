@@ -578,10 +578,9 @@ class ReferenceBackend:
         found = mixed(weights, query, self._kept(kept), start, positions)
         if isinstance(part, Latent):
             found = np.einsum("tnc,nvc->tnv", found, matrices["values"].weight.reshape(part.n, part.v, -1))
-        flat = found.reshape(len(x), -1)
         if "gate" in matrices:
-            flat = flat * sigmoid(product(hidden, matrices["gate"]))
-        made = product(flat, matrices["o"])
+            found = found * sigmoid(product(hidden, matrices["gate"])).reshape(len(x), part.n, -1)
+        made = product(found.reshape(len(x), -1), matrices["o"])
         if "after" in weights.norms:
             made = normed(made, weights.norms["after"])
         x += np.float32(weights.add) * made

@@ -130,7 +130,7 @@ def _attention_bytes(d_model: int, part: Attention | Latent, tokens: int, whole:
     made = rows * (4 * (d_model + 2 * q + 2 * kv) + _ROUNDED * (_padded(d_model) + _padded(inner)) // 2)
     if isinstance(part, Latent):
         heads = part.n * (_padded(part.nope) + _padded(part.kv_rank)) + _padded(part.q_rank or 0)
-        made += rows * (4 * part.n * (part.nope + part.turning + part.v) + _ROUNDED * heads // 2)
+        made += rows * (4 * part.n * (part.nope + part.turning + part.v + 2 * part.gate) + _ROUNDED * heads // 2)
     elif part.gate:
         made += 4 * rows * q
     if not widened:

@@ -179,7 +179,7 @@ class DeltaMix:
         self._in = [weights.matrix(f"{at}.{name}") for name in (*"qkv", *gates, "b")]
         self._conv = _Conv(at, False, weights, silu=True)
         self._cut = _Cut(part.key_features, part.key_features, part.value_features)
-        self._rate = -np.exp(weights.floats(f"{at}.a_log")).repeat(part.decays // part.n)
+        self._rate = np.exp(weights.floats(f"{at}.a_log")).repeat(part.decays // part.n)
         self._dt_bias = weights.floats(f"{at}.dt_bias")
         self._norm, self._out = weights.norm(part.norm, f"{at}.norm"), weights.matrix(f"{at}.out")
 
@@ -191,7 +191,10 @@ class DeltaMix:
         mixed = self._conv(np.concatenate(qkv, axis=1), state[0])
         q, k, v = self._cut(mixed)
         heads = (tokens, part.keys, part.dim)
-        decay = self._rate * backend.softplus(a, self._dt_bias)
+        if part.bound is None:
+            decay = -self._rate * backend.softplus(a, self._dt_bias)
+        else:
+            decay = np.float32(-part.bound) * backend.sigmoid(self._rate * (a + self._dt_bias))
         if part.by_feature:
             decay = decay.reshape(tokens, part.n, part.dim)
         q, k, v = q.reshape(heads), k.reshape(heads), v.reshape(tokens, part.n, part.v)

@@ -183,10 +183,12 @@ class Latent:
     A token leaves c = norm(kv_a · x) of `kv_rank` features and k = k_turn · x of `turning` features, which turn. A
     head's query has `nope` features, which meet the features that `keys` makes of c, and `turning` features, which meet
     k; the c that the head reads becomes `v` features by `values`. With a `q_rank` queries are made of norm(q_a · x),
-    else of x. `bias`: q_a, kv_a, k_turn and o have one.
+    else of x. `bias`: q_a, kv_a, k_turn and o have one. With a `gate` each head's output is multiplied with its number
+    of sigmoid(gate · x).
     """
 
     KIND: ClassVar[str] = "latent"
+    LEFT_OUT: ClassVar = ("gate",)
     n: Annotated[int, Within(1, MOST)]
     q_rank: Annotated[int | None, Within(1, MOST)]
     kv_rank: Annotated[int, Within(1, MOST)]
@@ -197,6 +199,7 @@ class Latent:
     norm: Norm
     rope: Annotated[int | None, Within(0, MOST)]
     bias: bool = False
+    gate: bool = False
     buckets: ClassVar[None] = None
     window: ClassVar[None] = None
     kv: ClassVar[int] = 1
@@ -232,6 +235,8 @@ class Latent:
         yield from matrix(f"{at}.keys", (self.n * self.kv_rank, self.nope), "attention")
         yield from matrix(f"{at}.values", (self.n * self.v, self.kv_rank), "attention")
         yield from matrix(f"{at}.o", (d_model, self.n * self.v), "attention", self.bias)
+        if self.gate:
+            yield from matrix(f"{at}.gate", (self.n, d_model), "attention")
 
     def contradictions(self) -> Iterator[str]:
         most = self.n * max(self.dim, self.nope, self.v)
@@ -291,11 +296,11 @@ class GatedDelta:
 
     With `by_feature` a and dt_bias have a row for each feature of each head's key, which decays by itself (Kimi Delta
     Attention, arXiv 2510.26692). With a `rank`, a and z get a_narrow · x and z_narrow · x of as many features in place
-    of x. `gate`: the function of z.
+    of x. `gate`: the function of z. With a `bound` decays are e^(-bound · sigmoid(e^a_log · (a · x + dt_bias))).
     """
 
     KIND: ClassVar[str] = "delta"
-    LEFT_OUT: ClassVar = ("by_feature", "rank", "gate")
+    LEFT_OUT: ClassVar = ("by_feature", "rank", "gate", "bound")
     n: Annotated[int, Within(1, MOST)]
     keys: Annotated[int, Within(1, MOST)]
     dim: Annotated[int, Within(1, MOST)]
@@ -305,6 +310,7 @@ class GatedDelta:
     by_feature: bool = False
     rank: Annotated[int | None, Within(1, MOST)] = None
     gate: Literal["silu", "sigmoid"] = "silu"
+    bound: Limit = None
 
     @property
     def key_features(self) -> int:
@@ -318,11 +324,6 @@ class GatedDelta:
     def channels(self) -> int:
         """Returns the channels of its convolution: q, k and v one after the other."""
         return 2 * self.key_features + self.value_features
-
-    @property
-    def usual(self) -> bool:
-        """Returns whether heads decay as one, z and a are of x itself, and silu is the gate."""
-        return (self.by_feature, self.rank, self.gate) == (False, None, "silu")
 
     @property
     def decays(self) -> int:

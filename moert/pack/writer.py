@@ -42,9 +42,9 @@ from moert.pack.layout import (
 )
 from moert.pack.manifest import (
     BACKBONE,
-    DELTA_MINOR,
     JOINED_MINOR,
     MATRICES_MINOR,
+    MIXERS_MINOR,
     NEURONS_MINOR,
     PARALLEL_MINOR,
     PLAIN_MINOR,
@@ -64,7 +64,6 @@ from moert.pack.manifest import (
     layer_path,
 )
 from moert.pack.model_spec import ExpertKey, LayerKey, ModelSpec
-from moert.pack.parts import GatedDelta
 from moert.pack.reader import MANIFEST, Projection, checksums_to_bytes, is_pack, pack_around, strangers
 from moert.pack.trellis import TrellisMatrix
 
@@ -257,8 +256,8 @@ class PackWriter:
 
     def _minor(self, preferences: tuple[Preference, ...]) -> int:
         dense, kinds = self.quantization.dense, [kind for stack in self.spec.stacks.values() for kind in stack.kinds]
-        if any(isinstance(kind.mixer, GatedDelta) and not kind.mixer.usual for kind in kinds):
-            return DELTA_MINOR
+        if any({*getattr(kind.mixer, "LEFT_OUT", ())} & {*(plain(kind.mixer) or ())} for kind in kinds):
+            return MIXERS_MINOR
         if any(kind.parallel for kind in kinds):
             return PARALLEL_MINOR
         if dense is not None and dense.matrices:

@@ -555,6 +555,8 @@ MODELS: dict[str, list[tuple[str, Callable[[dict[str, Any]], Any]]]] = {
         ("normed by one of the kind layer", lambda d: layer(d, 1)["mixer"]["norm"].update(kind="layer")),
         ("by_feature should be true or false, found 1", lambda d: layer(d, 7)["mixer"].update(by_feature=1)),
         ("rank should be between 1", lambda d: layer(d, 7)["mixer"].update(rank=0)),
+        ("bound should be between 0.001", lambda d: layer(d, 7)["mixer"].update(bound=0)),
+        ("gate should be true or false, found 1", lambda d: layer(d, 8)["mixer"].update(gate=1)),
         ("gate should be one of silu, sigmoid", lambda d: layer(d, 7)["mixer"].update(gate="tanh")),
         ("4 heads are in 3 groups", lambda d: layer(d, 2)["mixer"].update(groups=3)),
         ("features of its convolution are", lambda d: layer(d, 2)["mixer"].update(n=60000, dim=999)),

@@ -1,10 +1,10 @@
-/* moert_attend_latent: one token or many, with and without q_a, every kind of matrix, keys of 8 and 16 bits. */
+/* moert_attend_latent: one token or many, with and without q_a and gates, every kind of matrix, keys of 8 and 16 bits. */
 #include <math.h>
 #include <stdlib.h>
 
 #include "attend.h"
 
-enum { Q_A, Q, Q_TURN, KV_A, K_TURN, KEYS, VALUES, O, MATRICES };
+enum { Q_A, Q, Q_TURN, KV_A, K_TURN, KEYS, VALUES, O, GATE, MATRICES };
 
 typedef struct {
     sequence at;
@@ -66,6 +66,23 @@ static reading project(const latent *l) {
     return made;
 }
 
+/* What heads read, times the sigmoid of the gate of each. */
+static void gate_heads(const latent *l, int token, estimate *values) {
+    const sequence *s = &l->at;
+    int n = l->block.heads.n;
+    estimate x = estimate_of(s->x + token * s->d_model, s->d_model), hidden = estimate_make(s->d_model);
+    estimate gate = estimate_make(n);
+    plain_norm(&x, &l->block.norm, 1, s->d_model, &hidden);
+    plain_multiply(&l->made[GATE], &hidden, INNER, &gate);
+    plain_sigmoid(&gate, n, &gate);
+    for (int i = 0; i < n * l->v; i++) {
+        double value = values->value[i], by = gate.value[i / l->v], off = gate.error[i / l->v];
+        values->value[i] = value * by;
+        values->error[i] = values->error[i] * (by + off) + fabs(value) * off;
+    }
+    estimate_free(&x), estimate_free(&hidden), estimate_free(&gate);
+}
+
 static void answer(const latent *l, const reading *r, estimate *out) {
     const sequence *s = &l->at;
     int n = r->heads->n, c = r->heads->value_dim;
@@ -77,6 +94,7 @@ static void answer(const latent *l, const reading *r, estimate *out) {
             estimate from = estimate_at(&mixed, head * c), to = estimate_at(&values, head * l->v);
             by_head(l, VALUES, head, &from, &to);
         }
+        if (l->block.gate.data) gate_heads(l, t, &values);
         plain_multiply(&l->made[O], &values, FINAL, &made);
         plain_join(s, t, &l->block.after, l->block.add, &made, &y);
     }
@@ -88,9 +106,11 @@ static void draw_weights(latent *l, int kind, int with_q_a) {
     moert_latent *b = &l->block;
     int n = b->heads.n, c = b->heads.value_dim, d_model = l->at.d_model, dims = b->rope_dims;
     const int shapes[MATRICES][2] = {{l->rank, d_model}, {n * l->nope, l->rank}, {n * dims, l->rank}, {c, d_model},
-                                     {dims, d_model}, {n * c, l->nope}, {n * l->v, c}, {d_model, n * l->v}};
-    moert_matrix *places[MATRICES] = {&b->q_a, &b->q, &b->q_turn, &b->kv_a, &b->k_turn, &b->keys, &b->values, &b->o};
-    for (int i = with_q_a ? Q_A : Q; i < MATRICES; i++) {
+                                     {dims, d_model}, {n * c, l->nope}, {n * l->v, c}, {d_model, n * l->v}, {n, d_model}};
+    moert_matrix *places[MATRICES] = {&b->q_a, &b->q, &b->q_turn, &b->kv_a, &b->k_turn, &b->keys, &b->values, &b->o,
+                                      &b->gate};
+    const int stop = draw(2) ? GATE : MATRICES;
+    for (int i = with_q_a ? Q_A : Q; i < stop; i++) {
         int of = kind ? kind : PICK(2, 3, 4, 8, MOERT_F16, MOERT_BF16, MOERT_F32), group = PICK(0, 16, 32, 64);
         l->made[i] = matrix_make(of, shapes[i][0], shapes[i][1], group, PLAIN);
         *places[i] = l->made[i].matrix;
@@ -120,10 +140,10 @@ static void run_problem(latent *l, int kind, int with_q_a, float most) {
     h->scale = (float)(most / (reading_reach(s, &r) + 1e-30));
     answer(l, &r, &out);
     describe("latent: kind %d, d_model %d, q_a %d, %d heads of %d and %d, c %d, values of %d, %d tokens from %d, length %d, "
-             "causal %d, window %d, chunk %d, small %d, after %d, turns %d, sinks %d, bias %d, query_scale %d, softcap %g, "
+             "causal %d, window %d, chunk %d, small %d, after %d, gate %d, turns %d, sinks %d, bias %d, query_scale %d, softcap %g, "
              "add %g, scores to %g", kind, s->d_model, with_q_a ? l->rank : 0, h->n, l->nope, b->rope_dims, h->value_dim, l->v,
              s->tokens, s->start, s->length, h->causal, h->window, h->chunk, s->before.at.small, b->after.weight != NULL,
-             s->turns != NULL, h->sinks != NULL, s->bias != NULL, s->query_scale != NULL, h->softcap, b->add, most);
+             b->gate.data != NULL, s->turns != NULL, h->sinks != NULL, s->bias != NULL, s->query_scale != NULL, h->softcap, b->add, most);
     run_sequence(s, &r, &out);
     reading_free(&r);
     estimate_free(&out);

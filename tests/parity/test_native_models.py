@@ -26,7 +26,8 @@ if library.load() is None:
     pytest.skip(f"no native kernels: {library.missing()}", allow_module_level=True)
 
 WORST, MEDIAN = 0.2, 0.02
-MEDIAN_OF_DELTA = 0.025  # qwen3_next, each width by itself: 0.0207 was the largest
+MEDIAN_OF_DELTA = 0.025  # of some families with delta rules, each width by itself: 0.0214 was the largest
+OF_DELTA = ("qwen3_next", "kimi_linear", "bailing_hybrid")
 
 
 def sequences(name: str, n: int) -> list[tuple[list[int], list[int]]]:
@@ -68,7 +69,7 @@ def test_few_bits_are_off_by_the_rounding_of_activations(tiny: Tiny, family: str
         clear = first - second > 2 * WORST * largest
         assert np.array_equal(found.argmax(-1)[clear], expected.argmax(-1)[clear])
         shares.append(share)
-    most = MEDIAN_OF_DELTA if family == "qwen3_next" else MEDIAN
+    most = MEDIAN_OF_DELTA if family in OF_DELTA else MEDIAN
     assert 1e-4 < float(np.median(np.concatenate(shares))) < most  # not nothing: then nothing was rounded
 
 

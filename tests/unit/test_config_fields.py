@@ -30,6 +30,7 @@ VALUES: tuple[Any, ...] = (
     {"rope_type": "yarn"}, {"rope_type": "linear", "factor": 0}, {"rope_type": "default", "rope_theta": -1},
     {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0},
 )  # fmt: skip
+_OF_LAYERS = {"layer_group_size", "first_k_dense_replace"}
 # Read, and without effect as long as something else is as in these configs.
 RESTING: dict[str, set[str]] = {
     "qwen3_moe": {"intermediate_size", "sliding_window", "use_sliding_window", "max_window_layers"},
@@ -46,6 +47,8 @@ RESTING: dict[str, set[str]] = {
     "kimi_k2": {"rope_interleave"},
     "cohere2_moe": {"norm_topk_prob", "rope_theta"},
     "kimi_linear": {"moe_renormalize"},  # all numbers but 0 are true
+    # of which transformers has written what follows from them
+    "bailing_hybrid": {"moe_renormalize", "head_dim", "short_conv_kernel_size", *_OF_LAYERS, "rope_theta"},
     "mistral4": {"rope_interleave"},
     "nllb-moe": {"moe_eval_capacity_token_fraction"},
     "glm4_moe_lite": {"rope_interleave"},

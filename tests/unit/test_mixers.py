@@ -11,6 +11,7 @@ import torch
 from native_problems import all_natives
 from torch import Tensor, nn
 from transformers import (
+    BailingHybridConfig,
     GraniteMoeHybridConfig,
     JambaConfig,
     KimiLinearConfig,
@@ -18,6 +19,7 @@ from transformers import (
     NemotronHConfig,
     Qwen3NextConfig,
 )
+from transformers.models.bailing_hybrid.modeling_bailing_hybrid import BailingHybridDeltaAttention
 from transformers.models.granitemoehybrid.modeling_granitemoehybrid import GraniteMoeHybridMambaLayer
 from transformers.models.jamba.modeling_jamba import JambaMambaMixer
 from transformers.models.kimi_linear.modeling_kimi_linear import KimiLinearDeltaAttention
@@ -90,14 +92,28 @@ def _delta_by_feature() -> Case:
         hidden_size=D_MODEL, linear_num_heads=heads, linear_head_dim=dim, linear_conv_kernel_dim=4,
         rms_norm_eps=_NORM.eps, layer_types=["linear_attention"], num_hidden_layers=1,
     )  # fmt: skip
-    known = {"norm": "o_norm", "out": "o_proj", **{name: f"{name}_proj" for name in "qkvb"}}
     gates = {"z_narrow": "g_a_proj", "z": "g_b_proj", "a_narrow": "f_a_proj", "a": "f_b_proj"}
-
-    def named(found: Named) -> Named:
-        return _renamed(**known, **gates)({name.removeprefix("forget_gate."): each for name, each in found.items()})
-
     part = GatedDelta(heads, heads, dim, dim, 4, _NORM, by_feature=True, rank=dim, gate="sigmoid")
-    return Case(KimiLinearDeltaAttention(config, 0), part, named)
+    return Case(KimiLinearDeltaAttention(config, 0), part, _forgetting(**gates))
+
+
+def _forgetting(**gates: str) -> Callable[[Named], Named]:
+    """Of modules with a forget gate of their own."""
+    known = {"norm": "o_norm", "out": "o_proj", **{name: f"{name}_proj" for name in "qkvb"}}
+    return lambda found: _renamed(**known, **gates)(
+        {name.removeprefix("forget_gate."): each for name, each in found.items()}
+    )
+
+
+def _delta_bounded(bound: float | None) -> Case:
+    heads, dim = 3, 8
+    config = BailingHybridConfig(
+        hidden_size=D_MODEL, num_attention_heads=heads, head_dim=dim, short_conv_kernel_size=4, rms_norm_eps=_NORM.eps,
+        kda_safe_gate=bound is not None, kda_lower_bound=-(bound or 5.0), layer_types=["linear_attention"],
+        num_hidden_layers=1, mlp_layer_types=["dense"],
+    )  # fmt: skip
+    part = GatedDelta(heads, heads, dim, dim, 4, _NORM, by_feature=True, gate="sigmoid", bound=bound)
+    return Case(BailingHybridDeltaAttention(config, 0), part, _forgetting(z="g_proj", a="f_proj"))
 
 
 def _split_steps(heads: int) -> Callable[[Named], Named]:
@@ -154,6 +170,8 @@ CASES: dict[str, Callable[[], Case]] = {
     "short convolution, biases": lambda: _short(bias=True),
     "gated delta rule": _delta,
     "gated delta rule by feature": _delta_by_feature,
+    "gated delta rule by feature, bounded": lambda: _delta_bounded(3.0),
+    "gated delta rule by feature, whole gates": lambda: _delta_bounded(None),
     "Mamba-2": lambda: _mamba2(bias=False, conv_bias=True),
     "Mamba-2, other biases": lambda: _mamba2(bias=True, conv_bias=False),
     "Mamba-2 of Nemotron-H": _mamba2_nemotron,

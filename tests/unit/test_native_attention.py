@@ -50,6 +50,7 @@ SHAPES: dict[str, dict[str, Any]] = {
 LATENT: dict[str, dict[str, Any]] = {
     "plain": {}, "low rank": {"q_rank": 24, "layer": True}, "biases": {"q_rank": 24, "bias": True, "after": True},
     "without turns": {"turns": False, "add": 0.3}, "one head": {"n": 1, "nope": 33, "kv_rank": 15},
+    "gates": {"gate": True, "q_rank": 24},
 }  # fmt: skip
 
 

@@ -86,6 +86,12 @@ FEATURES = {
         "no positions in 7 of 27 layers",
         "1 of 27 layers without experts",
     ],
+    "Ling-3.0-Flash": [
+        "gated delta rules of 32 heads, by feature, in place of attention in 35 of 42 layers",
+        "latent attention of 512 + 64 features a token with gates",
+        "2 of 42 layers without experts",
+        "experts of 4 of 8 groups",
+    ],
     "OPT-1.3B": [
         "biases of q, k, v, o",
         "a table of 2048 positions",

@@ -81,3 +81,12 @@ def test_a_matrix_may_lie_either_way() -> None:
     assert torch.equal(Source("fused", 0, either=True).read(fetch, (6, 4)), whole)
     with pytest.raises(ShapeDiffers):
         Source("fused", 0, either=True).read(fetch, (3, 8))
+
+
+def test_tensors_may_follow_one_another() -> None:
+    first, second = STORED["fused"][0], STORED["fused"][1] + 100
+    both = {"first": first, "second": second}
+    source = Source("first", None, rows(3), (6, 4), behind=("second",))
+    assert torch.equal(source.read(lambda name, _: both[name], (6, 4)), torch.cat([first[3:], second[3:]]))
+    with pytest.raises(ShapeDiffers, match="second has the shape"):
+        source.read(lambda name, _: both[name][: 6 if name == "first" else 5], (6, 4))

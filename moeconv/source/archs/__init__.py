@@ -29,7 +29,7 @@ from moeconv.source.archs.gpt_oss import GptOss
 from moeconv.source.archs.gptsan_japanese import GptsanJapanese
 from moeconv.source.archs.granite import GraniteMoe, GraniteMoeShared
 from moeconv.source.archs.hybrids import GraniteMoeHybrid, Jamba, Lfm2Moe, NemotronH
-from moeconv.source.archs.kda import KimiLinear
+from moeconv.source.archs.kda import BailingHybrid, KimiLinear
 from moeconv.source.archs.llama4 import Llama4, Llama4Text
 from moeconv.source.archs.mimo import MiMoV2Flash
 from moeconv.source.archs.nllb_moe import NllbMoe
@@ -72,14 +72,13 @@ FAMILIES: Mapping[str, Family] = {
         Phi3(), Gemma3(), Gemma3Text(), Olmo2(), Olmo3(), FlexOlmo(), Qwen3VlMoe(), KimiK25(), Mistral4(),
         SolarOpen(), HyV3(), Afmoe(), Ernie45VlMoe(), Cohere2Vision(),
         DeepseekV32(), GlmMoeDsa(), MiMoV2Flash(), MiniMaxM3Vl(), Cohere2(), Cohere2Moe(),
-        Qwen3Vl(), Qwen35(), Qwen35Text(), KimiLinear(),
+        Qwen3Vl(), Qwen35(), Qwen35Text(), KimiLinear(), BailingHybrid(),
     )
 }  # fmt: skip
 """model_type of config.json → its family."""
 
 _NOT_COMPARED = "transformers lacks it, so that no pack of it could be compared with anything"
 REFUSED: Mapping[str, str] = {
-    "bailing_hybrid": "packs have no delta rules in which each feature decays by itself",
     "bailing_moe": _NOT_COMPARED, "bailing_moe_v2": _NOT_COMPARED,
     "deepseek_ref": "transformers knows DeepSeek-V4 as deepseek_v4, of which packs lack parts",
     "deepseek_v4": "packs have no streams mixed between layers (hyper-connections), and no keys of many tokens",

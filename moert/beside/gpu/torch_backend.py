@@ -216,10 +216,9 @@ def attend(weights: TorchAttention, x: Tensor, keys: Keys, start: int, positions
     found = _mixed(weights, query, keys.read(), start, positions)
     if isinstance(part, Latent):
         found = by_head(found, matrices["values"])
-    flat = found.reshape(len(x), -1)
     if "gate" in matrices:
-        flat = flat * torch.sigmoid(product(hidden, matrices["gate"]))
-    made = product(flat, matrices["o"])
+        found = found * torch.sigmoid(product(hidden, matrices["gate"])).reshape(len(x), part.n, -1)
+    made = product(found.reshape(len(x), -1), matrices["o"])
     return normed(made, weights.norms["after"]) if "after" in weights.norms else made
 
 

@@ -96,19 +96,34 @@ static void turn_item(const void *job, int token, void *own) {
     keep_heads(j->isa, &a->heads, latent, latent, j->start + token, j->kept);
 }
 
+typedef struct {
+    const float *gate; /* [tokens, n] */
+    float *read;       /* [tokens, n, v] */
+    int n, v;
+} gate_job;
+
+static void gate_item(const void *job, int token, void *own) {
+    const gate_job *j = job;
+    const float *gate = j->gate + (int64_t)token * j->n;
+    float *read = j->read + (int64_t)token * j->n * j->v;
+    (void)own;
+    for (int head = 0; head < j->n; head++, read += j->v)
+        for (int i = 0; i < j->v; i++) read[i] *= gate[head];
+}
+
 int moert_attend_latent(moert_pool *pool, const moert_latent *a, int tokens, float *x, const moert_keys *kept, int start,
                         int length, const moert_positions *at) {
     const operations *isa = pool_operations(pool);
     const moert_heads *h = &a->heads;
     const int n = h->n, d_model = a->kv_a.cols, c = h->value_dim, dims = a->rope_dims, dim = h->dim;
-    const int rank = a->q.cols, nope = a->keys.cols, v = a->values.rows / n;
+    const int rank = a->q.cols, nope = a->keys.cols, v = a->values.rows / n, gated = a->gate.data != NULL;
     one_input hidden, low, out;
     by_head keys, values, queries;
     begin(&hidden, isa, tokens, d_model), begin(&low, isa, tokens, rank), begin(&out, isa, tokens, n * v);
     one_input *asked = a->q_a.data ? &low : &hidden;
     char *lists = pool_lists(pool, 3 * by_head_bytes(n));
     if (!lists || wants(&hidden, &a->q_a) || wants(&hidden, &a->kv_a) || wants(&hidden, &a->k_turn) || wants(asked, &a->q) ||
-        wants(asked, &a->q_turn) || wants(&out, &a->o))
+        wants(asked, &a->q_turn) || wants(&out, &a->o) || wants(&hidden, &a->gate))
         return -1;
     if (by_head_begin(&keys, lists, isa, &a->keys, n, tokens)) return -1;
     if (by_head_begin(&values, lists + by_head_bytes(n), isa, &a->values, n, tokens)) return -1;
@@ -118,8 +133,9 @@ int moert_attend_latent(moert_pool *pool, const moert_latent *a, int tokens, flo
     const size_t sizes[] = {
         aligned(each * (size_t)d_model), aligned(each * (size_t)rank), aligned(heads * (size_t)nope), aligned(heads * (size_t)dims),
         aligned(heads * (size_t)dim), aligned(each * (size_t)dim), aligned(heads * (size_t)c), aligned(heads * (size_t)v),
+        gated ? aligned(heads) : 0, gated ? aligned(heads) : 0,
     };
-    enum { NORMED, LOW, STILL, TURNING, QUERIES, LATENT, MIXED, READ, ROOMS };
+    enum { NORMED, LOW, STILL, TURNING, QUERIES, LATENT, MIXED, READ, GATE, GATES, ROOMS };
     size_t total = input_bytes(&hidden.in, &hidden.x, 1) + input_bytes(&low.in, &low.x, 1) + input_bytes(&out.in, &out.x, 1) +
                    keys.bytes + values.bytes;
     for (int i = 0; i < ROOMS; i++) total += sizes[i];
@@ -138,12 +154,13 @@ int moert_attend_latent(moert_pool *pool, const moert_latent *a, int tokens, flo
         make(&low, pool, room, of[LOW], tokens);
     }
     room += input_bytes(&low.in, &low.x, 1);
-    product rest[3] = {
+    product rest[4] = {
         {&hidden.x, &a->kv_a, of[LATENT], dim, 0, 0},
         {&hidden.x, &a->k_turn, of[LATENT] + c, dim, 0, 0},
         {&asked->x, &a->q_turn, of[TURNING], (int64_t)n * dims, 0, 0},
+        {&hidden.x, &a->gate, of[GATE], n, 0, 0},
     };
-    if (run_products(pool, rest, 3)) return -1;
+    if (run_products(pool, rest, 3 + gated)) return -1;
     for (int head = 0; head < n; head++)
         queries.list[head] = (product){&asked->x, &queries.w[head], of[STILL] + (int64_t)head * tokens * nope, nope, 0, 0};
     if (run_products(pool, queries.list, n)) return -1;
@@ -156,6 +173,10 @@ int moert_attend_latent(moert_pool *pool, const moert_latent *a, int tokens, flo
     run_heads(pool, &job);
     if (by_head_run(&values, pool, room, of[MIXED], tokens, of[READ], (int64_t)n * v, v)) return -1;
     room += values.bytes;
+    if (gated) {
+        moert_sigmoid(pool, (int64_t)tokens * n, of[GATE], of[GATES]);
+        run_items(pool, gate_item, &(gate_job){of[GATES], of[READ], n, v}, tokens, (int64_t)tokens * n * v);
+    }
     make(&out, pool, room, of[READ], tokens);
     product output = {&out.x, &a->o, of[NORMED], d_model, 0, 0};
     if (run_products(pool, &output, 1)) return -1;

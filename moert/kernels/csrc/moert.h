@@ -86,8 +86,8 @@ typedef struct {
 
 /* Attention to a few features of each token instead of keys and values (DeepSeek-V2's report, section 2.1): all heads see
  * c = norm(kv_a · h) and a key that turns, k = rope(k_turn · h). A head's query of nope features becomes one of c's
- * features by keys, what it reads of c becomes value features by values. heads: kv 1, dim c's features + rope_dims,
- * value_dim c's features. */
+ * features by keys, what it reads of c becomes value features by values, times sigmoid(gate · h). heads: kv 1, dim c's
+ * features + rope_dims, value_dim c's features. */
 typedef struct {
     moert_heads heads;
     moert_norm norm, after;   /* as in moert_attention */
@@ -98,6 +98,7 @@ typedef struct {
     moert_matrix kv_a, k_turn;/* [c, d_model], [rope_dims, d_model] */
     moert_matrix keys, values;/* [n * c, nope], [n * v, c] */
     moert_matrix o;           /* [d_model, n * v] */
+    moert_matrix gate;        /* [n, d_model]; data NULL: none */
     int32_t rope_dims;
     float add;
 } moert_latent;
