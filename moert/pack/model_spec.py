@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
 from typing import Annotated, ClassVar, Literal, NamedTuple, TypeVar
 
@@ -85,6 +85,15 @@ class Layer:
         if experts.bypass or experts.router.overflow == "itself":
             return False
         return self.ffn_join.after is None and not self.scaled
+
+    @property
+    def bounded(self) -> bool:
+        """Returns whether a network's gates are bounded behind their activation, or heads have one gate each."""
+        ffn = self.ffn
+        beside = ffn.beside.ffn if isinstance(ffn, Experts) and ffn.beside is not None else None
+        networks = (ffn.ffn, ffn.shared, beside) if isinstance(ffn, Experts) else (ffn,)
+        heads = any(isinstance(each, Attention) and each.gate_by_head for each in (self.mixer, self.cross))
+        return heads or any(each is not None and each.act.bound is not None for each in networks)
 
     def tensors(self, at: str, d_model: int) -> Iterator[Tensor]:
         if self.positions is not None:
@@ -310,7 +319,7 @@ class ModelSpec:
     @property
     def moe(self) -> Experts:
         """Returns the experts of the first layer that has some: number, shape, top_k and width are those of all layers,
-        see `contradictions`."""
+        see `contradictions`; a bound of the activation is not."""
         return next(iter(self.experts.values()))
 
     def moe_layers(self, name: StackName | None = None) -> list[LayerKey]:
@@ -458,4 +467,5 @@ def _called(mixer: object) -> str:
 
 def _alike(experts: Experts) -> tuple[int, Ffn, int, Narrow | None]:
     """Returns the properties that experts of all layers must share: caches, tables and budgets count on it."""
-    return experts.n, experts.ffn, experts.router.top_k, experts.narrow
+    ffn = replace(experts.ffn, act=replace(experts.ffn.act, bound=None))
+    return experts.n, ffn, experts.router.top_k, experts.narrow

@@ -42,6 +42,7 @@ from moert.pack.layout import (
 )
 from moert.pack.manifest import (
     BACKBONE,
+    BOUNDED_MINOR,
     JOINED_MINOR,
     MATRICES_MINOR,
     NEURONS_MINOR,
@@ -254,8 +255,10 @@ class PackWriter:
         return manifest
 
     def _minor(self, preferences: tuple[Preference, ...]) -> int:
-        dense = self.quantization.dense
-        if any(kind.parallel for stack in self.spec.stacks.values() for kind in stack.kinds):
+        dense, kinds = self.quantization.dense, [kind for stack in self.spec.stacks.values() for kind in stack.kinds]
+        if any(kind.bounded for kind in kinds):
+            return BOUNDED_MINOR
+        if any(kind.parallel for kind in kinds):
             return PARALLEL_MINOR
         if dense is not None and dense.matrices:
             return MATRICES_MINOR

@@ -113,12 +113,13 @@ def ffn(matrices: Mapping[str, TorchMatrix], x: Tensor, spec: Ffn) -> Tensor:
 
 def _bent(matrices: Mapping[str, TorchMatrix], x: Tensor, spec: Ffn) -> Tensor:
     """Returns the values before `down`: [rows, d_ff]"""
-    act, limit = spec.act, math.inf if spec.act.limit is None else spec.act.limit
+    act = spec.act
+    limit, bound = (math.inf if each is None else each for each in (act.limit, act.bound))
     up = product(x, matrices["up"])
     if "gate" not in matrices:
-        return activated(act, up.clamp_(max=limit))
-    gate = activated(act, product(x, matrices["gate"]).clamp_(max=limit))
-    return gate.mul_(up.clamp_(-limit, limit).add_(act.plus))
+        return activated(act, up.clamp_(max=limit)).clamp_(max=bound)
+    gate, most = activated(act, product(x, matrices["gate"]).clamp_(max=limit)).clamp_(max=bound), min(limit, bound)
+    return gate.mul_(up.clamp_(-most, most).add_(act.plus))
 
 
 def activated(act: Act, x: Tensor) -> Tensor:
@@ -218,7 +219,8 @@ def attend(weights: TorchAttention, x: Tensor, keys: Keys, start: int, positions
         found = by_head(found, matrices["values"])
     flat = found.reshape(len(x), -1)
     if "gate" in matrices:
-        flat = flat * torch.sigmoid(product(hidden, matrices["gate"]))
+        gates = torch.sigmoid(product(hidden, matrices["gate"]))
+        flat = flat * gates.repeat_interleave(flat.shape[1] // gates.shape[1], dim=1)
     made = product(flat, matrices["o"])
     return normed(made, weights.norms["after"]) if "after" in weights.norms else made
 
