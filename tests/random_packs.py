@@ -10,9 +10,10 @@ from typing import Any
 import numpy as np
 
 from moert.pack.codec import E2M1, F32, QuantizedMatrix, Width, n_groups, pack_codes
+from moert.pack.documents import plain
 from moert.pack.layout import Neurons, group_of
 from moert.pack.manifest import (
-    MIXERS_MINOR,
+    EXTENDED_MINOR,
     PARALLEL_MINOR,
     WIDTHS_OF,
     LossEstimate,
@@ -63,7 +64,7 @@ ENCODER_DECODER = replace(
     tokens=replace(_ENCODER_DECODER.tokens, first=3),
 )
 
-_NORM, _LAYER_NORM, _ACT = Norm(1e-5), Norm(1e-6, "layer"), Act("silu", 7.0, 1.702, 1.0)
+_NORM, _LAYER_NORM, _ACT = Norm(1e-5), Norm(1e-6, "layer"), Act("silu", 7.0, 1.702, 1.0, bound=0.5)
 _EXPERT, _WIDE = Ffn(7, _ACT, gated=True, bias=True), Ffn(9, Act("gelu"), gated=False, bias=True)
 _EXPERTS = Experts(
     4, _EXPERT,
@@ -75,7 +76,7 @@ _EXPERTS = Experts(
 )  # fmt: skip
 _HEADS = Attention(
     4, 2, 6, 0.408, "head", 9.0, 1, None, window=5, softcap=30.0, sinks=True, biases="qkvog", norm_turned=True,
-    v_norm=True, chunk=8, gate=True, stretch=Stretch(4, 0.1),
+    v_norm=True, chunk=8, gate=True, stretch=Stretch(4, 0.1), gate_by_head=True,
 )  # fmt: skip
 _PLAIN_MAMBA = Mamba(6, 4, 5, 4, None, conv_bias=False)
 _LATENT = Latent(2, 7, 8, 5, 4, 6, 0.333, _LAYER_NORM, 0, bias=True)
@@ -87,8 +88,8 @@ RICH = ModelSpec(
                   parallel=True),
             Layer(_NORM, _HEADS, None, _WIDE, Join(), Join(None, 0.5), parallel=True),
             Layer(_NORM, replace(_LATENT, q_rank=None), None,
-                  replace(_EXPERTS, router=Router(2, False, None, "sparsemixer", jitter=0.01), shared=_EXPERT,
-                          shared_gate=False, beside=None)),
+                  replace(_EXPERTS, ffn=replace(_EXPERT, act=replace(_ACT, bound=None)), shared=_EXPERT,
+                          router=Router(2, False, None, "sparsemixer", jitter=0.01), shared_gate=False, beside=None)),
         ],
         _LAYER_NORM,
     ),
@@ -279,10 +280,10 @@ def read_all(root: Path) -> tuple[Manifest, Any, dict[str, bytes]]:
 
 def minor_of(spec: ModelSpec, without: int) -> int:
     """Returns the minor version of a model's pack; `without`: the one that it would have without parallel layers and
-    new fields of mixers."""
+    later fields of parts."""
     kinds = [kind for stack in spec.stacks.values() for kind in stack.kinds]
-    if any(isinstance(kind.mixer, GatedDelta) and kind.mixer.by_feature for kind in kinds):
-        return MIXERS_MINOR
+    if any(f'"{name}": ' in json.dumps(plain(kinds)) for name in ("by_feature", "gate_by_head", "bound")):
+        return EXTENDED_MINOR
     return PARALLEL_MINOR if any(kind.parallel for kind in kinds) else without
 
 

@@ -182,7 +182,7 @@ class ExpertCalls:
         """Returns the inputs of an expert's down matrix [rows, d_ff] for x [rows, d_model], by its own weights if no
         others are given."""
         return expert_inner(
-            x, self.weights(key) if weights is None else weights, self.supply.biases(key), self.spec.moe.ffn
+            x, self.weights(key) if weights is None else weights, self.supply.biases(key), self.spec.experts[key.at].ffn
         )
 
     def given(self, place: LayerKey | None, call: Call) -> Tensor:
@@ -194,7 +194,7 @@ class ExpertCalls:
         """Returns the output of one expert with these weights [rows, d_model] for x [rows, d_model], and counts its
         rows."""
         self.rows += len(x)
-        ffn, biases = self.spec.moe.ffn, self.supply.biases(key)
+        ffn, biases = self.spec.experts[key.at].ffn, self.supply.biases(key)
         if self.now.naming is None:
             return expert_ffn(x, weights, ffn, biases)
         inner = expert_inner(x, weights, biases, ffn).where(self.now.naming.computed(key, x), 0.0)
@@ -251,15 +251,18 @@ def expert_outer(inner: Tensor, weights: Weights, biases: Biases) -> Tensor:
 
 def expert_inner(x: Tensor, weights: Weights, biases: Biases, ffn: Ffn) -> Tensor:
     """Returns the inputs of the down matrix [rows, d_ff] for x [rows, d_model]."""
-    limit = ffn.act.limit
+    limit, bound = ffn.act.limit, ffn.act.bound
     first, *others = (
         nn.functional.linear(x, weight, biases[place] if biases else None)
         for place, weight in enumerate(weights[: 2 if ffn.gated else 1])
     )
     inner = _activated(ffn.act, first if limit is None else first.clamp(max=limit))
+    inner = inner if bound is None else inner.clamp(max=bound)
     if not ffn.gated:
         return inner
-    up = others[0] if limit is None else others[0].clamp(-limit, limit)
+    up = others[0]
+    for most in (limit, bound):
+        up = up if most is None else up.clamp(-most, most)
     return inner * (up if ffn.act.plus == 0 else up + ffn.act.plus)
 
 

@@ -107,7 +107,7 @@ def _heads(part: Attention) -> Iterator[str]:
     if part.sinks:
         yield "attention sinks"
     if part.gate:
-        yield "a gate on what heads give"
+        yield "a gate on what each head gives" if part.gate_by_head else "a gate on what heads give"
     if part.stretch is not None:
         yield "queries that look more sharply from far on"
     if part.clip is not None:
@@ -182,6 +182,8 @@ def _network(part: Ffn) -> Iterator[str]:
     yield f"{part.act.name} experts{gated}{' with biases' if part.bias else ''}"
     if part.act.limit is not None:
         yield f"gates within {part.act.limit:g}"
+    if part.act.bound is not None:
+        yield f"gates within {part.act.bound:g} behind their activation in some layers"
 
 
 def _stream(spec: ModelSpec, layers: Sequence[Layer]) -> Iterator[str]:

@@ -41,7 +41,7 @@ class CachedExperts:
         self._cache, self._backend, self._ahead = cache, backend, ahead
         manifest = pack.manifest
         self._overlaps = manifest.mean_expert_bytes >= HANDED_OVER_BYTES
-        self._ffn = manifest.model.moe.ffn
+        self._experts = manifest.model.experts
 
     def run(self, at: LayerKey, hidden: F32, experts: I64, weights: F32, out: F32, x: F32) -> None:
         """See moert.models.ffn.ExpertRunner. Raises PackError if an expert can't be read."""
@@ -58,7 +58,7 @@ class CachedExperts:
                 for rows in _pieces(rows_of[first:stop]):
                     until = row + sum(rows)
                     self._backend.mixture(
-                        lease.all(), rows, tokens[row:until], share[row:until], hidden, out, self._ffn
+                        lease.all(), rows, tokens[row:until], share[row:until], hidden, out, self._experts[at].ffn
                     )
                     row = until
             first = stop
@@ -85,19 +85,21 @@ class CachedExperts:
             if self._ahead is not None:
                 self._ahead.look(at, np.array([experts]), x)
             if self._overlaps and len(ready := lease.ready()) < len(experts):
-                self._run_as_they_come(lease, ready, hidden, weights, out)
+                self._run_as_they_come(at, lease, ready, hidden, weights, out)
             elif experts:
                 ones, first = [1] * len(experts), np.zeros(len(experts), np.int32)
-                self._backend.mixture(lease.all(), ones, first, weights, hidden, out, self._ffn)
+                self._backend.mixture(lease.all(), ones, first, weights, hidden, out, self._experts[at].ffn)
 
-    def _run_as_they_come(self, lease: Lease, ready: list[int], hidden: F32, weights: F32, out: F32) -> None:
+    def _run_as_they_come(
+        self, at: LayerKey, lease: Lease, ready: list[int], hidden: F32, weights: F32, out: F32
+    ) -> None:  # fmt: skip
         """Computes with experts that are in memory while others are read; adds results up in the experts' order all the
         same."""
-        missing = [place for place in range(len(weights)) if place not in ready]
+        missing, ffn = [place for place in range(len(weights)) if place not in ready], self._experts[at].ffn
         parts = np.empty((len(weights), hidden.shape[1]), np.float32)
-        self._backend.parts([lease.expert(place) for place in ready], hidden, parts[: len(ready)], self._ffn)
+        self._backend.parts([lease.expert(place) for place in ready], hidden, parts[: len(ready)], ffn)
         for row, place in enumerate(missing, len(ready)):
-            self._backend.parts([lease.expert(place)], hidden, parts[row : row + 1], self._ffn)
+            self._backend.parts([lease.expert(place)], hidden, parts[row : row + 1], ffn)
         order = np.argsort([*ready, *missing])
         self._backend.add_parts(parts[order], weights, out)
 

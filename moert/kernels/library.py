@@ -54,7 +54,7 @@ class Norm(Structure):
 class Act(Structure):
     """The struct moert_act."""
 
-    _fields_ = [("kind", c_int32), ("limit", c_float), ("slope", c_float), ("plus", c_float)]
+    _fields_ = [("kind", c_int32), ("limit", c_float), ("slope", c_float), ("plus", c_float), ("bound", c_float)]
 
 
 class Ffn(Structure):

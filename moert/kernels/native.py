@@ -204,7 +204,8 @@ def _router(weights: RouterWeights[NativeMatrix]) -> library.Router:
 
 def _act(of: Ffn) -> library.Act:
     act = of.act
-    return library.Act(ACTIVATIONS[act.name], math.inf if act.limit is None else act.limit, act.slope, act.plus)
+    limit, bound = (math.inf if each is None else each for each in (act.limit, act.bound))
+    return library.Act(ACTIVATIONS[act.name], limit, act.slope, act.plus, bound)
 
 
 def _neurons(layout: NeuronLayout) -> library.Neurons:

@@ -50,12 +50,13 @@ def ffn(matrices: Mapping[str, Plain], x: F32, spec: Ffn) -> F32:
 
 def bent(matrices: Mapping[str, Plain], x: F32, spec: Ffn) -> F32:
     """Returns the input of `down`, [rows, d_ff]."""
-    act, limit = spec.act, np.float32(math.inf if spec.act.limit is None else spec.act.limit)
-    up = product(x, matrices["up"])
-    if "gate" not in matrices:
-        return activated(act, np.minimum(up, limit))
-    gate = np.minimum(product(x, matrices["gate"]), limit)
-    made: F32 = activated(act, gate) * (np.clip(up, -limit, limit) + np.float32(act.plus))
+    act = spec.act
+    limit, bound = (np.float32(math.inf if each is None else each) for each in (act.limit, act.bound))
+    up, gated = product(x, matrices["up"]), "gate" in matrices
+    made: F32 = np.minimum(activated(act, np.minimum(product(x, matrices["gate"]) if gated else up, limit)), bound)
+    if gated:
+        most = min(limit, bound)
+        made *= np.clip(up, -most, most) + np.float32(act.plus)
     return made
 
 

@@ -369,6 +369,16 @@ def _plain_reader(kind: Any, rule: Any) -> Reader:
     return reader
 
 
+def extended(value: Any) -> bool:
+    """Returns whether a part, or a part of it, has a field that its class names in LEFT_OUT and that is not the
+    default."""
+    return dataclasses.is_dataclass(value) and any(
+        extended(each) or (field.name in getattr(value, "LEFT_OUT", ()) and each != field.default)
+        for field in dataclasses.fields(value)
+        for each in (getattr(value, field.name),)
+    )
+
+
 def plain(value: Any) -> Any:
     """Returns a value as json writes it: the reverse of `read`. Fields that a class names in LEFT_OUT are left out
     where they have their default."""

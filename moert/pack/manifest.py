@@ -50,10 +50,10 @@ FORMAT_NAME = "model.pack"
 BACKBONE = "backbone.safetensors"  # the file with all weights but the experts'
 MAJOR = 2
 PLAIN_MINOR, PREFERRING_MINOR, JOINED_MINOR, NEURONS_MINOR, TOGETHER_MINOR, POWERS_MINOR, TRELLIS_MINOR = range(7)
-MATRICES_MINOR, PARALLEL_MINOR, MIXERS_MINOR = 7, 8, 9
+MATRICES_MINOR, PARALLEL_MINOR, EXTENDED_MINOR = 7, 8, 9
 """The minor version of a pack with none of these, with preferences, with several experts in a file, with experts in
 blocks of neurons, with rows of neurons that lie together, with matrices that are multiplied with a power of two, with
-trellis codes; of one whose dense matrices have widths of their own, with parallel layers, with fields of mixers that
+trellis codes; of one whose dense matrices have widths of their own, with parallel layers, with fields of parts that
 these name in LEFT_OUT."""
 WIDTHS_OF: Mapping[Codes, tuple[Width, ...]] = {"plain": WIDTHS, "trellis": (*CODES, 8, 16)}
 """The widths that experts' projections may have, by their codes."""
@@ -520,6 +520,8 @@ def _check_neurons(manifest: Manifest) -> None:
             f"manifest.json has experts in blocks of neurons, and their activation is {act.name}: only relu and relu2 "
             "give zeros that make neurons needless"
         )
+    if any(experts.ffn.act.bound is not None for experts in manifest.model.experts.values()):
+        raise ManifestInvalid("manifest.json has experts in blocks of neurons, and bounds behind their activation")
     if how.mxfp4 or how.codes == "trellis":
         other = "mxfp4" if how.mxfp4 else "trellis codes"
         raise ManifestInvalid(f"manifest.json has experts in blocks of neurons and {other}: a pack has one of them")

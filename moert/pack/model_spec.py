@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields, replace
 from functools import cached_property, lru_cache
 from typing import Annotated, ClassVar, Literal, NamedTuple, TypeVar
 
-from moert.pack.documents import MAX_COUNT, Within
+from moert.pack.documents import MAX_COUNT, Within, extended
 from moert.pack.parts import (
     MOST,
     ROLES,
@@ -85,6 +85,12 @@ class Layer:
         if experts.bypass or experts.router.overflow == "itself":
             return False
         return self.ffn_join.after is None and not self.scaled
+
+    @property
+    def extended(self) -> bool:
+        """Returns whether a part has a field that its class names in LEFT_OUT: gates of heads, decays by feature,
+        bounds behind activations."""
+        return any(extended(getattr(self, field.name)) for field in fields(self))
 
     def tensors(self, at: str, d_model: int) -> Iterator[Tensor]:
         if self.positions is not None:
@@ -310,7 +316,7 @@ class ModelSpec:
     @property
     def moe(self) -> Experts:
         """Returns the experts of the first layer that has some: number, shape, top_k and width are those of all layers,
-        see `contradictions`."""
+        see `contradictions`; a bound of the activation is not."""
         return next(iter(self.experts.values()))
 
     def moe_layers(self, name: StackName | None = None) -> list[LayerKey]:
@@ -458,4 +464,5 @@ def _called(mixer: object) -> str:
 
 def _alike(experts: Experts) -> tuple[int, Ffn, int, Narrow | None]:
     """Returns the properties that experts of all layers must share: caches, tables and budgets count on it."""
-    return experts.n, experts.ffn, experts.router.top_k, experts.narrow
+    ffn = replace(experts.ffn, act=replace(experts.ffn.act, bound=None))
+    return experts.n, ffn, experts.router.top_k, experts.narrow

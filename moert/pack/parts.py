@@ -108,10 +108,12 @@ class Attention:
     is the place of the model's rope that turns them. `buckets` are the stack's. A query sees at most the last `window`
     keys, its own among them, and none before the last multiple of `chunk`. Scores become softcap · tanh(score /
     softcap). With `sinks` each head has a score that takes part in the softmax and has no value. The heads' output is
-    multiplied with sigmoid(gate · x) if there is a `gate`. `biases` names the matrices that have one; g is the gate.
+    multiplied with sigmoid(gate · x) if there is a `gate`, which has one output a head if it is `gate_by_head`.
+    `biases` names the matrices that have one; g is the gate.
     """
 
     KIND: ClassVar[str] = "heads"
+    LEFT_OUT: ClassVar = ("gate_by_head",)
     n: Annotated[int, Within(1, MOST)]
     kv: Annotated[int, Within(1, MOST)]
     dim: Annotated[int, Within(1, MOST)]
@@ -129,6 +131,7 @@ class Attention:
     chunk: Annotated[int | None, Within(1, MAX_COUNT)] = None
     gate: bool = False
     stretch: Stretch | None = None
+    gate_by_head: bool = False
 
     @property
     def value_dim(self) -> int:
@@ -153,7 +156,7 @@ class Attention:
             "o": (d_model, self.q_features),
         }  # fmt: skip
         if self.gate:
-            shapes["gate"] = (self.q_features, d_model)
+            shapes["gate"] = (self.n if self.gate_by_head else self.q_features, d_model)
         for name, shape in shapes.items():
             yield from matrix(f"{at}.{name}", shape, "attention", name[0] in (self.biases or ""))
         if self.qk_norm is not None:
@@ -172,6 +175,8 @@ class Attention:
             yield f"n times dim is {self.q_features}, it should be at most {MOST_FEATURES}"
         if "g" in (self.biases or "") and not self.gate:
             yield "its gate has a bias, and there is no gate"
+        if self.gate_by_head and not self.gate:
+            yield "its gate has an output a head, and there is no gate"
         if self.buckets is not None:
             yield from self.buckets.contradictions()
 
@@ -474,12 +479,15 @@ def _has_no_bias(norm: Norm) -> Iterator[str]:
 class Act:
     """The activation of a feed-forward network; silu is x · sigmoid(slope · x), relu2 the square of relu. With a
     `limit` the gate is bounded to at most the limit and up to ± the limit before it; without a gate, up to at most the
-    limit. `plus` is added to up then."""
+    limit. With a `bound` the activation's output is bounded to at most the bound, and up, beside a gate, to ± the
+    bound. `plus` is added to up then."""
 
+    LEFT_OUT: ClassVar = ("bound",)
     name: Literal["relu", "silu", "gelu", "gelu_new", "relu2"]
     limit: Limit = None
     slope: Factor = 1.0
     plus: Plus = 0.0
+    bound: Limit = None
 
     @property
     def exact_zeros(self) -> bool:

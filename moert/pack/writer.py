@@ -42,9 +42,9 @@ from moert.pack.layout import (
 )
 from moert.pack.manifest import (
     BACKBONE,
+    EXTENDED_MINOR,
     JOINED_MINOR,
     MATRICES_MINOR,
-    MIXERS_MINOR,
     NEURONS_MINOR,
     PARALLEL_MINOR,
     PLAIN_MINOR,
@@ -256,8 +256,8 @@ class PackWriter:
 
     def _minor(self, preferences: tuple[Preference, ...]) -> int:
         dense, kinds = self.quantization.dense, [kind for stack in self.spec.stacks.values() for kind in stack.kinds]
-        if any({*getattr(kind.mixer, "LEFT_OUT", ())} & {*(plain(kind.mixer) or ())} for kind in kinds):
-            return MIXERS_MINOR
+        if any(kind.extended for kind in kinds):
+            return EXTENDED_MINOR
         if any(kind.parallel for kind in kinds):
             return PARALLEL_MINOR
         if dense is not None and dense.matrices:

@@ -284,7 +284,7 @@ class Rig:
             asked = {at: cast("Any", _Asked(self, place)) for place, at in enumerate(ORDER)}
             further = Further(asked, copies=copies, reads=False)
             ahead = Lookahead(MIXTRAL, nbytes, self.cache, ExpertCounters(), GateAhead(), further)
-        self.runner = TieredExperts(tiers, self.cache, cast("Any", _Nothing()), MIXTRAL.moe.ffn, ahead, _Nobody())
+        self.runner = TieredExperts(tiers, self.cache, cast("Any", _Nothing()), MIXTRAL.experts, ahead, _Nobody())
         self.tiers, self._ahead = tiers, ahead
         self._fill_memory(keys)
         if setup.gpu_bytes > kind.nbytes:

@@ -38,7 +38,7 @@ class SharedWeights:
     """Runs experts of which all have the same weights, so that they fit into memory."""
 
     def __init__(self, spec: ModelSpec, backend: Backend) -> None:
-        self.ffn, self.backend, self.buffer = spec.moe.ffn, backend, expert_buffer(spec)
+        self.parts, self.backend, self.buffer = spec.experts, backend, expert_buffer(spec)
         self.expert: Expert = backend.expert(ExpertView(self.buffer, views(spec)))
         self.chosen: set[int] = set()
 
@@ -53,7 +53,7 @@ class SharedWeights:
         for number in sorted(chosen):
             taken = experts == number
             tokens = np.flatnonzero(taken.any(1)).astype(np.int32)
-            self.backend.mixture([self.expert], [len(tokens)], tokens, weights[taken], hidden, out, self.ffn)
+            self.backend.mixture([self.expert], [len(tokens)], tokens, weights[taken], hidden, out, self.parts[at].ffn)
 
 
 def views(spec: ModelSpec) -> dict[str, ProjectionView]:

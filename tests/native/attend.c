@@ -63,11 +63,13 @@ static void answer(const attention *a, const estimate *hidden, const reading *r,
         plain_heads(s, r, t, &mixed);
         if (a->block.gate.data) {
             plain_multiply(&a->gate, &normed, INNER, &gate);
-            plain_sigmoid(&gate, mixes, &gate);
+            const int gates = a->block.gate.rows;
+            plain_sigmoid(&gate, gates, &gate);
             for (int i = 0; i < mixes; i++) {
-                double value = mixed.value[i], by = gate.value[i];
+                const int from = i / (mixes / gates);
+                double value = mixed.value[i], by = gate.value[from];
                 mixed.value[i] = value * by;
-                mixed.error[i] = mixed.error[i] * (by + gate.error[i]) + fabs(value) * gate.error[i];
+                mixed.error[i] = mixed.error[i] * (by + gate.error[from]) + fabs(value) * gate.error[from];
             }
         }
         plain_multiply(&a->o, &mixed, FINAL, &made);
@@ -96,7 +98,7 @@ static void draw_weights(attention *a, int kind, int value_style) {
         a->k = matrix_make(kind, h->kv * h->dim, d_model, 16, PLAIN);
         a->v = matrix_make(draw(2) ? kind : 8, h->kv * h->value_dim, d_model, 0, value_style);
     }
-    if (draw(3) == 0) a->gate = matrix_make(kind, mixes, d_model, draw(2) ? 32 : 64, PLAIN);
+    if (draw(3) == 0) a->gate = matrix_make(kind, draw(2) ? mixes : h->n, d_model, draw(2) ? 32 : 64, PLAIN);
     b->q = a->q.matrix, b->k = a->k.matrix, b->v = a->v.matrix, b->o = a->o.matrix, b->gate = a->gate.matrix;
     b->norm = norm_make(d_model, 1e-5f), b->add = draw(2) ? 1 : draw_float();
     b->norm_each = draw(2), b->norm_turned = draw(3) == 0;

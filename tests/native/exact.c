@@ -54,7 +54,7 @@ static void exact_mixture(int kind, int size, int tokens) {
     problem_matrix up[2], down[2];
     moert_ffn ffn[2];
     const moert_ffn *both[2] = {&ffn[0], &ffn[1]};
-    const moert_act act = {MOERT_RELU, INFINITY, 1, 0};
+    const moert_act act = {MOERT_RELU, INFINITY, 1, 0, INFINITY};
     int32_t starts[3] = {0, tokens, 2 * tokens}, *token_of = claim((size_t)tokens * 2 * sizeof *token_of);
     float *weights = claim((size_t)tokens * 2 * sizeof *weights), *x = draw_whole(tokens * size, size, 0);
     float *out = claim((size_t)tokens * size * sizeof *out);

@@ -57,7 +57,7 @@ static void one_sigmoid(int length) {
 }
 
 static void plain_gated(const moert_norm *norm, int groups, int last, int n, const float *x, const float *gate, estimate *y) {
-    static const moert_act silu = {MOERT_SILU, INFINITY, 1, 0};
+    static const moert_act silu = {MOERT_SILU, INFINITY, 1, 0, INFINITY};
     int size = n / groups;
     estimate with = estimate_make(n), made = estimate_make(n);
     for (int i = 0; i < n; i++) with.value[i] = gate[i], made.value[i] = x[i], with.error[i] = made.error[i] = 0;

@@ -136,12 +136,13 @@ static void mix(int number, int d_model, int d_ff, int tokens, const int *allowe
     mixture m = {.gated = number / 4 % 2, .experts = 1 + number % MOST_EXPERTS, .d_model = d_model, .d_ff = d_ff,
                  .tokens = tokens};
     m.act.kind = number % 5, m.act.limit = (float[]){INFINITY, 0.5f, 7, INFINITY}[number / 8 % 4];
+    m.act.bound = (float[]){INFINITY, INFINITY, 0.25f}[number / 5 % 3];
     m.act.slope = draw(2) ? 1.702f : 1, m.act.plus = draw(2) ? 0 : 1;
     m.style = number % 16 == 15 ? EXTREME : PLAIN;
     make(&m, allowed, count);
-    describe("mixture: activation %d, limit %g, slope %g, plus %g, %s, %d experts, %d -> %d, %d tokens, style %d, widths "
-             "from %d", m.act.kind, m.act.limit, m.act.slope, m.act.plus, m.gated ? "gated" : "no gate", m.experts, d_model,
-             d_ff, tokens, m.style, allowed[0]);
+    describe("mixture: activation %d, limit %g, bound %g, slope %g, plus %g, %s, %d experts, %d -> %d, %d tokens, style %d, "
+             "widths from %d", m.act.kind, m.act.limit, m.act.bound, m.act.slope, m.act.plus, m.gated ? "gated" : "no gate",
+             m.experts, d_model, d_ff, tokens, m.style, allowed[0]);
     run(&m);
 }
 

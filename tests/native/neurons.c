@@ -119,7 +119,8 @@ static void fire_some(const neurons *n, const engine *on, const moert_act *act, 
 
 static void fire(int number, int d_model, int d_ff, int per_block, int group, int tokens) {
     int kind[] = {kinds[number % COUNT(kinds)], kinds[draw(COUNT(kinds))], 4}, gated = number / 6 % 2;
-    moert_act act = {number / 2 % 2 ? MOERT_RELU : MOERT_RELU_SQUARED, number % 5 ? INFINITY : 0.5f, 1, gated && number % 3 == 0};
+    moert_act act = {number / 2 % 2 ? MOERT_RELU : MOERT_RELU_SQUARED, number % 5 ? INFINITY : 0.5f, 1, gated && number % 3 == 0,
+                     INFINITY};
     neurons n = neurons_make(d_model, d_ff, per_block, gated, kind, group, number % 8 == 7 ? EXTREME : PLAIN);
     int length = tokens * d_ff;
     float *x = draw_floats(tokens * d_model), *hidden = claim((size_t)length * sizeof *hidden);

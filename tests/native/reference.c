@@ -163,15 +163,15 @@ static double activation_of(const moert_act *act, double x) {
 }
 
 void plain_activate(const moert_act *act, const estimate *gate, const estimate *up, int length, estimate *hidden) {
-    double limit = act->limit;
+    const double limit = act->limit, bound = act->bound, most = fmin(limit, bound);
     for (int i = 0; i < length; i++) {
         const estimate *bent = gate ? gate : up;
         double input = fmin(bent->value[i], limit), u = 1, u_error = 0;
-        double a = activation_of(act, input), off = bent->error[i];
+        double a = fmin(activation_of(act, input), bound), off = bent->error[i];
         double slope = act->kind == MOERT_RELU_SQUARED ? 2 * fabs(input) + off : 1.2; /* at most */
         double a_error = slope * off + 3e-7 * fabs(input) + INNER * fabs(a);
         if (gate) {
-            u = fmax(fmin(up->value[i], limit), -limit) + act->plus;
+            u = fmax(fmin(up->value[i], most), -most) + act->plus;
             u_error = up->error[i] + INNER * fabs(act->plus);
         }
         hidden->value[i] = a * u;

@@ -40,7 +40,7 @@ class MemoryRunner:
     def __init__(self, pack: Pack, backend: Backend) -> None:
         self.decided: list[tuple[I64, F32]] = []
         self.given: list[tuple[I64, F32]] = []
-        self.ffn, self.backend = pack.manifest.model.moe.ffn, backend
+        self.parts, self.backend = pack.manifest.model.experts, backend
         self.experts = experts_of(pack, backend)
         self.dropped = 0
 
@@ -53,7 +53,7 @@ class MemoryRunner:
             taken = experts == key.expert
             if key.at == at and taken.any():
                 tokens = np.flatnonzero(taken.any(1)).astype(np.int32)
-                self.backend.mixture([expert], [len(tokens)], tokens, weights[taken], hidden, out, self.ffn)
+                self.backend.mixture([expert], [len(tokens)], tokens, weights[taken], hidden, out, self.parts[at].ffn)
 
 
 def experts_of(pack: Pack, backend: Backend) -> dict[ExpertKey, Expert]:

@@ -166,6 +166,8 @@ def _values(values: tuple[Any, ...]) -> str:
 
 
 def _value(value: Any) -> str:
+    if isinstance(value, dict) or value == []:
+        return "one that says the same" if value else "an empty list"
     if isinstance(value, list):
         return "a list that says the same" if len(set(map(str, value))) > 1 else f"{_value(value[0])} in each layer"
     return {None: "none", False: "false", True: "true"}.get(value, str(value)) if _is_word(value) else str(value)

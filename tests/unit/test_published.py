@@ -106,11 +106,22 @@ FEATURES = {
         "1 of 49 layers without experts",
         "attention and feed-forward side by side",
     ],
+    "Step-3.7-Flash": [
+        "96 heads, 8 of keys",
+        "a gate on what each head gives",
+        "rotary positions of 64 of 128 features",
+        "gates within 7 behind their activation in some layers",
+    ],
     "SmolLM3-3B": ["no positions in 9 of 36 layers", "one network a layer, which is its only expert", "a tied head"],
     "Phi-4-mini": ["rotary positions of 96 of 128 features", "windows of 262144 tokens in 32 of 32 layers"],
     "Gemma-3-4b": ["windows of 1024 tokens in 29 of 34 layers", "norms after attention and experts", "a tied head"],
     "Qwen1.5-MoE-A2.7B": ["a shared expert of width 5632 with a gate"],
 }
+
+
+def _in_text(name: str, **changes: object) -> Config:
+    """Returns a change of a published model's text model."""
+    return {"text_config": {**PUBLISHED[name]["text_config"], **changes}}
 
 
 def outline_of(config: Config) -> Outline:
@@ -225,6 +236,12 @@ def check_parameters(outline: Outline, total: float, active: float | None) -> No
         ("Command-R7B", {"logit_scale": 0.0}, "logit_scale 0.0"),
         ("North-Mini-Code-1.0", {"expert_selection_fn": "tanh"}, "expert_selection_fn 'tanh'"),
         ("North-Mini-Code-1.0", {"rope_scaling": {"rope_type": "linear", "factor": 2.0}}, "rope_scaling"),
+        ("Step-3.7-Flash", _in_text("Step-3.7-Flash", use_head_wise_attn_gate=False), "use_head_wise_attn_gate False"),
+        ("Step-3.7-Flash", _in_text("Step-3.7-Flash", swiglu_limits=[7.0]), "swiglu_limits for 1 of 45 layers"),
+        ("Step-3.7-Flash", _in_text("Step-3.7-Flash", attention_other_setting={"head_dim": 64}), "attention_other"),
+        ("Step-3.7-Flash", _in_text("Step-3.7-Flash", swiglu_limits=[-7.0] * 45), "bound should be between 0.001"),
+        ("Command-A-Vision", _in_text("Command-A-Vision", model_type="llama"), "model_type 'llama' in text_config"),
+        ("ERNIE-4.5-VL-28B-A3B", _in_text("ERNIE-4.5-VL-28B-A3B", use_bias=True), "use_bias True"),
         ("Mixtral-8x7B", {"is_causal": False}, "is_causal False"),
         ("Mixtral-8x7B", {"num_hidden_layers": 1 << 40}, "num_hidden_layers is 1099511627776, it should be 1 to 4096"),
         ("Mixtral-8x7B", {"num_attention_heads": 0}, "num_attention_heads 0: it should be a whole number from 1 on"),

@@ -57,6 +57,7 @@ from moeconv.source.archs.qwen import (
     Qwen35MoeText,
     Qwen35Text,
 )
+from moeconv.source.archs.step import Step3p7
 from moeconv.source.archs.switch import SwitchTransformers
 
 __all__ = ["FAMILIES", "REFUSED", "Description", "Family", "UnsupportedModel"]
@@ -70,7 +71,7 @@ FAMILIES: Mapping[str, Family] = {
         Lfm2Moe(), NllbMoe(), Jamba(), Qwen3Next(), Qwen35Moe(), Qwen35MoeText(), GraniteMoeHybrid(),
         NemotronH(), GptsanJapanese(), Opt(), Llama(), Mistral(), Qwen2(), Qwen3(), SmolLM3(),
         Phi3(), Gemma3(), Gemma3Text(), Olmo2(), Olmo3(), FlexOlmo(), Qwen3VlMoe(), KimiK25(), Mistral4(),
-        SolarOpen(), HyV3(), Afmoe(), Ernie45VlMoe(), Cohere2Vision(),
+        SolarOpen(), HyV3(), Afmoe(), Ernie45VlMoe(), Cohere2Vision(), Step3p7(),
         DeepseekV32(), GlmMoeDsa(), MiMoV2Flash(), MiniMaxM3Vl(), Cohere2(), Cohere2Moe(),
         Qwen3Vl(), Qwen35(), Qwen35Text(), KimiLinear(), BailingHybrid(),
     )
@@ -89,6 +90,5 @@ REFUSED: Mapping[str, str] = {
     "minimax_m3": "transformers knows MiniMax-M3 as minimax_m3_vl alone: take a checkpoint of that form",
     "nemotron-nas": _NOT_COMPARED,
     "qwen4_exp": "packs have no streams mixed between layers (hyper-connections), and no embeddings of several words",
-    "step3p7": "packs have no gates that are bounded behind their activation, and by another bound in each layer",
 }  # fmt: skip
 """model_type of a known family that can't be packed → the reason."""

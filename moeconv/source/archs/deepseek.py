@@ -114,11 +114,11 @@ def dense_first(config: Config, dense: Ffn, routed: Experts) -> list[Ffn | Exper
     return [dense if at < first else routed for at in range(config.count("num_hidden_layers"))]
 
 
-def no_more_predicted(config: Config, root: str = "model.") -> dict[str, str]:
-    """Returns the names to leave out of layers behind the last one, which predict tokens after the next, with a note.
-    `root`: the beginning of all names."""
+def no_more_predicted(config: Config, root: str = "model.", more: int = 1) -> dict[str, str]:
+    """Returns the names to leave out of `more` layers behind the last one, which predict tokens after the next, with a
+    note. `root`: the beginning of all names."""
     last = config.count("num_hidden_layers")
-    return {rf"{re.escape(root)}layers\.{last}\.": MORE_PREDICTED}
+    return {rf"{re.escape(root)}layers\.{at}\.": MORE_PREDICTED for at in range(last, last + more)}
 
 
 class DeepseekV2(Family):

@@ -253,12 +253,13 @@ class MiniMaxM3Vl(Family):
             if type(module).__name__ == "MiniMaxM3VLAttention":
                 module.indexer = None
             elif type(module).__name__ == "MiniMaxM3VLSparseMoeBlock":
-                module.gate.register_forward_hook(partial(_multiplied, module.routed_scaling_factor))
+                module.gate.register_forward_hook(partial(multiplied, module.routed_scaling_factor))
                 module.routed_scaling_factor = 1.0
         return model
 
 
-def _multiplied(factor: float, _module: Any, _given: Any, routed: tuple[Tensor, Tensor, Tensor]) -> Any:
+def multiplied(factor: float, _module: Any, _given: Any, routed: tuple[Tensor, Tensor, Tensor]) -> Any:
+    """Returns a router's results with weights times a factor, as a hook of its module."""
     numbers, weights, chosen = routed
     return numbers, weights * factor, chosen
 

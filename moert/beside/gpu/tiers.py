@@ -53,7 +53,7 @@ from moert.pack.codec import F32, U8
 from moert.pack.errors import PackError
 from moert.pack.manifest import BACKBONE
 from moert.pack.model_spec import ExpertKey, LayerKey
-from moert.pack.parts import Ffn
+from moert.pack.parts import Experts, Ffn
 from moert.pack.reader import Pack
 from moert.stats import size
 
@@ -242,11 +242,12 @@ class Tiers:
 
 @dataclass
 class _Layer:
-    """One layer on its way: its experts, where the rows of each begin, who computes each, whether the processor is
-    `alone`, whether each expert was `absent` from memory, the input, the results of all experts, when the layer began
-    [s], and the work that the device has begun."""
+    """One layer on its way: its experts, their shape `ffn`, where the rows of each begin, who computes each, whether
+    the processor is `alone`, whether each expert was `absent` from memory, the input, the results of all experts, when
+    the layer began [s], and the work that the device has begun."""
 
     keys: list[ExpertKey]
+    ffn: Ffn
     group: ByExpert
     starts: list[int]
     who: bytearray
@@ -274,13 +275,14 @@ class TieredExperts:
     alone, run as without a device."""
 
     def __init__(
-        self, tiers: Tiers, cache: ExpertCache, backend: Backend, spec: Ffn, ahead: Lookahead | None,
-        alone: ListenedRunner,
+        self, tiers: Tiers, cache: ExpertCache, backend: Backend, experts: Mapping[LayerKey, Experts],
+        ahead: Lookahead | None, alone: ListenedRunner,
     ) -> None:  # fmt: skip
         """`alone`: runs layers of the processor alone, and has the listeners of all."""
         self.listeners = alone.listeners
         self.tiers = tiers
-        self._cache, self._backend, self._spec, self._ahead, self._alone = cache, of_lent(backend), spec, ahead, alone
+        self._cache, self._backend, self._ahead, self._alone = cache, of_lent(backend), ahead, alone
+        self._experts = experts
 
     def run(self, at: LayerKey, hidden: F32, experts: I64, weights: F32, out: F32, x: F32) -> None:
         """See moert.models.ffn.ExpertRunner. Raises PackError if an expert can't be read."""
@@ -326,7 +328,7 @@ class TieredExperts:
         starts = list(accumulate(group.counts, initial=0))
         alone = tiers.telling is None and not any(who)
         parts = np.empty((0 if alone else starts[-1], hidden.shape[1]), np.float32)
-        return _Layer(keys, group, starts, who, alone, absent, hidden, parts, began_s)
+        return _Layer(keys, self._experts[at].ffn, group, starts, who, alone, absent, hidden, parts, began_s)
 
     def _tell_reads(self, layer: _Layer) -> None:
         """Tells a simulated device which experts are read now."""
@@ -417,7 +419,7 @@ class TieredExperts:
             sizes = [stop - start for _, start, stop in piece]
             while True:
                 try:
-                    running = tiers.device.begin(held, sizes, tokens, layer.hidden, self._spec)
+                    running = tiers.device.begin(held, sizes, tokens, layer.hidden, layer.ffn)
                     break
                 except DeviceFull:
                     if not residents.give_back(max(tiers.nbytes.values()), wanted):
@@ -484,7 +486,7 @@ class TieredExperts:
         apart = together.stop - together.start != sum(counts)  # others lie between them
         made = np.empty((sum(counts), layer.parts.shape[1]), np.float32) if apart else layer.parts[together]
         tokens = np.concatenate([layer.tokens(place) for place in wave])
-        compute_parts(self._backend, experts, counts, layer.hidden, tokens, made, self._spec)
+        compute_parts(self._backend, experts, counts, layer.hidden, tokens, made, layer.ffn)
         if apart:
             layer.parts[np.concatenate([np.arange(span.start, span.stop) for span in spans])] = made
 
@@ -604,7 +606,7 @@ class DeviceTier(Holding):
     def runner(self, cache: ExpertCache, ahead: Lookahead | None, listeners: Iterable[Listener]) -> TieredExperts:
         assert self.tiers is not None
         alone = CachedExperts(self._pack, cache, of_lent(self.backend), ahead, listeners)
-        self._running = TieredExperts(self.tiers, cache, self.backend, self._pack.manifest.model.moe.ffn, ahead, alone)
+        self._running = TieredExperts(self.tiers, cache, self.backend, self._pack.manifest.model.experts, ahead, alone)
         return self._running
 
     def begins(self) -> None:

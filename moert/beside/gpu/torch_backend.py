@@ -113,12 +113,13 @@ def ffn(matrices: Mapping[str, TorchMatrix], x: Tensor, spec: Ffn) -> Tensor:
 
 def _bent(matrices: Mapping[str, TorchMatrix], x: Tensor, spec: Ffn) -> Tensor:
     """Returns the values before `down`: [rows, d_ff]"""
-    act, limit = spec.act, math.inf if spec.act.limit is None else spec.act.limit
+    act = spec.act
+    limit, bound = (math.inf if each is None else each for each in (act.limit, act.bound))
     up = product(x, matrices["up"])
     if "gate" not in matrices:
-        return activated(act, up.clamp_(max=limit))
-    gate = activated(act, product(x, matrices["gate"]).clamp_(max=limit))
-    return gate.mul_(up.clamp_(-limit, limit).add_(act.plus))
+        return activated(act, up.clamp_(max=limit)).clamp_(max=bound)
+    gate, most = activated(act, product(x, matrices["gate"]).clamp_(max=limit)).clamp_(max=bound), min(limit, bound)
+    return gate.mul_(up.clamp_(-most, most).add_(act.plus))
 
 
 def activated(act: Act, x: Tensor) -> Tensor:

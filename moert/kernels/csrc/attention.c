@@ -59,15 +59,25 @@ static void finish_item(const void *job, int token, void *own) {
 
 typedef struct {
     const operations *isa;
-    const float *gate;
-    float *mixed;
-    int n;
+    float *gate, *mixed;
+    int n, gates;
 } gate_job;
+
+/* Each of `gates` numbers becomes n / gates alike, in place. */
+static void repeat(float *x, int gates, int n) {
+    const int dim = n / gates;
+    for (int gate = gates - 1; gate >= 0; gate--) {
+        const float one = x[gate];
+        for (int i = 0; i < dim; i++) x[gate * dim + i] = one;
+    }
+}
 
 static void gate_item(const void *job, int token, void *own) {
     const gate_job *j = job;
     (void)own;
-    j->isa->gate(j->gate + (int64_t)token * j->n, j->mixed + (int64_t)token * j->n, j->n);
+    float *gate = j->gate + (int64_t)token * j->n;
+    if (j->gates < j->n) repeat(gate, j->gates, j->n);
+    j->isa->gate(gate, j->mixed + (int64_t)token * j->n, j->n);
 }
 
 int moert_attend(moert_pool *pool, const moert_attention *a, int tokens, float *x, const moert_keys *kept, int start,
@@ -111,7 +121,7 @@ int moert_attend(moert_pool *pool, const moert_attention *a, int tokens, float *
 
     heads_job heads = {isa, h, kept, at, qkv, mixed, width, mixes, h->value_dim, tokens, start, length, 0};
     run_heads(pool, &heads);
-    if (gated) run_items(pool, gate_item, &(gate_job){isa, gate, mixed, mixes}, tokens, 16LL * tokens * mixes);
+    if (gated) run_items(pool, gate_item, &(gate_job){isa, gate, mixed, mixes, a->gate.rows}, tokens, 16LL * tokens * mixes);
 
     after.values = mixed;
     input_make(&after, &x_after, 1, pool, room + before_bytes, NULL, tokens);

@@ -47,10 +47,11 @@ typedef struct {
 } moert_norm;
 
 /* act(gate) * (up + plus), or act(up). The gate is clamped to at most limit and up to ±limit, without a gate up to at most
- * limit; infinity for none. SiLU is x * sigmoid(slope * x). */
+ * limit; what act gives is clamped to at most bound, and up beside a gate to ±bound; infinity for none. SiLU is
+ * x * sigmoid(slope * x). */
 typedef struct {
     int32_t kind;
-    float limit, slope, plus;
+    float limit, slope, plus, bound;
 } moert_act;
 
 /* down(act(up x)), or with a gate down(act(gate x) * up x). gate.data is NULL without one. */
@@ -77,7 +78,8 @@ typedef struct {
     moert_norm v_norm;        /* optional, of each head */
     moert_norm after;         /* optional, of what comes out: d_model */
     moert_matrix q, k, v, o;  /* k.data and v.data are NULL where keys and values are there already (cross attention) */
-    moert_matrix gate;        /* what the heads give is multiplied with sigmoid(gate · norm(x)); data NULL: none */
+    moert_matrix gate;        /* what the heads give is multiplied with sigmoid(gate · norm(x)), of as many rows or one a
+                               * head; data NULL: none */
     int32_t rope_dims;        /* the first features of each head turn, in two halves; 0: none */
     int32_t norm_each, norm_turned; /* the latter: queries and keys are normed after they turn */
     float clip;               /* q, k, v are clamped to ±clip; infinity for none */

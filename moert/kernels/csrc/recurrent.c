@@ -177,7 +177,7 @@ static void norm_parts(const row_job *j, const float *x, float *y) {
 }
 
 static void gated_item(const void *job, int item, void *own) {
-    static const moert_act silu = {MOERT_SILU, INFINITY, 1, 0};
+    static const moert_act silu = {MOERT_SILU, INFINITY, 1, 0, INFINITY};
     const row_job *j = job;
     const int each = rows_an_item(j->n), first = item * each, normed = j->norm != NULL;
     (void)own;
