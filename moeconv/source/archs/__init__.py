@@ -47,7 +47,7 @@ from moeconv.source.archs.plain import (
     Phimoe,
 )
 from moeconv.source.archs.qwen import Qwen2Moe, Qwen3Moe, Qwen3Next, Qwen3VlMoe, Qwen35Moe, Qwen35MoeText
-from moeconv.source.archs.step import Step3p7
+from moeconv.source.archs.step import Step3p5, Step3p7
 from moeconv.source.archs.switch import SwitchTransformers
 
 __all__ = ["FAMILIES", "REFUSED", "Description", "Family", "UnsupportedModel"]
@@ -61,7 +61,7 @@ FAMILIES: Mapping[str, Family] = {
         Lfm2Moe(), NllbMoe(), Jamba(), Qwen3Next(), Qwen35Moe(), Qwen35MoeText(), GraniteMoeHybrid(),
         NemotronH(), GptsanJapanese(), Opt(), Llama(), Mistral(), Qwen2(), Qwen3(), SmolLM3(),
         Phi3(), Gemma3(), Gemma3Text(), Olmo2(), Olmo3(), FlexOlmo(), Qwen3VlMoe(), KimiK25(), Mistral4(),
-        SolarOpen(), HyV3(), Afmoe(), Ernie45VlMoe(), Cohere2Vision(), Step3p7(), Glm4vMoe(),
+        SolarOpen(), HyV3(), Afmoe(), Ernie45VlMoe(), Cohere2Vision(), Step3p5(), Step3p7(), Glm4vMoe(),
         DeepseekV32(), GlmMoeDsa(), MiMoV2Flash(), MiniMaxM3Vl(), Cohere2(), Cohere2Moe(),
     )
 }  # fmt: skip
