@@ -67,6 +67,12 @@ def tiny_of(model_type: str) -> Callable[..., Path]:
             return path
         whole = getattr(transformers, f"{tiny.whole}Config")(text_config=config, **(tiny.sees or {}))
         _save(getattr(transformers, f"{tiny.outer or tiny.whole}ForConditionalGeneration")(whole), path, seed)
+        if model_type == "step3p5":  # whose text model transformers runs inside a larger one alone
+            text = json.loads((path / "config.json").read_text())["text_config"]
+            (path / "config.json").write_text(
+                json.dumps({**text, "architectures": ["Step3p7ForConditionalGeneration"]})
+            )
+            rewrite(path, lambda found: {name: tensor for name, tensor in found.items() if not name.startswith("vi")})
         if model_type == "kimi_k25":  # whose layers transformers names otherwise when it writes than when it reads
             rewrite(path, lambda found: {name.replace(*_BLOCKS): tensor for name, tensor in found.items()})
         return path
@@ -153,7 +159,11 @@ def transformers_model(path: Path) -> Any:
     if config["model_type"] == "gptsan-japanese":
         return gptsan.Reference(path)
     found = getattr(transformers, config["architectures"][0])
-    known = found.config_class.from_pretrained(path, local_files_only=True)
+    if config["model_type"] == "step3p5":
+        sees = {**(ALL["step3p5"].sees or {}), "tie_word_embeddings": config["tie_word_embeddings"]}
+        known = found.config_class(text_config=config, **sees)
+    else:
+        known = found.config_class.from_pretrained(path, local_files_only=True)
     known.model_type = found.config_class.model_type  # else weights of one by another name are not found
     with _gated_networks(known):
         model = found.from_pretrained(path, config=known, dtype=torch.float32, local_files_only=True).eval()

@@ -130,7 +130,7 @@ SAME = {
     "Llama-4-Scout, text": "Llama-4-Scout", "Gemma-4-26B-A4B, text": "Gemma-4-26B-A4B",
     "Qwen3.5-35B-A3B, text": "Qwen3.5-35B-A3B", "Qwen3.5-27B, text": "Qwen3.5-27B",
     "Mistral-7B-v0.3": "Llama-3.1-8B", "GLM-5.2": "GLM-5",
-    "ERNIE-4.5-VL-28B-A3B": "ERNIE-4.5-21B-A3B",
+    "ERNIE-4.5-VL-28B-A3B": "ERNIE-4.5-21B-A3B", "GLM-4.5V": "GLM-4.5-Air",
 }  # fmt: skip
 """Models whose layers are those of another one."""
 

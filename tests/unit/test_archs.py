@@ -16,7 +16,6 @@ from tiny import TINY, VARIANTS, VOCAB, features, tiny_switch, transformers_mode
 
 from moeconv.dense import weighed
 from moeconv.source.archs import FAMILIES, Description, UnsupportedModel
-from moeconv.source.archs.family import config_class
 from moeconv.source.archs.weights import linears_of, parameter
 from moeconv.source.checkpoint import Checkpoint
 from moert.pack.model_spec import LayerKey, ModelSpec
@@ -42,7 +41,10 @@ def description_of(family: str, path: Path) -> Description:
 def test_every_family_is_tried_and_its_settings_are_those_of_its_model() -> None:
     assert set(TINY) == set(FAMILIES)
     for each in FAMILIES.values():
-        assert each._class.config_class is (each._config_class if each.sees is None else config_class(each.model_type))
+        found = each._class.config_class
+        if each.sees is not None:
+            found = found.sub_configs_defaults["text_config"].config_class
+        assert found is each._config_class
 
 
 @thinned("family, variant", VARIANTS, facts=features, ids=variant_id)

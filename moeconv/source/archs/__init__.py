@@ -14,6 +14,7 @@ from moeconv.source.archs.deepseek import (
     ExaoneMoe,
     Glm4Moe,
     Glm4MoeLite,
+    Glm4vMoe,
     GlmMoeDsa,
     HyV3,
     KimiK2,
@@ -57,7 +58,7 @@ from moeconv.source.archs.qwen import (
     Qwen35MoeText,
     Qwen35Text,
 )
-from moeconv.source.archs.step import Step3p7
+from moeconv.source.archs.step import Step3p5, Step3p7
 from moeconv.source.archs.switch import SwitchTransformers
 
 __all__ = ["FAMILIES", "REFUSED", "Description", "Family", "UnsupportedModel"]
@@ -71,7 +72,7 @@ FAMILIES: Mapping[str, Family] = {
         Lfm2Moe(), NllbMoe(), Jamba(), Qwen3Next(), Qwen35Moe(), Qwen35MoeText(), GraniteMoeHybrid(),
         NemotronH(), GptsanJapanese(), Opt(), Llama(), Mistral(), Qwen2(), Qwen3(), SmolLM3(),
         Phi3(), Gemma3(), Gemma3Text(), Olmo2(), Olmo3(), FlexOlmo(), Qwen3VlMoe(), KimiK25(), Mistral4(),
-        SolarOpen(), HyV3(), Afmoe(), Ernie45VlMoe(), Cohere2Vision(), Step3p7(),
+        SolarOpen(), HyV3(), Afmoe(), Ernie45VlMoe(), Cohere2Vision(), Step3p5(), Step3p7(), Glm4vMoe(),
         DeepseekV32(), GlmMoeDsa(), MiMoV2Flash(), MiniMaxM3Vl(), Cohere2(), Cohere2Moe(),
         Qwen3Vl(), Qwen35(), Qwen35Text(), KimiLinear(), BailingHybrid(),
     )

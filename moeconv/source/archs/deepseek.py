@@ -353,6 +353,8 @@ class Glm4Moe(Family):
 
     model_type = "glm4_moe"
     model_class = "Glm4MoeForCausalLM"
+    root = "model."
+    left_out: Mapping[str, str] = {}
 
     def describe(self, config: Config, tokens: Tokens) -> Description:
         norm, routed = Norm(config.get("rms_norm_eps")), experts(config, sigmoid_router(config))
@@ -363,9 +365,41 @@ class Glm4Moe(Family):
         dense = config.network("intermediate_size")
         layers = [Layer(norm, attention, None, ffn) for ffn in dense_first(config, dense, routed)]
         ropes = [config.rope(attention.dim, partial=True)]
-        return decoder(
-            self.model_type, config, tokens, layers, Names(left_out=no_more_predicted(config)), ropes
-        )  # fmt: skip
+        names = Names(left_out={**no_more_predicted(config, self.root), **self.left_out}, root=self.root)
+        return decoder(self.model_type, config, tokens, layers, names, ropes)
+
+
+class Glm4vMoe(Glm4Moe):
+    """GLM-4.5V and 4.6V: GLM-4.5 inside a model for text and images."""
+
+    model_type = "glm4v_moe"
+    config_type = "glm4_moe"
+    loads_by_names = False
+    beside = frozenset({
+        "vision_config", "image_token_id", "video_token_id", "image_start_token_id", "image_end_token_id",
+        "video_start_token_id", "video_end_token_id",
+    })  # fmt: skip
+    root = "model.language_model."
+    left_out: Mapping[str, str] = {r"model\.visual\.": IMAGES_LEFT_OUT}
+
+    def own(self, config: Mapping[str, Any]) -> Mapping[str, Any]:
+        text = {"vocab_size": 151424, "attention_bias": True, "max_position_embeddings": 65536, **text_settings(config)}
+        tied = config.get("tie_word_embeddings") or text.get("tie_word_embeddings", False)
+        return {**text, "head_dim": _head_dim(text), "tie_word_embeddings": tied}
+
+    def describe(self, config: Config, tokens: Tokens) -> Description:
+        config.without_effect_on_text("mrope_section")  # a word's place has one number, not three
+        config.only(use_qk_norm=(False,))
+        return super().describe(config, tokens)
+
+
+def _head_dim(text: Mapping[str, Any]) -> Any:
+    """Returns the features of a head as transformers takes them in a model for images, whose default differs."""
+    if text.get("head_dim") is not None:
+        return text["head_dim"]
+    sizes = (("hidden_size", 4096), ("num_attention_heads", 96))
+    features, heads = (count_of(name, text.get(name, usual)) for name, usual in sizes)
+    return features // heads
 
 
 class Glm4MoeLite(Family):

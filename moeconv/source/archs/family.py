@@ -190,7 +190,7 @@ class Family:
         if self.sees is not None:
             tied = bool(config.tie_word_embeddings)
             inside = {"text_config": config, "vision_config": self.sees, "tie_word_embeddings": tied}
-            config = config_class(self.model_type)(**inside)
+            config = self._class.config_class(**inside)
         model: nn.Module = self._class._from_config(config, dtype=torch.float32, experts_implementation="eager")
         return self.prepared(model.requires_grad_(False).eval())
 

@@ -1,5 +1,5 @@
-"""Step 3.7: layers with windows between layers without, each kind with heads and a rope of its own; a gate for each
-head, and gates of networks that are bounded behind their activation in some layers."""
+"""Step 3.5 and 3.7: layers with windows between layers without, each kind with heads and a rope of its own; a gate for
+each head, and gates of networks that are bounded behind their activation in some layers."""
 
 from __future__ import annotations
 
@@ -35,10 +35,10 @@ _IN_MEMORY = {
 }  # fmt: skip
 
 
-class Step3p7(Family):
-    """Step 3.7 Flash: see above; inside a model for text and images."""
+class Step3p5(Family):
+    """Step 3.5 Flash: see above. Transformers runs it inside Step 3.7 alone."""
 
-    model_type = "step3p7"
+    model_type = "step3p5"
     config_type = "step3p5"
     model_class = "Step3p7ForConditionalGeneration"
     loads_by_names = False
@@ -47,10 +47,6 @@ class Step3p7(Family):
     }  # fmt: skip
     towers: Mapping[StackName, str] = {"decoder": "model.language_model"}
     experts: Mapping[StackName, str] = {"decoder": "model.language_model.layers.{layer}.mlp.experts"}
-    beside = frozenset({"vision_config", "projector_bias", "image_token_id"})
-
-    def own(self, config: Mapping[str, Any]) -> Mapping[str, Any]:
-        return {**text_settings(config), "tie_word_embeddings": config.get("tie_word_embeddings", False)}
 
     def describe(self, config: Config, tokens: Tokens) -> Description:
         config.only(
@@ -88,7 +84,7 @@ class Step3p7(Family):
         names = Names(
             _INSIDE, _IN_MEMORY, _of_expert, model="model.language_model.",
             left_out={r"(model\.)?(vision_model|vit_large_projector|multi_modal_projector)\.": IMAGES_LEFT_OUT,
-                      **no_more_predicted(config, more=config.get("num_nextn_predict_layers") or 0)},
+                      **no_more_predicted(config, more=config.count("num_nextn_predict_layers", least=0))},
             outside={"decoder.norm": Place("norm", plus=1.0)},
         )  # fmt: skip
         return decoder(self.model_type, config, tokens, layers, names, ropes)
@@ -121,6 +117,16 @@ class Step3p7(Family):
                 module.gate.register_forward_hook(partial(multiplied, module.routed_scaling_factor))
                 module.routed_scaling_factor = 1.0
         return model
+
+
+class Step3p7(Step3p5):
+    """Step 3.7 Flash: Step 3.5 inside a model for text and images."""
+
+    model_type = "step3p7"
+    beside = frozenset({"vision_config", "projector_bias", "image_token_id"})
+
+    def own(self, config: Mapping[str, Any]) -> Mapping[str, Any]:
+        return {**text_settings(config), "tie_word_embeddings": config.get("tie_word_embeddings", False)}
 
 
 def _sparse(config: Config) -> list[bool]:
