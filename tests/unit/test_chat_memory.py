@@ -100,7 +100,7 @@ def test_a_first_message_runs_in_the_smallest_memory_that_info_says(pack: Path, 
     command = [sys.executable, "-c", BY_PYTHON, str(pack), str(found["new_tokens"])]
     by_python = int(subprocess.run(command, capture_output=True, check=True, cwd=ROOT).stdout)
     assert abs(by_python - found["bytes"]) <= 10**6
-    status, _, errors, killed = chat(pack, template, found["bytes"] - 15_000_000, 1, "a" * 129, ())
+    status, _, errors, killed = chat(pack, template, found["bytes"] - 18_000_000, 1, "a" * 129, ())
     assert (status, killed) == (2, 0)
     assert int(errors.splitlines()[-1].split("--memory ")[1].split()[0]) <= found["bytes"] + 10**6
 

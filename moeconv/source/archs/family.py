@@ -87,17 +87,21 @@ def token_id(name: str, config: Mapping[str, Any], generation_config: Mapping[st
 
 
 def special_tokens(config: Mapping[str, Any], generation_config: Mapping[str, Any]) -> Tokens:
-    """Returns all special tokens that a ModelSpec names."""
+    """Returns all special tokens that a ModelSpec names. Raises UnsupportedModel."""
     found = {name: token_id(f"{field}_token_id", config, generation_config) for name, field in _FIELDS.items()}
+    for name, value in found.items():
+        if not isinstance(value, (int, type(None))):
+            raise UnsupportedModel(f"{_FIELDS[name]}_token_id is {value!r}: it should be the number of a token")
     return Tokens(eos=token_ids("eos_token_id", config, generation_config), **found)
 
 
 def token_ids(name: str, config: Mapping[str, Any], generation_config: Mapping[str, Any]) -> tuple[int, ...]:
-    """Returns one id or a list of ids as a tuple; empty if neither file has it."""
-    value = token_id(name, config, generation_config)
-    if value is None:
-        return ()
-    return (value,) if isinstance(value, int) else tuple(value)
+    """Returns one id or a list of ids as a tuple; empty if neither file has it. Raises UnsupportedModel."""
+    value: Any = token_id(name, config, generation_config)
+    found = value if isinstance(value, list) else [] if value is None else [value]
+    if not all(isinstance(each, int) for each in found):
+        raise UnsupportedModel(f"{name} is {value!r}: it should be the number of a token, or a list of such numbers")
+    return tuple(found)
 
 
 def checked_start(config: Config, tokens: Tokens) -> Tokens:

@@ -318,6 +318,8 @@ def _hunyuan_rope(config: Config, dim: int) -> tuple[Rope, F32]:
     if parameters.get("rope_type") != "dynamic" or not parameters.get("alpha"):
         return config.rope(dim)
     config.allowed["rope_type"] = (*FIXED_ROPES, "dynamic with alpha")
+    if dim <= 2:
+        raise UnsupportedModel(f"config.json sets heads of {dim} features: alpha of its rope needs more than 2")
     base = parameters["rope_theta"] * parameters["alpha"] ** (dim / (dim - 2))
     return Rope(dim), turns(base, dim)
 
