@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from typing import Any
 
 import numpy as np
 import pytest
@@ -71,6 +72,17 @@ def test_a_convolution_is_that_of_transformers(
 # Gated delta rule
 
 
+def check_delta(backends: list[Backend], rule: Callable[..., Any], given: tuple[F32, ...], first: F32) -> None:
+    """Compares results and states with those of `rule`, a function of transformers, for q, k, v, decay and beta."""
+    expected, left = rule(
+        *tensors(*given), initial_state=tensors(first)[0], output_final_state=True, use_qk_l2norm_in_kernel=True
+    )
+    for backend in backends:
+        state = first.copy()
+        close(backend.delta(*given, state), expected)
+        close(state, left)
+
+
 @pytest.mark.parametrize(("keys", "heads", "dk", "dv"), [(2, 2, 16, 16), (2, 6, 33, 20), (1, 4, 8, 70)])
 @pytest.mark.parametrize("begun", [False, True])
 def test_the_delta_rule_is_that_of_qwen3_next(
@@ -81,14 +93,7 @@ def test_the_delta_rule_is_that_of_qwen3_next(
     decay, beta = -np.abs(normal(rng, TOKENS, heads)), rng.uniform(size=(TOKENS, heads)).astype(np.float32)
     first = normal(rng, heads, dk, dv) * np.float32(begun)
     for rule in (qwen.torch_recurrent_gated_delta_rule, qwen.torch_chunk_gated_delta_rule):
-        expected, left = rule(
-            *tensors(q, k, v, decay, beta), initial_state=tensors(first)[0], output_final_state=True,
-            use_qk_l2norm_in_kernel=True,
-        )  # fmt: skip
-        for backend in backends:
-            state = first.copy()
-            close(backend.delta(q, k, v, decay, beta, state), expected)
-            close(state, left)
+        check_delta(backends, rule, (q, k, v, decay, beta), first)
 
 
 @pytest.mark.parametrize(("heads", "dim"), [(2, 16), (3, 33), (1, 70)])
@@ -101,14 +106,7 @@ def test_the_delta_rule_by_feature_is_that_of_kimi_linear(
     decay, beta = -np.abs(decay), rng.uniform(size=(TOKENS, heads)).astype(np.float32)
     first = normal(rng, heads, dim, dim) * np.float32(begun)
     for rule in (kimi.recurrent_kimi_delta_attention, kimi.chunk_kimi_delta_attention):
-        expected, left = rule(
-            *tensors(q, k, v, decay, beta), initial_state=tensors(first)[0], output_final_state=True,
-            use_qk_l2norm_in_kernel=True,
-        )  # fmt: skip
-        for backend in backends:
-            state = first.copy()
-            close(backend.delta(q, k, v, decay, beta, state), expected)
-            close(state, left)
+        check_delta(backends, rule, (q, k, v, decay, beta), first)
 
 
 def test_a_vector_of_zeros_has_no_direction(backends: list[Backend]) -> None:

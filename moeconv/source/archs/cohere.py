@@ -118,8 +118,7 @@ class _Seeing(Family):
     left_out: Mapping[str, str] = {r"model\.(vision_tower|multi_modal_projector)\.": IMAGES_LEFT_OUT}
 
     def own(self, config: Mapping[str, Any]) -> Mapping[str, Any]:
-        tied = config.get("tie_word_embeddings", True)
-        return {**text_settings(config), "tie_word_embeddings": tied, "logit_scale": 1.0}
+        return {**text_settings(config, tied=True), "logit_scale": 1.0}
 
     def description(self, config: Mapping[str, Any], generation_config: Mapping[str, Any]) -> Description:
         found = super().description(config, generation_config)

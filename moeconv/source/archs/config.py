@@ -464,13 +464,15 @@ def number_of(name: str, found: Any) -> float:
     return float(found)
 
 
-def text_settings(config: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Returns the settings of the text model inside a larger one. Raises UnsupportedModel."""
+def text_settings(config: Mapping[str, Any], tied: bool | None = None) -> Mapping[str, Any]:
+    """Returns the settings of the text model inside a larger one. `tied`: whether the larger one ties its head where it
+    does not say so (None: the text model's own setting holds). Raises UnsupportedModel."""
     text = config.get("text_config")
     if not isinstance(text, dict):
         raise UnsupportedModel(f"config.json has no text_config: a {config.get('model_type')} model needs one")
     coding = {name: config[name] for name in ("quantization_config",) if name in config}
-    return {**text, **coding}
+    head = {} if tied is None else {"tie_word_embeddings": config.get("tie_word_embeddings", tied)}
+    return {**text, **coding, **head}
 
 
 def beside_text(config: Mapping[str, Any], known: Set[str], config_class: Any) -> tuple[str, ...]:

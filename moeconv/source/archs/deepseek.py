@@ -212,7 +212,7 @@ class KimiK25(KimiK2):
     left_out: Mapping[str, str] = {r"(model\.)?(vision_tower|mm_projector)\.": IMAGES_LEFT_OUT}
 
     def own(self, config: Mapping[str, Any]) -> Mapping[str, Any]:
-        return {**text_settings(config), "tie_word_embeddings": config.get("tie_word_embeddings", True)}
+        return text_settings(config, tied=True)
 
 
 class Mistral4(DeepseekV3):

@@ -289,5 +289,4 @@ class Gemma3(Gemma3Text):
     }
 
     def own(self, config: Mapping[str, Any]) -> Mapping[str, Any]:
-        text = text_settings(config)
-        return {**text, "tie_word_embeddings": config.get("tie_word_embeddings", True)}
+        return text_settings(config, tied=True)

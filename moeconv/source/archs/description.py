@@ -178,6 +178,12 @@ USUAL: Inside = {
     "shared.gate": "mlp.shared_experts.gate_proj", "shared.up": "mlp.shared_experts.up_proj",
     "shared.down": "mlp.shared_experts.down_proj",
 }  # fmt: skip
+ROUTED = {name: str(place) for name, place in USUAL.items() if name.partition(".")[0] in ("router", "shared")}
+"""Those of routers and shared experts."""
+LESS_ONE: Inside = {
+    name: Place(str(USUAL[name]), plus=1.0) for name in ("mixer_norm", "ffn_norm", "attn.q_norm", "attn.k_norm")
+}
+"""Those of norms, where their weights are stored less 1."""
 OfExpert = Callable[[int, int, str], Source]
 """(layer, expert, projection) → the source of this matrix, with a name behind the root of all names."""
 

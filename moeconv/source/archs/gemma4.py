@@ -83,8 +83,7 @@ class Gemma4(Gemma4Text):
     }
 
     def own(self, config: Mapping[str, Any]) -> Mapping[str, Any]:
-        text = text_settings(config)
-        return {**text, "tie_word_embeddings": config.get("tie_word_embeddings", True)}
+        return text_settings(config, tied=True)
 
 
 def _attentions(config: Config) -> list[Attention]:

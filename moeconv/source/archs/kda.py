@@ -8,13 +8,12 @@ from dataclasses import replace
 
 from moeconv.source.archs.config import Config, UnsupportedModel
 from moeconv.source.archs.deepseek import experts, latent, latent_names, no_more_predicted, sigmoid_router
-from moeconv.source.archs.description import EXPERTS_W123, USUAL, Description, Inside, Names, Place, decoder
+from moeconv.source.archs.description import EXPERTS_W123, ROUTED, Description, Inside, Names, Place, decoder
 from moeconv.source.archs.family import Family
 from moert.pack.model_spec import Layer, Tokens
 from moert.pack.parts import Experts, Ffn, GatedDelta, Latent, Norm
 
 _SAID_OF_LINEAR = {"head_dim", "num_heads", "short_conv_kernel_size", "full_attn_layers", "kda_layers"}
-_ROUTED = {name: str(place) for name, place in USUAL.items() if name.partition(".")[0] in ("router", "shared")}
 
 
 def _in_memory(part: GatedDelta, shape: tuple[int, ...]) -> Inside:
@@ -93,7 +92,7 @@ class KimiLinear(Family):
         delta = _delta(config)
         delta = replace(delta, rank=delta.dim)
         layers = _layers(config, delta, latent(config, None, rope=None), delta.norm)
-        in_memory = {**latent_names(config, pairs=False), **_in_memory(delta, (1, 1, delta.n, 1)), **_ROUTED}
+        in_memory = {**latent_names(config, pairs=False), **_in_memory(delta, (1, 1, delta.n, 1)), **ROUTED}
         names = Names(_stored(delta, in_memory, "self_attn", mlp="block_sparse_moe"), in_memory, expert=EXPERTS_W123)
         return decoder(self.model_type, config, tokens, layers, names, ropes=[])
 
@@ -120,7 +119,7 @@ class BailingHybrid(Family):
             delta = replace(delta, bound=-lowest)
         in_memory = {
             **latent_names(config, pairs=True), "attn.o": "self_attn.o_proj", "attn.gate": "self_attn.g_proj",
-            **_in_memory(delta, (delta.n,)), **_ROUTED, "embed": "embed_tokens",
+            **_in_memory(delta, (delta.n,)), **ROUTED, "embed": "embed_tokens",
         }  # fmt: skip
         others = {"o_proj": "dense", "e_score_correction_bias": "expert_bias", "embed_tokens": "word_embeddings"}
         names = Names(

@@ -399,7 +399,7 @@ class Ernie45VlMoe(Ernie45Moe):
     })  # fmt: skip
 
     def own(self, config: Mapping[str, Any]) -> Mapping[str, Any]:
-        return {**text_settings(config), "tie_word_embeddings": config.get("tie_word_embeddings", True)}
+        return text_settings(config, tied=True)
 
     def width(self, config: Config) -> int:
         return count_of("the first of moe_intermediate_size", config.get("moe_intermediate_size")[0])

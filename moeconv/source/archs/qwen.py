@@ -10,7 +10,18 @@ from typing import Any
 from moeconv.source.archs.config import Config, text_settings
 from moeconv.source.archs.deepseek import IMAGES_LEFT_OUT, MORE_PREDICTED
 from moeconv.source.archs.dense import NO_ROUTERS, Dense, Qwen3, alone
-from moeconv.source.archs.description import Description, Inside, Names, Place, decoder, joined, named, of_heads, rows
+from moeconv.source.archs.description import (
+    LESS_ONE,
+    Description,
+    Inside,
+    Names,
+    Place,
+    decoder,
+    joined,
+    named,
+    of_heads,
+    rows,
+)
 from moeconv.source.archs.family import Family
 from moert.pack.model_spec import Layer, Tokens
 from moert.pack.parts import Act, Attention, Experts, Ffn, GatedDelta, Norm, Router
@@ -87,8 +98,7 @@ class Qwen3VlMoe(Qwen3Moe):
     beside = SEES
 
     def own(self, config: Mapping[str, Any]) -> Mapping[str, Any]:
-        tied = config.get("tie_word_embeddings", False)
-        return {**_VL_DEFAULTS, **text_settings(config), "tie_word_embeddings": tied}
+        return {**_VL_DEFAULTS, **text_settings(config, tied=False)}
 
     def describe(self, config: Config, tokens: Tokens) -> Description:
         config.without_effect_on_text("mrope_section", "mrope_interleaved")  # a word's place has one number, not three
@@ -102,16 +112,12 @@ class Qwen3VlMoe(Qwen3Moe):
         )  # fmt: skip
 
 
-_NORMS = {
-    "mixer_norm": "input_layernorm", "ffn_norm": "post_attention_layernorm", "attn.q_norm": "self_attn.q_norm",
-    "attn.k_norm": "self_attn.k_norm",
-}  # fmt: skip
 _NEXT_INSIDE: Inside = {
     "shared_gate": "mlp.shared_expert_gate",
     **{f"shared.{name}": f"mlp.shared_expert.{name}_proj" for name in ("gate", "up", "down")},
     **{f"mixer.{name}": f"linear_attn.{name}" for name in ("norm", "dt_bias")},
     "mixer.a_log": "linear_attn.A_log", "mixer.out": "linear_attn.out_proj",
-    **{name: Place(called, plus=1.0) for name, called in _NORMS.items()},
+    **LESS_ONE,
 }  # fmt: skip
 
 
@@ -250,8 +256,7 @@ class _Qwen35Sees(Qwen35MoeText):
     left_out: Mapping[str, str] = {**Qwen35MoeText.left_out, r"model\.visual\.": IMAGES_LEFT_OUT}
 
     def own(self, config: Mapping[str, Any]) -> Mapping[str, Any]:
-        text = text_settings(config)
-        return {**text, "tie_word_embeddings": config.get("tie_word_embeddings", False)}
+        return text_settings(config, tied=False)
 
 
 class Qwen35Moe(_Qwen35Sees):
@@ -266,7 +271,6 @@ class Qwen35(_Qwen35Sees, Qwen35Text):
 
     model_type = "qwen3_5"
     config_type = "qwen3_5_text"
-    model_class = Qwen35Text.model_class
 
 
 class Qwen3Vl(Qwen3):
@@ -278,11 +282,11 @@ class Qwen3Vl(Qwen3):
     beside = SEES
 
     def own(self, config: Mapping[str, Any]) -> Mapping[str, Any]:
-        text = {"rope_theta": _VL_DEFAULTS["rope_theta"], **text_settings(config)}
+        text = {"rope_theta": _VL_DEFAULTS["rope_theta"], **text_settings(config, tied=False)}
         for rope in ("rope_parameters", "rope_scaling"):
             if isinstance(found := text.get(rope), dict):  # a word's place has one number, not three
                 text[rope] = {name: value for name, value in found.items() if not name.startswith("mrope_")}
-        return {**text, "tie_word_embeddings": config.get("tie_word_embeddings", False)}
+        return text
 
     def names(self, config: Config, attention: Attention, network: Ffn) -> Names:
         found, left_out = super().names(config, attention, network), {r"model\.visual\.": IMAGES_LEFT_OUT}

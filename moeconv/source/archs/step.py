@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from moeconv.source.archs.config import Config, UnsupportedModel, text_settings
 from moeconv.source.archs.deepseek import IMAGES_LEFT_OUT, no_more_predicted
-from moeconv.source.archs.description import Description, Inside, Names, Place, Source, decoder
+from moeconv.source.archs.description import LESS_ONE, ROUTED, Description, Inside, Names, Place, Source, decoder
 from moeconv.source.archs.family import Family
 from moeconv.source.archs.plain import multiplied
 from moert.pack.model_spec import Layer, StackName, Tokens
@@ -20,18 +20,10 @@ if TYPE_CHECKING:
     from torch import nn
 
 _SLIDING = "sliding_attention"
-_NORMS = {
-    "mixer_norm": "input_layernorm", "ffn_norm": "post_attention_layernorm", "attn.q_norm": "self_attn.q_norm",
-    "attn.k_norm": "self_attn.k_norm",
-}  # fmt: skip
 _INSIDE: Inside = {
-    **{name: Place(called, plus=1.0) for name, called in _NORMS.items()}, "attn.gate": "self_attn.g_proj",
+    **LESS_ONE, "attn.gate": "self_attn.g_proj",
     "router": "moe.gate", "router.choice_bias": "moe.router_bias",
     **{f"shared.{name}": f"share_expert.{name}_proj" for name in ("gate", "up", "down")},
-}  # fmt: skip
-_IN_MEMORY = {
-    "router": "mlp.gate", "router.choice_bias": "mlp.gate.e_score_correction_bias",
-    **{f"shared.{name}": f"mlp.shared_experts.{name}_proj" for name in ("gate", "up", "down")},
 }  # fmt: skip
 
 
@@ -74,15 +66,13 @@ class Step3p5(Family):
         bounds, others = _bounds(config, "swiglu_limits"), _bounds(config, "swiglu_limits_shared")
         networks = [
             Experts(n, _bounded(narrow, bound), router, _bounded(shared, other)) if sparse else _bounded(wide, other)
-            for sparse, bound, other in zip(
-                _sparse(config), bounds, others, strict=True
-            )
-        ]  # fmt: skip
+            for sparse, bound, other in zip(_sparse(config), bounds, others, strict=True)
+        ]
         attentions = self._attentions(config, kinds, turning)
         layers = [Layer(norm, mixer, None, ffn) for mixer, ffn in zip(attentions, networks, strict=True)]
         ropes = [config.rope(attentions[0].dim, partial=True, of=kind) for kind in turning]
         names = Names(
-            _INSIDE, _IN_MEMORY, _of_expert, model="model.language_model.",
+            _INSIDE, ROUTED, _of_expert, model="model.language_model.",
             left_out={r"(model\.)?(vision_model|vit_large_projector|multi_modal_projector)\.": IMAGES_LEFT_OUT,
                       **no_more_predicted(config, more=config.count("num_nextn_predict_layers", least=0))},
             outside={"decoder.norm": Place("norm", plus=1.0)},
@@ -126,7 +116,7 @@ class Step3p7(Step3p5):
     beside = frozenset({"vision_config", "projector_bias", "image_token_id"})
 
     def own(self, config: Mapping[str, Any]) -> Mapping[str, Any]:
-        return {**text_settings(config), "tie_word_embeddings": config.get("tie_word_embeddings", False)}
+        return text_settings(config, tied=False)
 
 
 def _sparse(config: Config) -> list[bool]:
