@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 from moert.chat.renderer import Renderer
 from moert.engine.generation import GenerationOptions, GenerationSettings, longest_beginning
-from moert.engine.session import Answer, Continued, Interrupted, Prefix, Session
+from moert.engine.session import Answer, Continued, Interrupted, Keeps, Prefix, Session
 from moert.engine.text import Text
 from moert.errors import InputInvalid
 from moert.pack.messages import in_one_line
@@ -100,6 +100,16 @@ class Asked:
     messages: Sequence[Message]
     tools: Sequence[Mapping[str, Any]] | None = None
     variables: Mapping[str, Any] | None = None
+    shown: Collection[str] = ()
+    """Texts with special tokens that the answer shows, beside the marks of its parts."""
+
+
+class Spoken(NamedTuple):
+    """A prompt of a conversation: what a session is given, and the splitter of what the model writes."""
+
+    prompt: Continued
+    splitter: Splitter
+    settings: GenerationSettings
 
 
 @dataclass(frozen=True)
@@ -135,23 +145,30 @@ class Speaker:
         """Returns the figures of Renderer.first_message."""
         return self._renderer.first_message(self._text, tokens)
 
+    def prompt(self, asked: Asked, prefix: Keeps, settings: GenerationSettings | None = None) -> Spoken:
+        """Returns the prompt that the template makes, for a session. Raises the errors of Renderer.render and
+        Text.encode."""
+        prompt = self._renderer.render(asked.messages, asked.tools, asked.variables)
+        ids = self._text.encode(prompt, whole=True)
+        text = self._text.detokenizer_with([*self._marks, *asked.shown])
+        chosen = settings or GenerationSettings()
+        if self._stops:
+            chosen = chosen.but(stop=(*chosen.stops, *self._stops))
+        splitter = Splitter(self._marks, begins_with(prompt, self._marks))
+        return Spoken(Continued(ids, text, prefix, self._ends), splitter, chosen)
+
     def reply(
-        self, asked: Asked, prefix: Prefix, settings: GenerationSettings | None = None, hear: Hear | None = None
+        self, asked: Asked, prefix: Keeps, settings: GenerationSettings | None = None, hear: Hear | None = None
     ) -> Reply:
         """Returns the reply; of the prompt, reads only the tokens that `prefix` has not read yet.
 
         Raises the errors of Renderer.render and Session.add, and Interrupted, with the reply so far, on Ctrl-C while it
         runs.
         """
-        prompt = self._renderer.render(asked.messages, asked.tools, asked.variables)
-        ids = self._text.encode(prompt, whole=True)
-        text = self._text.detokenizer_with(self._marks)
-        parts = _Parts(Splitter(self._marks, begins_with(prompt, self._marks)), hear)
-        if self._stops:
-            settings = settings or GenerationSettings()
-            settings = settings.but(stop=(*settings.stops, *self._stops))
+        spoken = self.prompt(asked, prefix, settings)
+        parts = _Parts(spoken.splitter, hear)
         with self._session() as session:
-            request = session.add(Continued(ids, text, prefix, self._ends), settings)
+            request = session.add(spoken.prompt, spoken.settings)
             try:
                 for _, piece in session:
                     parts.take(piece.text)

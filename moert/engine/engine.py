@@ -21,6 +21,7 @@ from moert.engine.budget import (
     share_text,
 )
 from moert.engine.generation import GenerationOptions, GenerationSettings, room
+from moert.engine.prefixes import Prefixes
 from moert.engine.registry import ROUTINGS, Beside
 from moert.engine.regulator import Admission, Bounds, Notify, Regulator
 from moert.engine.scoring import Score, Scorer
@@ -105,7 +106,7 @@ class Engine:
         self.pack, self.spec, self.backend = pack, pack.manifest.model, backend
         self.counters, self.times = ExpertCounters(), RequestTimes()
         self._turns, self._template = Turns(), settings.template
-        self._prefixes = WeakSet[Prefix]()
+        self._prefixes = WeakSet[Prefix | Prefixes]()
         self._session: ref[Session] | None = None  # the latest
         self._notes = list[str]()  # for the first request
         with self._closing as closing:
@@ -148,6 +149,7 @@ class Engine:
         self._regulator = Regulator(
             footprint, self.budget, self._streaming, bounds, lambda: held_bytes() - holding.elsewhere_bytes,
             lambda: sum(each.held_bytes for each in prefixes),
+            lambda: any(each.drop() for each in prefixes if isinstance(each, Prefixes)),
         )  # fmt: skip
         self.preference = preference_for(settings.routing, preferences, self._regulator.share, ROUTINGS)
         self._regulator.check_open()
@@ -256,7 +258,7 @@ class Engine:
     def smallest_chat_memory(self, message_tokens: int, max_new_tokens: int) -> int:
         """Returns the smallest --memory, in bytes, that the first message of a conversation, of this many tokens, and
         its reply run in. Raises ChatImpossible or TemplateFailed."""
-        prompt_tokens, aside_bytes = self._speaker.first_message(message_tokens)
+        prompt_tokens, aside_bytes = self.speaker.first_message(message_tokens)
         return self._regulator.smallest_memory([Load(prompt_tokens, max_new_tokens, marks=True)], aside_bytes)
 
     def reserve(self, prompt_tokens: int, max_new_tokens: int) -> None:
@@ -265,13 +267,14 @@ class Engine:
         with self._turns.turn():
             self._admission.before([Load(prompt_tokens, max_new_tokens)])
 
-    def session(self) -> Session:
+    def session(self, at_once: int | None = None) -> Session:
         """Opens a session: requests that come and go and run together. Waits until the session of another thread has
-        closed."""
+        closed. `at_once`: the most tokens of a prompt that one turn reads, so that other requests write meanwhile and a
+        prompt can be cancelled; by default all."""
         with ExitStack() as opened:
             opened.enter_context(self._turns.turn())
             session = Session(
-                self.model, self.text, self._admission, self.times, opened.pop_all().close, self.holding.now
+                self.model, self.text, self._admission, self.times, opened.pop_all().close, self.holding.now, at_once
             )
             self._session = ref(session)
             return session
@@ -366,7 +369,7 @@ class Engine:
                 on_text(text)
 
         chosen = GenerationSettings.of(settings, changes)
-        return self._speaker.reply(Asked(messages, tools, variables), Prefix(), chosen, hear)
+        return self.speaker.reply(Asked(messages, tools, variables), Prefix(), chosen, hear)
 
     def conversation(
         self,
@@ -381,10 +384,18 @@ class Engine:
         prefix = Prefix()
         with self._turns.turn():
             self._prefixes.add(prefix)
-        return Conversation(self._speaker, prefix, system, tools, variables)
+        return Conversation(self.speaker, prefix, system, tools, variables)
+
+    def prefixes(self) -> Prefixes:
+        """Returns an empty prefix cache that requests of this engine can share, for Continued. Under a memory limit it
+        takes a quarter of what the least for a usual request leaves, and its states go where requests need the room."""
+        spare = self._regulator.spare_bytes
+        made = Prefixes(None if spare is None else spare // 4)
+        self._prefixes.add(made)
+        return made
 
     @cached_property
-    def _speaker(self) -> Speaker:
+    def speaker(self) -> Speaker:
         """The engine's side of conversations. Raises ChatImpossible, SettingInvalid, or a PackError for a chat.json
         that can't be used."""
         from moert.chat.conversation import Speaker

@@ -61,12 +61,14 @@ class Regulator:
         bounds: Bounds = UNBOUND,
         measure: Callable[[], int] = machine.held_bytes,
         kept_bytes: Callable[[], int] = lambda: 0,
+        forget: Callable[[], bool] = lambda: False,
     ) -> None:
         """For a process that has its weights still to load, and holds as much as `measure` says. `kept_bytes`: keys and
-        values that conversations keep while none of their requests runs."""
+        values that conversations keep while none of their requests runs; `forget` frees those of one conversation that
+        can be read again, and returns False where there is none."""
         self.limit_bytes, self.cache_bytes, self._limit_name = bounds
         self._footprint, self._budget, self._cache = footprint, budget, cache
-        self._measure, self.kept_bytes = measure, kept_bytes
+        self._measure, self.kept_bytes, self._forget = measure, kept_bytes, forget
         self._held_at_first = self._others_bytes(()) - budget.opened_bytes
         self._idle_at_first: int | None = None
         self.share = self._usual_share()
@@ -90,11 +92,17 @@ class Regulator:
     def check(self, loads: Loads, beside: Loads = ()) -> None:
         """Raises BudgetTooSmall if these requests can't run to their ends, once the requests `beside` them have
         ended."""
-        if self.limit_bytes is not None:
-            held, needed = self._without_pack_bytes((*loads, *beside)), self._footprint.request(loads)
-            if not self._budget.fits(self.limit_bytes, held, needed):
+        if self.limit_bytes is None:
+            return
+        needed = self._footprint.request(loads)
+        while True:
+            held = self._without_pack_bytes((*loads, *beside))
+            if self._budget.fits(self.limit_bytes, held, needed):
+                return
+            if not self._forget():
                 fewer = self._fitting_tokens(loads, held)
                 raise self._budget.too_small(self._limit_name, held, needed, "this request needs", fewer)
+            machine.return_freed()
 
     def _fitting_tokens(self, loads: Loads, held_bytes: int) -> int:
         """Returns the most new tokens with which each of these requests could run, less than they may write now; 0 for
@@ -130,6 +138,11 @@ class Regulator:
         fitting = max(1, bisect_left(range(1, len(loads) + 1), True, key=too_many))
         return max(0, fitting - len(running))
 
+    @property
+    def spare_bytes(self) -> int | None:
+        """Memory beyond the least that a usual request runs in [bytes]; None without a limit."""
+        return None if self.limit_bytes is None else max(0, self.limit_bytes - self.smallest_memory([TYPICAL]))
+
     def smallest_memory(self, loads: Loads, aside_bytes: int = 0) -> int:
         """Returns the smallest --memory, in bytes, that these requests run in. `aside_bytes`: taken by the process that
         renders a chat template, before they begin."""
@@ -163,6 +176,9 @@ class Regulator:
             return
         machine.return_freed()
         held = self._others_bytes(())
+        while self._budget.left_bytes(self.limit_bytes, held, nbytes) < self._budget.layer_bytes and self._forget():
+            machine.return_freed()
+            held = self._others_bytes(())
         if self._budget.left_bytes(self.limit_bytes, held, nbytes) < self._budget.layer_bytes:
             smallest = self._budget.smallest_bytes(held, nbytes)
             raise BudgetTooSmall(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 import threading
 import time
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
@@ -34,6 +35,10 @@ from moert.stats import RequestTimes
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
+
+
+WHOLE = sys.maxsize
+"""Tokens that a pass reads at most, where it reads a prompt as a whole."""
 
 
 @dataclass(frozen=True)
@@ -102,11 +107,15 @@ class Prefix:
         state, self._state = self._state, None
         if state is None:
             return None, 0
-        length = state.reach(min(_alike(self.ids, prompt_ids), len(prompt_ids) - 1))
+        length = state.reach(min(common_beginning(self.ids, prompt_ids), len(prompt_ids) - 1))
         if not length or not state.cut(length, expected):
             return None, 0
         state.exact_until(len(prompt_ids))
         return state, length
+
+    def mark(self, state: State, ids: Sequence[int]) -> None:
+        """Marks a state that has just read a whole prompt: the next prompt need not begin with its answer."""
+        state.mark()
 
     def give(self, state: State | None, ids: Sequence[int]) -> None:
         """Takes a state back that has read these ids, and perhaps tokens that an interruption left half read."""
@@ -119,6 +128,16 @@ class Prefix:
         self.give(None, ())
 
 
+class Keeps(Protocol):
+    """Keeps the states of decoders that have read tokens: a Prefix, or many of them (see moert.engine.prefixes)."""
+
+    def take(self, prompt_ids: Sequence[int], expected: int) -> tuple[State | None, int]: ...
+
+    def mark(self, state: State, ids: Sequence[int]) -> None: ...
+
+    def give(self, state: State | None, ids: Sequence[int]) -> None: ...
+
+
 @dataclass(frozen=True)
 class Continued:
     """A prompt in token ids that is answered in text, and goes on from the tokens that `prefix` has read. `ends`:
@@ -126,11 +145,11 @@ class Continued:
 
     ids: Sequence[int]
     text: TextSource
-    prefix: Prefix
+    prefix: Keeps
     ends: frozenset[int] = frozenset()
 
 
-def _alike(one: Sequence[int], other: Sequence[int]) -> int:
+def common_beginning(one: Sequence[int], other: Sequence[int]) -> int:
     """Returns the length of the common beginning of both."""
     length = min(len(one), len(other))
     if one[:length] == other[:length]:
@@ -161,11 +180,12 @@ class Request:
     """A prompt in a session; its `answer` can be read at any time."""
 
     def __init__(
-        self, prompt: Prompt, generation: Writing, prefix: Prefix | None = None,
-        now: Callable[[], float] = time.perf_counter,
+        self, prompt: Prompt, generation: Writing, prefix: Keeps | None = None,
+        now: Callable[[], float] = time.perf_counter, most: int = WHOLE,
     ) -> None:  # fmt: skip
+        """`most`: tokens of the prompt that one pass reads."""
         self.prompt = prompt
-        self._now = now
+        self._now, self._most = now, most
         self._generation, self._prefix = generation, prefix
         self._states: list[State] = []  # of its sequences; none: waits without a prefix, or has ended
         self._unread: list[Sequence[int]] = []  # by each of them
@@ -206,6 +226,20 @@ class Request:
         )  # fmt: skip
 
     @property
+    def _reads(self) -> bool:
+        """Whether tokens of the prompt are still to be read."""
+        return any(len(ids) > self._most for ids in self._unread)
+
+    def _part(self) -> list[Sequence[int]]:
+        """Returns the tokens that each sequence reads in the next pass."""
+        return [ids[: self._most] for ids in self._unread]
+
+    def _read_on(self) -> None:
+        """Goes on to the next part of its prompt."""
+        self._read_tokens += self._most
+        self._unread = [ids[self._most :] for ids in self._unread]
+
+    @property
     def _held(self) -> Load:
         """The same load, with the memory that the request holds now."""
         return replace(self._load, held_bytes=written_bytes(self._states))
@@ -222,9 +256,9 @@ class Request:
             self._read_tokens = self._kept_tokens
 
     def _mark(self) -> None:
-        """Marks the state where its prompt has just been read: the next prompt need not begin with this answer."""
+        """Marks the state where its prompt has just been read."""
         if self._prefix is not None and not self.begun:
-            self._states[0].mark()
+            self._prefix.mark(self._states[0], self._generation.prompt_ids)
 
     def _go_on(self) -> None:
         """Goes on to the tokens that it reads next."""
@@ -256,12 +290,13 @@ class Session:
 
     def __init__(
         self, model: Model, text: Text, gate: Gate, times: RequestTimes, ended: Callable[[], object],
-        now: Callable[[], float] = time.perf_counter,
+        now: Callable[[], float] = time.perf_counter, at_once: int | None = None,
     ) -> None:  # fmt: skip
         """`times` gets the figures of each request that has begun, in seconds of the clock `now`; `ended` is called
-        once when the session closes."""
+        once when the session closes. `at_once`: see Engine.session."""
         self._model, self._text, self._gate, self._times, self._ended = model, text, gate, times, ended
         self._now = now
+        self._most = at_once if at_once is not None and model.spec.continues else WHOLE
         self._lock = threading.Lock()
         self._running: list[Request] = []
         self._waiting: list[Request] = []
@@ -287,7 +322,7 @@ class Session:
         prefix = prompt.prefix if isinstance(prompt, Continued) and self._model.spec.continues else None
         with self._open():
             generation = self._generation(prompt, resolved)
-            request = Request(prompt, generation, prefix, self._now)
+            request = Request(prompt, generation, prefix, self._now, self._most)
             request._take_prefix()
             try:
                 self._gate.check([request._held], self._loads)
@@ -307,7 +342,8 @@ class Session:
 
     def turn(self) -> list[tuple[Request, Piece]]:
         """Begins the waiting requests that fit, and returns the next token of every running one, in the order in which
-        they began; an empty list when all have ended.
+        they began, but for those that read a part of a long prompt in this turn. When all have ended, the list is empty
+        and `unfinished` 0.
 
         Raises PackError, NotFinite or OutOfMemory, after which no request of the session goes on, as after Ctrl-C.
         """
@@ -339,7 +375,7 @@ class Session:
         with self._open():
             if request.ended:
                 raise SettingInvalid("request", "has ended: fork a request that still writes")
-            twin = Request(request.prompt, request._generation.fork(settings), now=self._now)
+            twin = Request(request.prompt, request._generation.fork(settings), now=self._now, most=self._most)
             if not request._states:
                 self._waiting.append(twin)
                 return twin
@@ -347,7 +383,7 @@ class Session:
             with memory_shortage():
                 twin._states = [state.copy() for state in request._states]
                 twin._unread = list(request._unread)
-            twin._kept_tokens = request._kept_tokens
+            twin._kept_tokens, twin._read_tokens = request._kept_tokens, request._read_tokens
             twin._added_s, twin._first_s = request._added_s, request._first_s
             self._running.append(twin)
         return twin
@@ -364,8 +400,8 @@ class Session:
             self._ended()
 
     def __iter__(self) -> Iterator[tuple[Request, Piece]]:
-        while pieces := self.turn():
-            yield from pieces
+        while self.unfinished:
+            yield from self.turn()
 
     def __enter__(self) -> Session:
         return self
@@ -386,19 +422,22 @@ class Session:
         logits = self._read(running)
         if self._waiting or self._coming:
             self._model.expects(chain((each._generation.prompt_ids for each in self._waiting), self._coming))
-        for request in running:
-            request._mark()
-        pieces, row = list[tuple[Request, Piece]](), 0
+        pieces, row, reading = list[tuple[Request, Piece]](), 0, False
         for request in running:
             first, row = row, row + len(request._states)
+            if request._reads:
+                request._read_on()
+                reading = True
+                continue
+            request._mark()
             pieces.append((request, request._generation.take(logits[first:row])))
-        for request in running:
             request._go_on()
             request._first_s = request._first_s or request._so_far_s
             if request.ended:
                 self._settle(request)
         self._running = [each for each in running if not each.ended]
-        self._gate.after([each._load for each in self._running])
+        if not reading:  # the room that the rest of a prompt needs was made before its first part
+            self._gate.after([each._load for each in self._running])
         if going:
             self._times.decode_s += self._now() - started_s
         if not self.unfinished:
@@ -409,7 +448,7 @@ class Session:
         """Returns the logits [sequences, vocab] of the next tokens. Keeps no reference to the states: some end before
         the turn does."""
         states = [state for each in running for state in each._states]
-        return self._model.read(states, [ids for each in running for ids in each._unread])
+        return self._model.read(states, [ids for each in running for ids in each._part()])
 
     def _begin(self) -> None:
         """Begins the waiting requests that fit, beside the running ones."""
@@ -500,7 +539,8 @@ async def text_of(session: Callable[[], Session], prompt: Prompt, settings: Gene
 
     try:
         await loop.run_in_executor(thread, begin)
-        while pieces := await loop.run_in_executor(thread, opened[0].turn):
+        while opened[0].unfinished:
+            pieces = await loop.run_in_executor(thread, opened[0].turn)
             if text := "".join(piece.text for _, piece in pieces):
                 yield text
     finally:

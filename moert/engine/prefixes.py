@@ -1,0 +1,90 @@
+"""The prefix cache: the states of many conversations, each found again by the tokens that it has read."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from moert.engine.session import common_beginning
+from moert.models.kv import State, written_bytes
+
+
+@dataclass(eq=False)
+class _Entry:
+    ids: list[int]
+    state: State
+    used: int = field(default=0)
+
+
+class Prefixes:
+    """The states of decoders by the tokens that they have read, the latest used first; many requests share it.
+
+    A request takes a copy of the state with the longest common beginning. Copies share the pages of the KV cache, so a
+    beginning that many conversations have is in memory once. A recurrent state can be cut to few lengths: of models
+    that have one, a copy is kept where each prompt ends. `most_bytes` bounds the memory; None: nothing does.
+    """
+
+    def __init__(self, most_bytes: int | None = None) -> None:
+        self.most_bytes = most_bytes
+        self._entries: list[_Entry] = []
+        self._clock = 0
+
+    def __len__(self) -> int:
+        return len(self._entries)
+
+    @property
+    def held_bytes(self) -> int:
+        """Bytes of memory of all states, a shared page once."""
+        return written_bytes([entry.state for entry in self._entries])
+
+    def take(self, prompt_ids: Sequence[int], expected: int) -> tuple[State | None, int]:
+        """Returns a state after the longest beginning of the prompt that one can go back to, and the length of that
+        beginning: at least one token is left to be read. None and 0 where no state has such a beginning. The state is
+        to hold `expected` tokens in the end."""
+        best, length = None, 0
+        for entry in self._entries:
+            alike = min(common_beginning(entry.ids, prompt_ids), len(prompt_ids) - 1)
+            if alike > length and (reach := entry.state.reach(alike)) > length:
+                best, length = entry, reach
+        if best is None:
+            return None, 0
+        self._use(best)
+        state = best.state.copy()
+        if not state.cut(length, expected):
+            return None, 0
+        state.exact_until(len(prompt_ids))
+        return state, length
+
+    def mark(self, state: State, ids: Sequence[int]) -> None:
+        """Keeps a copy of a state that has just read a whole prompt, where that is the only way back to this place."""
+        if state.reach(len(ids) - 1) < len(ids) - 1:
+            self.give(state.copy(), ids)
+
+    def give(self, state: State | None, ids: Sequence[int]) -> None:
+        """Takes a state that has read these ids, and perhaps tokens that an interruption left half read."""
+        length = 0 if state is None else state.reach(len(ids))
+        if state is None or not length or not state.cut(length):
+            return
+        entry = _Entry(list(ids[:length]), state)
+        self._entries = [each for each in self._entries if not _covers(entry, each)]
+        self._entries.append(entry)
+        self._use(entry)
+        while self.most_bytes is not None and self.held_bytes > self.most_bytes:
+            self.drop()
+
+    def drop(self) -> bool:
+        """Forgets the state that was used longest ago; returns False where there is none."""
+        if not self._entries:
+            return False
+        self._entries.remove(min(self._entries, key=lambda entry: entry.used))
+        return True
+
+    def _use(self, entry: _Entry) -> None:
+        self._clock += 1
+        entry.used = self._clock
+
+
+def _covers(new: _Entry, old: _Entry) -> bool:
+    """Returns whether all that the old state has can be had of the new one."""
+    length = len(old.ids)
+    return length <= len(new.ids) and new.ids[:length] == old.ids and new.state.reach(length) == length
