@@ -145,6 +145,11 @@ class Speaker:
         """Returns the figures of Renderer.first_message."""
         return self._renderer.first_message(self._text, tokens)
 
+    def ids(self, asked: Asked) -> list[int]:
+        """Returns the token ids of the prompt that the template makes. Raises the errors of `prompt`."""
+        rendered = self._renderer.render(asked.messages, asked.tools, asked.variables)
+        return self._text.encode(rendered, whole=True)
+
     def prompt(self, asked: Asked, prefix: Keeps, settings: GenerationSettings | None = None) -> Spoken:
         """Returns the prompt that the template makes, for a session. Raises the errors of Renderer.render and
         Text.encode."""

@@ -18,15 +18,20 @@ from moert.command.settings import (
     CHAT_NEW_TOKENS,
     PROMPTS,
     DriveOption,
+    HostOption,
     HubArgument,
     InputOption,
+    KeyOption,
     LinesOption,
+    OriginOption,
     PackArgument,
     PacksArgument,
+    PortOption,
     StartOption,
     StatsOption,
     SystemOption,
     TokensOption,
+    WaitingOption,
     check_shown,
     check_unused,
     engine_settings,
@@ -320,6 +325,24 @@ def chat(
     with engine, figures(engine, as_json) if stats else nullcontext():
         printer = Printer(engine, asked["thinking"] == "show", as_json, asked["raw"])
         converse(engine.conversation(system), settings, printer, longest_text(chosen))
+
+
+@app.command(cls=grouped("serve"))
+@taking("serve", {"max_new_tokens": CHAT_NEW_TOKENS})
+def serve(
+    packs: PacksArgument,
+    host: HostOption = "127.0.0.1",
+    port: PortOption = 8080,
+    key_file: KeyOption = None,
+    origins: OriginOption = None,
+    most_waiting: WaitingOption = 64,
+    asked: Asked = NOTHING,
+) -> None:
+    """Answer clients that speak OpenAI's, Anthropic's or Ollama's interface, until Ctrl-C."""
+    defaults, chosen = _settings(asked), engine_settings(asked)
+    from moert.command.serving import run_server
+
+    run_server([_here(pack) for pack in packs], (host, port), key_file, origins or (), most_waiting, defaults, chosen)
 
 
 @app.command(cls=grouped("bench"))

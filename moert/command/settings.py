@@ -17,7 +17,8 @@ if TYPE_CHECKING:
     from moert.engine.generation import GenerationSettings
     from moert.engine.settings import EngineSettings
 
-_ALL, _WRITING, _RUN = ("run", "chat", "score", "bench"), ("run", "chat"), ("run",)
+_ALL, _RUN = ("run", "chat", "serve", "score", "bench"), ("run",)
+_WRITING, _CHOOSING = ("run", "chat"), ("run", "chat", "serve")
 PROMPTS = "Prompts"
 _ROOM, _TEXT = "Memory and device", "Answers"
 _EXPERTS, _MACHINE, _SECOND, _NEURONS = "Experts", "Processor and drive", "Device", "Neurons"
@@ -38,22 +39,22 @@ SETTINGS = (
         default="none", usual=True, values="DEVICE",
     ),
     Setting(
-        "max_new_tokens", _TEXT, _WRITING,
+        "max_new_tokens", _TEXT, _CHOOSING,
         "The largest number of tokens to write.",
         int, 256, usual=True,
     ),
     Setting(
-        "temperature", _TEXT, _WRITING,
+        "temperature", _TEXT, _CHOOSING,
         "Temperature of sampling; 0 always takes the likeliest token.",
         float, 0.0, usual=True,
     ),
     Setting(
-        "top_k", _TEXT, _WRITING,
+        "top_k", _TEXT, _CHOOSING,
         "Sample from the k likeliest tokens; 0: from all.",
         int, 0, usual=True,
     ),
     Setting(
-        "top_p", _TEXT, _WRITING,
+        "top_p", _TEXT, _CHOOSING,
         "Sample from the likeliest tokens whose probabilities add up to this.", float, 1.0,
         usual=True,
     ),
@@ -150,22 +151,22 @@ SETTINGS = (
         default="recent", choices=("recent", "lru", "lfu", "window"),
     ),
     Setting(
-        "min_p", _SAMPLING, _WRITING,
+        "min_p", _SAMPLING, _CHOOSING,
         "Sample from tokens with at least this fraction of the likeliest token's probability.", float, 0.0
     ),
     Setting(
-        "repeat_penalty", _SAMPLING, _WRITING,
+        "repeat_penalty", _SAMPLING, _CHOOSING,
         "Divide the logits of tokens in the prompt or the answer by this, and multiply negative logits by it, as "
         "repetition_penalty of transformers does; 1: no penalty. Models with an encoder count only the answer.",
         float, 1.0,
     ),
     Setting(
-        "presence_penalty", _SAMPLING, _WRITING,
+        "presence_penalty", _SAMPLING, _CHOOSING,
         "Subtract this from the logits of tokens in the answer, as OpenAI's presence_penalty does; 0: no penalty.",
         float, 0.0,
     ),
     Setting(
-        "frequency_penalty", _SAMPLING, _WRITING,
+        "frequency_penalty", _SAMPLING, _CHOOSING,
         "Subtract this from the logit of a token for each time that it stands in the answer; 0: no penalty.",
         float, 0.0,
     ),
@@ -205,7 +206,7 @@ SETTINGS = (
         values="N", option="return",
     ),
     Setting(
-        "template", _CHAT, _WRITING,
+        "template", _CHAT, _CHOOSING,
         "Chat template in place of the pack's own: a file, or one of the usual forms chatml, llama3 and alpaca.",
         values="NAME|FILE",
     ),
@@ -273,6 +274,35 @@ InputOption = Annotated[
         rich_help_panel=PROMPTS,
     ),
 ]
+SERVER = "Server"
+HostOption = Annotated[
+    str,
+    typer.Option("--host", help="Address to listen on; 0.0.0.0 lets other machines in.", rich_help_panel=SERVER),
+]
+PortOption = Annotated[
+    int, typer.Option("--port", min=0, max=65535, help="Port; 0 takes a free one.", rich_help_panel=SERVER)
+]
+KeyOption = Annotated[
+    Path | None,
+    typer.Option(
+        "--api-key-file", help="File with the key that clients have to send; without one, nobody needs a key.",
+        show_default=False, rich_help_panel=SERVER,
+    ),
+]  # fmt: skip
+OriginOption = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--origin", help="Let web pages of this origin call the server (CORS), as in https://example.org; * for all. "
+        "May be given several times.", show_default=False, rich_help_panel=SERVER,
+    ),
+]  # fmt: skip
+WaitingOption = Annotated[
+    int,
+    typer.Option(
+        "--most-waiting", min=1, help="Refuse further clients (429) while this many wait or are answered.",
+        rich_help_panel=SERVER,
+    ),
+]  # fmt: skip
 StatsOption = Annotated[bool, typer.Option("--stats", help="Print the figures of the run to stderr.")]
 SystemOption = Annotated[
     str | None,
@@ -298,7 +328,7 @@ def generation_settings(asked: Asked) -> GenerationSettings:
     from moert.engine.generation import GenerationOptions, GenerationSettings
 
     found = asked.of(GenerationOptions.__annotations__)
-    found |= {"logit_bias": bias_of(found["logit_bias"]), "stop": tuple(found["stop"] or ())}
+    found |= {"logit_bias": bias_of(found.get("logit_bias")), "stop": tuple(found.get("stop") or ())}
     if "early_stopping" in found:
         found["early_stopping"] = {"true": True, "false": False}.get(found["early_stopping"], found["early_stopping"])
     return GenerationSettings(**found)

@@ -20,7 +20,7 @@ from moert.engine.budget import (
     room_within,
     share_text,
 )
-from moert.engine.generation import GenerationOptions, GenerationSettings, room
+from moert.engine.generation import GenerationOptions, GenerationSettings, Logprobs, room
 from moert.engine.prefixes import Prefixes
 from moert.engine.registry import ROUTINGS, Beside
 from moert.engine.regulator import Admission, Bounds, Notify, Regulator
@@ -238,6 +238,11 @@ class Engine:
         """Name of the eviction policy; the requested name until the first expert has to leave."""
         return self._streaming.eviction
 
+    @property
+    def memory_limit_bytes(self) -> int | None:
+        """The memory limit of the process [bytes]; None without one."""
+        return self._regulator.limit_bytes
+
     def encode(self, prompt: str) -> list[int]:
         """Returns the token ids of a prompt, with the special tokens that the tokenizer adds. Raises TokenizerMissing,
         InputInvalid, PromptTooLong for more bytes than the model can take, or BudgetTooSmall."""
@@ -303,6 +308,12 @@ class Engine:
         """Returns the log-likelihood of a text and of each of its tokens; see moert.engine.scoring.Scorer.score."""
         with self._turns.turn():
             return Scorer(self.model, self.text, self._admission).score(text, target, context)
+
+    def steps(self, text: Prompt, count: int, further: int = 0) -> list[tuple[int, str, Logprobs | None]]:
+        """Returns of each token of a text its id, its own text and its log-probability beside those of the `count`
+        likeliest; see moert.engine.scoring.Scorer.steps."""
+        with self._turns.turn():
+            return Scorer(self.model, self.text, self._admission).steps(text, count, further)
 
     def stream(
         self, prompt: Prompt, settings: GenerationSettings | None = None, **changes: Unpack[GenerationOptions]

@@ -58,6 +58,18 @@ def largest(scores: F32, count: int) -> Iterable[int]:
     return found
 
 
+def logprobs_of(logits: F32, token: int, count: int, named: Callable[[int], str] | None) -> Logprobs:
+    """Returns a token's log-probability, and the `count` likeliest of its place, from logits [vocab]. `named` gives the
+    text of a token there."""
+    scores = log_softmax(logits)
+
+    def likely(token: int) -> Likely:
+        return Likely(token, "" if named is None else named(token), max(float(scores[token]), _LEAST_LOGPROB))
+
+    best = sorted(largest(scores, count), key=lambda each: (-scores[each], each))
+    return Logprobs(likely(token), tuple(map(likely, best)))
+
+
 def log_likelihoods(logits: F32, tokens: I64) -> F32:
     """Returns the log-probability of one token a row [rows]. `logits` [rows, vocab] are overwritten."""
     logits -= logits.max(axis=1, keepdims=True)
@@ -442,6 +454,8 @@ class GenerationResult:
     stop_reason: StopReason
     score: float | None = None
     logprobs: list[Logprobs] | None = None
+    stop: str | None = None
+    """The stop string that was found, the first in the settings of those at its place."""
 
 
 class Generation:
@@ -469,13 +483,14 @@ class Generation:
         self.stop_reason: StopReason = "interrupted"
         self.ended = False
         self._held = ""  # text that may turn out to begin a stop string
+        self._stop: str | None = None  # the stop string that was found
         self._generator: np.random.Generator | None = None  # most texts draw nothing, and its code takes memory
 
     @property
     def results(self) -> list[GenerationResult]:
         """One result, or with beam search as many as were requested, the best first."""
         logprobs = None if self.settings.logprobs is None else list(self.logprobs)
-        return [GenerationResult(list(self.tokens), self.text, self.stop_reason, logprobs=logprobs)]
+        return [GenerationResult(list(self.tokens), self.text, self.stop_reason, logprobs=logprobs, stop=self._stop)]
 
     @property
     def written(self) -> int:
@@ -537,14 +552,8 @@ class Generation:
         return choose(scores, self.settings, self._generator)
 
     def _logprobs(self, logits: F32, token: int, count: int) -> Logprobs:
-        scores = log_softmax(logits)
-
-        def likely(token: int) -> Likely:
-            text = "" if self.detokenizer is None else self.detokenizer.piece(token)
-            return Likely(token, text, max(float(scores[token]), _LEAST_LOGPROB))
-
-        best = sorted(largest(scores, count), key=lambda each: (-scores[each], each))
-        return Logprobs(likely(token), tuple(map(likely, best)))
+        named = None if self.detokenizer is None else self.detokenizer.piece
+        return logprobs_of(logits, token, count, named)
 
     def _reason_to_stop(self, token: int) -> StopReason | None:
         if token in self._eos and not self.settings.ignore_eos:
@@ -560,9 +569,10 @@ class Generation:
         if not self.settings.stops:
             return text, False
         held = self._held + text
-        places = [place for stop in self.settings.stops if (place := held.find(stop)) >= 0]
+        places = [(place, stop) for stop in self.settings.stops if (place := held.find(stop)) >= 0]
         if places:
-            return held[: min(places)], True
+            place, self._stop = min(places, key=lambda found: found[0])
+            return held[:place], True
         keep = 0 if last else longest_beginning(held, self.settings.stops)
         self._held = held[len(held) - keep :]
         return held[: len(held) - keep], False

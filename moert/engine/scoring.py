@@ -11,13 +11,14 @@ from dataclasses import dataclass
 import numpy as np
 
 from moert.engine import generation
-from moert.engine.generation import check_ids, log_likelihoods
+from moert.engine.generation import Logprobs, check_ids, log_likelihoods, logprobs_of
 from moert.engine.session import Gate
 from moert.engine.text import LONG_TEXT, Encoded, Text
 from moert.errors import InputInvalid, PromptTooLong, SettingInvalid, memory_shortage, said
 from moert.kernels.backend import ROWS
 from moert.models.footprint import Load
 from moert.models.model import Model
+from moert.pack.codec import F32
 
 _LOGIT_BYTES = 8 << 20
 _LARGEST_EXPONENT = 600.0  # a perplexity beyond this is as bad as any, and still a finite number
@@ -89,6 +90,34 @@ class Scorer:
                 logprobs[stop - fresh : stop] = found[len(found) - fresh :]
         words = None if encoded is None else sum(encoded.words(stop - fresh, stop) for _, stop, fresh in parts)
         return _score(ids, logprobs, words, len(parts))
+
+    def steps(self, text: str | Sequence[int], count: int, further: int) -> list[tuple[int, str, Logprobs | None]]:
+        """Returns of each token of a text, as one window, its id, its own text, and its log-probability with those of
+        the `count` likeliest in its place; None for the first token. `further` 1 adds the likeliest next token. Raises
+        the errors of `score`."""
+        if self._model.spec.encoder is not None:
+            raise InputInvalid("this model reads with an encoder: its input has no log-probabilities")
+        ids = self._text.ids(text, self._aside)
+        check_ids(self._model.spec, ids)
+        most = self._model.spec.max_positions
+        if most is not None and len(ids) + further > most:
+            raise PromptTooLong(f"the text has {len(ids)} tokens, the model can take {most - further}: shorten it")
+        names, found = self._text.detokenizer(), list[tuple[int, str, Logprobs | None]]()
+
+        def add(token: int, row: F32 | None) -> None:
+            step = None if row is None else logprobs_of(row, token, count, names.piece)
+            found.append((token, names.piece(token), step))
+            names.push(token)
+
+        add(ids[0], None)
+        with self._admitted(Load(len(ids), 1, scored=self._rows)):
+            for rows in self._model.rows(ids, None, self._rows):
+                for row in rows:
+                    generation.check_finite(row, len(found) + 1, "text")
+                    if len(found) < len(ids) + further:
+                        at = len(found)
+                        add(ids[at] if at < len(ids) else generation.likeliest(row), row)
+        return found
 
     def _behind_encoder(
         self, text: str | Sequence[int], target: str | Sequence[int] | None, context: int | None

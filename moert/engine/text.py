@@ -265,6 +265,19 @@ class Text:
             raise SettingInvalid("first_token", f"{name!r} is no token of the pack's {TOKENIZER}")
         return found
 
+    def decode(self, ids: Iterable[int]) -> str:
+        """Returns the text of tokens, the names of special ones too."""
+        made = Detokenizer(self.tokenizer, frozenset())
+        return "".join([*map(made.push, ids), made.flush()])
+
+    def pieces(self, ids: Iterable[int]) -> list[str]:
+        """Returns the text of each token by itself, in its place."""
+        made, found = Detokenizer(self.tokenizer, frozenset()), list[str]()
+        for number in ids:
+            found.append(made.piece(number))
+            made.push(number)
+        return found
+
     def detokenizer(self) -> Detokenizer:
         """Returns a detokenizer in which special tokens give no text."""
         return Detokenizer(self.tokenizer)

@@ -1,0 +1,70 @@
+"""moert serve: from options to a server, and its lines for people."""
+
+from __future__ import annotations
+
+import logging
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from moert.command import console
+from moert.engine.generation import GenerationSettings
+from moert.engine.settings import EngineSettings
+from moert.errors import InputInvalid, RunError
+
+_MOST_KEY_BYTES = 4096
+
+
+def run_server(
+    packs: Sequence[Path],
+    address: tuple[str, int],
+    key_file: Path | None,
+    origins: Sequence[str],
+    most_waiting: int,
+    defaults: GenerationSettings,
+    engine: EngineSettings,
+) -> None:
+    """Runs a server until a signal ends it. Raises RunError, or the errors of Engine.open."""
+    names = names_of(packs)
+    key = None if key_file is None else _key(key_file)
+    try:
+        from moert.serve.server import ServerSettings, bound, serve
+    except ImportError as error:
+        if (error.name or "").split(".")[0] in ("starlette", "uvicorn"):
+            raise RunError("moert serve needs further packages: pip install 'moert[serve]'") from None
+        raise
+    logging.basicConfig(stream=sys.stderr, level=logging.WARNING, format="moert: %(message)s")
+    settings = ServerSettings(names, engine, defaults, key, origins, most_waiting)
+    with bound(*address) as listening:
+        serve(settings, listening, lambda found: _ready(found, names, key is None))
+
+
+def names_of(packs: Sequence[Path]) -> dict[str, Path]:
+    """Returns the packs by the names of their folders, without .pack. Raises RunError where two have the same."""
+    found: dict[str, Path] = {}
+    for pack in packs:
+        name = pack.resolve().name.removesuffix(".pack") or "model"
+        if name in found:
+            raise RunError(f"{found[name]} and {pack} have the same name {name}: rename the folder of one")
+        found[name] = pack
+    return found
+
+
+def _key(path: Path) -> str:
+    try:
+        with path.open("rb") as file:
+            text = file.read(_MOST_KEY_BYTES).decode("ascii").strip()
+    except OSError as error:
+        raise InputInvalid(f"{path} can't be read: {error.strerror or error}") from None
+    except UnicodeDecodeError:
+        raise InputInvalid(f"{path} is no key: letters beyond ASCII can't stand in a header") from None
+    if not text or any(letter.isspace() for letter in text):
+        raise InputInvalid(f"{path} holds no key: give a file with one word")
+    return text
+
+
+def _ready(address: str, names: dict[str, Path], keyless: bool) -> None:
+    print(f"{address} answers for {', '.join(names)}", flush=True)
+    host = address.partition("//")[2].rpartition(":")[0]
+    if keyless and host not in ("127.0.0.1", "localhost", "[::1]"):
+        console.note(f"anyone who reaches {host} can use this server: --api-key-file asks clients for a key")

@@ -1,0 +1,316 @@
+"""Ollama's interface: /api/chat, /api/generate, /api/tags, /api/show, /api/ps, /api/version."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import AsyncIterator, Mapping
+from datetime import datetime, timezone
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.routing import Route
+
+from moert import __version__
+from moert.chat.renderer import chat_of
+from moert.errors import ChatImpossible
+from moert.pack.reader import Pack
+from moert.serve.answers import answered, body_of, line, whole
+from moert.serve.fields import (
+    ANY,
+    FLAG,
+    STOP,
+    TABLE,
+    TABLES,
+    TEXT,
+    Field,
+    Refused,
+    number,
+    one_of,
+    read,
+    required,
+)
+from moert.serve.fields import whole as whole_number
+from moert.serve.forms import Argued, Called, Ended, Event, Talk, Wish, Wrote
+from moert.serve.openai import messages_of, settings_of
+from moert.serve.tools import Tools
+from moert.serve.worker import status_of
+
+if TYPE_CHECKING:
+    from moert.serve.server import Server
+
+_BOTH: Mapping[str, Field] = {
+    "model": TEXT, "stream": FLAG, "options": TABLE, "format": ANY, "keep_alive": ANY, "think": ANY,
+}  # fmt: skip
+_CHAT: Mapping[str, Field] = {**_BOTH, "messages": TABLES, "tools": TABLES}
+_GENERATE: Mapping[str, Field] = {**_BOTH, "prompt": TEXT, "system": TEXT, "raw": FLAG, "suffix": one_of("")}
+_OPTIONS: Mapping[str, Field] = {
+    "temperature": number(0, 100), "num_predict": whole_number(-2, 1 << 30), "top_k": whole_number(0, 1 << 30),
+    "top_p": number(1e-9, 1), "min_p": number(0, 1), "seed": whole_number(-(1 << 63), (1 << 63) - 1), "stop": STOP,
+    "repeat_penalty": number(0.1, 10), "presence_penalty": number(-2, 2), "frequency_penalty": number(-2, 2),
+}  # fmt: skip
+_MACHINE = ("num_ctx", "num_thread", "num_gpu", "num_batch", "main_gpu", "use_mmap", "use_mlock", "numa", "low_vram")
+"""Options of Ollama's own machine, which change no answer here."""
+
+
+def failed(error: BaseException) -> Response:
+    """Returns the response for an error."""
+    status, text = status_of(error)
+    return whole({"error": text}, status)
+
+
+def routes(server: Server) -> list[Route]:
+    """Returns the paths of this interface."""
+    paths = {
+        "/api/chat": ("POST", _chat), "/api/generate": ("POST", _generate), "/api/show": ("POST", _show),
+        "/api/tags": ("GET", _tags), "/api/ps": ("GET", _running), "/api/version": ("GET", _version),
+    }  # fmt: skip
+    return [
+        Route(path, server.guarded(partial(work, server), failed), methods=[method])
+        for path, (method, work) in paths.items()
+    ]
+
+
+async def _chat(server: Server, request: Request) -> Any:
+    found = read(await body_of(request), _CHAT)
+    name, worker = await server.worker(required(found, "model"))
+    if not found.get("messages"):
+        return whole(
+            {**_head(name), "message": {"role": "assistant", "content": ""}, "done": True, "done_reason": "load"}
+        )
+    asked = {**_form(found), "messages": messages_of([_message(each) for each in found["messages"]])}
+    tools = Tools.of(worker.engine, asked)
+    (settings,) = settings_of(_options(found), server.defaults, **tools.limits(asked))
+    talk = Talk(tools.messages(asked["messages"]), tools.schemas, _variables(found), tools.shown)
+    ticket = worker.submit(Wish([talk], [settings]), server.loop)
+    return await answered(
+        request, worker, ticket, found.get("stream", True),
+        lambda: _stream(name, tools.events(ticket), chat=True), lambda: _whole(name, tools.events(ticket), chat=True),
+        b"", "application/x-ndjson",
+    )  # fmt: skip
+
+
+async def _generate(server: Server, request: Request) -> Any:
+    found = read(await body_of(request), _GENERATE, ("context",))
+    name, worker = await server.worker(required(found, "model"))
+    prompt: Any = found.get("prompt", "")
+    if not prompt:
+        return whole({**_head(name), "response": "", "done": True, "done_reason": "load"})
+    try:
+        worker.engine.speaker  # noqa: B018 - is there a template?
+        talks = not found.get("raw", False)
+    except ChatImpossible:
+        talks = False
+    asked = _form(found)
+    if talks:
+        system = [{"role": "system", "content": found["system"]}] if found.get("system") else []
+        prompt = Talk([*system, {"role": "user", "content": prompt}], None, _variables(found))
+    elif found.get("system"):
+        raise Refused("system goes with a chat template, which raw prompts and some models have not", "system")
+    settings = settings_of(_options(found), server.defaults, **Tools.formats(worker.engine, asked))
+    ticket = worker.submit(Wish([prompt], settings), server.loop)
+    return await answered(
+        request, worker, ticket, found.get("stream", True),
+        lambda: _stream(name, ticket.events(), chat=False), lambda: _whole(name, ticket.events(), chat=False),
+        b"", "application/x-ndjson",
+    )  # fmt: skip
+
+
+def _message(message: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns a message as OpenAI's interface has it. Raises Refused."""
+    if message.get("images"):
+        raise Refused("images are not supported", "messages")
+    made = {name: value for name, value in message.items() if name not in ("images", "thinking", "tool_name")}
+    if message.get("thinking"):
+        made["reasoning_content"] = message["thinking"]
+    if message.get("tool_calls"):
+        made["tool_calls"] = [
+            {
+                "id": str(at),
+                "type": "function",
+                "function": {**each, "arguments": json.dumps(each.get("arguments", {}))},
+            }
+            for at, call in enumerate(message["tool_calls"])
+            for each in [call.get("function", {}) if isinstance(call, dict) else {}]
+        ]
+    if message.get("role") == "tool":
+        made.setdefault("tool_call_id", str(message.get("tool_name", "0")))
+    return made
+
+
+def _form(found: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns tools and the form of the answer as OpenAI's interface names them. Raises Refused."""
+    asked: dict[str, Any] = {"tools": found["tools"]} if found.get("tools") else {}
+    form = found.get("format")
+    if form == "json":
+        asked["response_format"] = {"type": "json_object"}
+    elif isinstance(form, dict):
+        asked["response_format"] = {"type": "json_schema", "json_schema": {"name": "answer", "schema": form}}
+    elif form not in (None, ""):
+        raise Refused("format should be json or a JSON schema", "format")
+    return asked
+
+
+def _options(found: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns settings as OpenAI's interface names them. Raises Refused."""
+    options = read(found.get("options", {}), _OPTIONS, _MACHINE)
+    made = {name: value for name, value in options.items() if name not in ("num_predict", "repeat_penalty")}
+    if options.get("num_predict", -1) > 0:
+        made["max_tokens"] = options["num_predict"]
+    if "repeat_penalty" in options:
+        made["repetition_penalty"] = options["repeat_penalty"]
+    return made
+
+
+def _variables(found: Mapping[str, Any]) -> dict[str, Any]:
+    think = found.get("think")
+    if think is None:
+        return {}
+    if isinstance(think, str):
+        return {"enable_thinking": True, "thinking": True, "reasoning_effort": think}
+    if not isinstance(think, bool):
+        raise Refused("think should be true, false, or a level", "think")
+    return {"enable_thinking": think, "thinking": think}
+
+
+def _head(name: str) -> dict[str, Any]:
+    return {"model": name, "created_at": datetime.now(timezone.utc).isoformat().replace("+00:00", "Z")}
+
+
+def _last(end: Ended) -> dict[str, Any]:
+    """Returns the fields of the last line; times in nanoseconds."""
+    first, total = int(end.first_s * 1e9), int(end.total_s * 1e9)
+    reason = "stop" if end.reason in ("eos", "stop_string") else "length"
+    return {
+        "done": True, "done_reason": reason, "total_duration": total, "load_duration": 0,
+        "prompt_eval_count": end.prompt_tokens, "prompt_eval_duration": first, "eval_count": end.new_tokens,
+        "eval_duration": max(0, total - first),
+    }  # fmt: skip
+
+
+class _Calls:
+    """The tool calls of an answer, each whole: Ollama's interface has no pieces of them."""
+
+    def __init__(self) -> None:
+        self._name, self._text, self._count = "", "", 0
+
+    def take(self, each: Event) -> list[dict[str, Any]]:
+        """Returns the calls that end before an event."""
+        if isinstance(each, Argued):
+            self._text += each.text
+            return []
+        done = self._whole()
+        if isinstance(each, Called):
+            self._name = each.name
+        return done
+
+    def _whole(self) -> list[dict[str, Any]]:
+        if not self._name:
+            return []
+        try:
+            arguments = json.loads(self._text or "{}")
+        except ValueError:
+            arguments = {"text": self._text}
+        call = {"function": {"index": self._count, "name": self._name, "arguments": arguments}}
+        self._name, self._text, self._count = "", "", self._count + 1
+        return [call]
+
+
+async def _stream(name: str, events: AsyncIterator[Event], chat: bool) -> AsyncIterator[bytes]:
+    calls = _Calls()
+    try:
+        async for each in events:
+            for call in calls.take(each):
+                message = {"role": "assistant", "content": "", "tool_calls": [call]}
+                yield line({**_head(name), "message": message, "done": False}) + b"\n"
+            if isinstance(each, Wrote):
+                yield line({**_head(name), **_said(each.part, each.text, chat), "done": False}) + b"\n"
+            elif isinstance(each, Ended):
+                yield line({**_head(name), **_said("answer", "", chat), **_last(each)}) + b"\n"
+    except Exception as error:
+        yield line({"error": status_of(error)[1]}) + b"\n"
+
+
+def _said(part: str, text: str, chat: bool) -> dict[str, Any]:
+    said, thought = (text, "") if part == "answer" else ("", text)
+    more = {"thinking": thought} if thought else {}
+    return {"message": {"role": "assistant", "content": said, **more}} if chat else {"response": said, **more}
+
+
+async def _whole(name: str, events: AsyncIterator[Event], chat: bool) -> dict[str, Any]:
+    calls, found, last = _Calls(), list[dict[str, Any]](), dict[str, Any]()
+    texts = {"answer": "", "thinking": ""}
+    async for each in events:
+        found += calls.take(each)
+        if isinstance(each, Wrote):
+            texts[each.part] += each.text
+        elif isinstance(each, Ended):
+            last = _last(each)
+    said: dict[str, Any] = _said("answer", texts["answer"], chat)
+    inner = said["message"] if chat else said
+    if texts["thinking"]:
+        inner["thinking"] = texts["thinking"]
+    if found:
+        inner["tool_calls"] = found
+    return {**_head(name), **said, **last}
+
+
+# Models ---------------------------------------------------------------------------------------------------------------
+
+
+async def _tags(server: Server, request: Request) -> Response:
+    return whole({"models": [_listed(server, name) for name in server.names]})
+
+
+async def _running(server: Server, request: Request) -> Response:
+    there = [] if server.name_there is None else [server.name_there]
+    return whole({"models": [{**_listed(server, name), "expires_at": _NEVER, "size_vram": 0} for name in there]})
+
+
+_NEVER = "9999-12-31T23:59:59Z"
+
+
+def _listed(server: Server, name: str) -> dict[str, Any]:
+    pack = Pack.open(server.settings.packs[name])
+    manifest = pack.manifest
+    changed = datetime.fromtimestamp(pack.file("manifest.json").stat().st_mtime, timezone.utc)
+    return {
+        "name": name, "model": name, "modified_at": changed.isoformat().replace("+00:00", "Z"),
+        "size": sum(each.nbytes for each in manifest.files.values()), "digest": "", "details": _DETAILS,
+    }  # fmt: skip
+
+
+_DETAILS = {
+    "parent_model": "", "format": "model.pack", "family": "moert", "families": ["moert"], "parameter_size": "",
+    "quantization_level": "mixed",
+}  # fmt: skip
+
+
+_SHOW: Mapping[str, Field] = {"model": TEXT, "name": TEXT, "verbose": FLAG}
+
+
+async def _show(server: Server, request: Request) -> Response:
+    found = read(await body_of(request), _SHOW)
+    name = found["model"] if "model" in found else required(found, "name")
+    name, worker = await server.worker(name)
+    engine = worker.engine
+    try:
+        template = chat_of(engine.pack, engine.text, server.settings.engine.template)
+        text, tools = template.template, "tools" in (template.tool_template or template.template)
+    except ChatImpossible:
+        text, tools = "", False
+    spec = engine.spec
+    return whole({
+        "modelfile": "", "parameters": "", "template": text, "details": _DETAILS,
+        "model_info": {
+            "general.architecture": "moert", "context_length": spec.max_positions,
+            "embedding_length": spec.d_model, "vocabulary": spec.vocab_size,
+        },
+        "capabilities": ["completion", *(["tools"] if tools else [])],
+        "modified_at": _listed(server, name)["modified_at"],
+    })  # fmt: skip
+
+
+async def _version(server: Server, request: Request) -> Response:
+    return whole({"version": __version__})

@@ -1,0 +1,459 @@
+"""OpenAI's interface: /v1/chat/completions, /v1/completions, /v1/models, /v1/embeddings."""
+
+from __future__ import annotations
+
+import asyncio
+import secrets
+import time
+from collections.abc import AsyncIterator, Mapping, Sequence
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.routing import Route
+
+from moert.engine.engine import Engine
+from moert.engine.generation import GenerationSettings, Likely, Logprobs
+from moert.serve.answers import answered, body_of, event, unless_gone, whole
+from moert.serve.fields import (
+    ANY,
+    BIAS,
+    FLAG,
+    STOP,
+    TABLE,
+    TABLES,
+    TEXT,
+    Field,
+    Refused,
+    number,
+    one_of,
+    read,
+    required,
+)
+from moert.serve.fields import whole as whole_number
+from moert.serve.forms import Argued, Called, Ended, Event, Talk, Wish, Wrote
+from moert.serve.tools import Tools
+from moert.serve.worker import Worker, status_of
+
+if TYPE_CHECKING:
+    from moert.serve.server import Server
+
+_MOST_TOKENS = 1 << 30
+SAMPLING: Mapping[str, Field] = {
+    "temperature": number(0, 100),
+    "top_p": number(1e-9, 1),
+    "top_k": whole_number(0, 1 << 30),
+    "min_p": number(0, 1),
+    "seed": whole_number(-(1 << 63), (1 << 63) - 1),
+    "presence_penalty": number(-2, 2),
+    "frequency_penalty": number(-2, 2),
+    "repetition_penalty": number(0.1, 10),
+    "logit_bias": BIAS,
+    "stop": STOP,
+    "max_tokens": whole_number(0, _MOST_TOKENS),
+}
+_BOTH: Mapping[str, Field] = {
+    **SAMPLING, "model": TEXT, "stream": FLAG, "stream_options": TABLE, "n": whole_number(1, 16),
+}  # fmt: skip
+_CHAT: Mapping[str, Field] = {
+    **_BOTH, "messages": TABLES, "max_completion_tokens": whole_number(1, _MOST_TOKENS), "logprobs": FLAG,
+    "top_logprobs": whole_number(0, 20), "tools": TABLES, "tool_choice": ANY, "parallel_tool_calls": FLAG,
+    "response_format": TABLE, "chat_template_kwargs": TABLE, "reasoning_effort": TEXT, "grammar": TEXT,
+}  # fmt: skip
+_TEXT: Mapping[str, Field] = {
+    **_BOTH, "prompt": ANY, "logprobs": whole_number(0, 20), "echo": FLAG, "suffix": one_of(""),
+    "best_of": whole_number(1, 16), "response_format": TABLE, "grammar": TEXT,
+}  # fmt: skip
+_HARMLESS = (
+    "user", "metadata", "store", "service_tier", "safety_identifier", "prompt_cache_key", "prompt_cache_retention",
+    "verbosity",
+)  # fmt: skip
+_STREAM: Mapping[str, Field] = {"include_usage": FLAG, "include_obfuscation": FLAG}
+_REASONS = {
+    "eos": "stop", "stop_string": "stop", "max_new_tokens": "length", "context_full": "length", "cancelled": "length",
+    "interrupted": "length",
+}  # fmt: skip
+_NAMES = {
+    "temperature": "temperature", "top_p": "top_p", "top_k": "top_k", "min_p": "min_p", "stop": "stop",
+    "presence_penalty": "presence_penalty", "frequency_penalty": "frequency_penalty",
+    "repetition_penalty": "repeat_penalty",
+}  # fmt: skip
+
+
+def settings_of(
+    found: Mapping[str, Any], defaults: GenerationSettings, count: int = 1, **more: Any
+) -> list[GenerationSettings]:
+    """Returns the settings of `count` answers, which differ in their seeds. Without a seed, one is drawn. Raises
+    Refused, or SettingInvalid."""
+    changes = {name: found[own] for own, name in _NAMES.items() if own in found}
+    for name in ("temperature", "top_p", "min_p", "presence_penalty", "frequency_penalty", "repeat_penalty"):
+        if name in changes:
+            changes[name] = float(changes[name])
+    if "logit_bias" in found:
+        changes["logit_bias"] = {int(token): float(value) for token, value in found["logit_bias"].items()}
+    most = found.get("max_completion_tokens", found.get("max_tokens"))
+    if most is not None:
+        changes["max_new_tokens"] = max(1, most)
+    base = defaults.but(**changes, **more)
+    if base.temperature == 0.0:
+        return [base] * count
+    seed = found["seed"] & ((1 << 62) - 1) if "seed" in found else secrets.randbits(62)
+    return [base.but(seed=seed + number) for number in range(count)]
+
+
+def messages_of(found: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """Returns messages as templates take them: their text in one piece. Raises Refused."""
+    if not found:
+        raise Refused("messages is empty: give at least one", "messages")
+    made = []
+    for at, message in enumerate(found):
+        role = message.get("role")
+        if role not in ("system", "developer", "user", "assistant", "tool", "function"):
+            raise Refused(
+                f"messages[{at}].role is {role!r:.40}: it should be system, user, assistant or tool", "messages"
+            )
+        content = message.get("content")
+        if isinstance(content, list):
+            content = "".join(_part(part, at) for part in content)
+        elif content is not None and not isinstance(content, str):
+            raise Refused(f"messages[{at}].content should be text or a list of parts", "messages")
+        if content is None and role != "assistant":
+            raise Refused(f"messages[{at}].content is missing", "messages")
+        made.append({**message, "role": "system" if role == "developer" else role, "content": content or ""})
+    return made
+
+
+def _part(part: Any, at: int) -> str:
+    kind = part.get("type") if isinstance(part, dict) else None
+    text = part.get("text", part.get("refusal")) if isinstance(part, dict) else part
+    if kind not in ("text", "input_text", "output_text", "refusal", None) or not isinstance(text, str):
+        raise Refused(f"messages[{at}].content has a part of type {kind!r:.40}: only text is supported", "messages")
+    return text
+
+
+def usage_of(ends: Sequence[Ended], prompts: int = 1) -> dict[str, Any]:
+    """Returns the figures of a request's tokens; `prompts`: of this many the first answer's prompt counts."""
+    each = max(1, len(ends) // max(1, prompts))
+    first = [*ends[::each]]
+    read, new = sum(end.prompt_tokens for end in first), sum(end.new_tokens for end in ends)
+    kept = sum(end.kept_tokens for end in first)
+    return {
+        "prompt_tokens": read, "completion_tokens": new, "total_tokens": read + new,
+        "prompt_tokens_details": {"cached_tokens": kept},
+    }  # fmt: skip
+
+
+def failed(error: BaseException) -> Response:
+    """Returns the response for an error."""
+    status, text = status_of(error)
+    return whole({"error": told(error, status, text)}, status, {"retry-after": "1"} if status == 429 else None)
+
+
+def told(error: BaseException, status: int, text: str) -> dict[str, Any]:
+    """Returns an error as OpenAI has it."""
+    kind = {401: "authentication_error", 404: "not_found_error", 429: "rate_limit_error"}.get(status)
+    kind = kind or ("server_error" if status >= 500 else "invalid_request_error")
+    return {"message": text, "type": kind, "param": getattr(error, "field", None), "code": None}
+
+
+def routes(server: Server) -> list[Route]:
+    """Returns the paths of this interface."""
+    return [
+        Route("/v1/chat/completions", server.guarded(partial(_chat, server), failed), methods=["POST"]),
+        Route("/v1/completions", server.guarded(partial(_complete, server), failed), methods=["POST"]),
+        Route("/v1/embeddings", server.guarded(partial(_embed, server), failed), methods=["POST"]),
+        Route("/v1/models", server.guarded(partial(_models, server), failed), methods=["GET"]),
+        Route("/v1/models/{name:path}", server.guarded(partial(_model, server), failed), methods=["GET"]),
+    ]
+
+
+# Chat -----------------------------------------------------------------------------------------------------------------
+
+
+async def _chat(server: Server, request: Request) -> Any:
+    found = read(await body_of(request), _CHAT, _HARMLESS)
+    messages = messages_of(required(found, "messages"))
+    options = read(found.get("stream_options", {}), _STREAM)
+    name, worker = await server.worker(found.get("model"))
+    tools = Tools.of(worker.engine, found)
+    more: dict[str, Any] = {}
+    if found.get("logprobs"):
+        more["logprobs"] = found.get("top_logprobs", 0)
+    elif "top_logprobs" in found:
+        raise Refused("top_logprobs goes with logprobs: true", "top_logprobs")
+    settings = settings_of(found, server.defaults, found.get("n", 1), **more, **tools.limits(found))
+    variables = dict(found.get("chat_template_kwargs", {}))
+    if "reasoning_effort" in found:
+        variables.setdefault("reasoning_effort", found["reasoning_effort"])
+    talk = Talk(tools.messages(messages), tools.schemas, variables, tools.shown)
+    ticket = worker.submit(Wish([talk], settings), server.loop)
+    head = {"id": f"chatcmpl-{secrets.token_hex(12)}", "created": int(time.time()), "model": name}
+    return await answered(
+        request, worker, ticket, bool(found.get("stream")),
+        lambda: _chat_stream(head, tools.events(ticket), bool(options.get("include_usage")), len(settings)),
+        lambda: _chat_whole(head, tools.events(ticket), len(settings)),
+    )  # fmt: skip
+
+
+async def _chat_stream(
+    head: Mapping[str, Any], events: AsyncIterator[Event], usage: bool, count: int
+) -> AsyncIterator[bytes]:
+    base = {"id": head["id"], "object": "chat.completion.chunk", "created": head["created"], "model": head["model"]}
+    more = {"usage": None} if usage else {}
+
+    def chunk(choice: int, delta: Mapping[str, Any], reason: str | None = None, probs: Any = None) -> bytes:
+        one = {"index": choice, "delta": delta, "logprobs": probs, "finish_reason": reason}
+        return event({**base, "choices": [one], **more})
+
+    ends: list[Ended] = []
+    called: set[int] = set()
+    try:
+        for choice in range(count):
+            yield chunk(choice, {"role": "assistant", "content": ""})
+        async for each in events:
+            if isinstance(each, Wrote):
+                name = "content" if each.part == "answer" else "reasoning_content"
+                yield chunk(each.choice, {name: each.text}, None, _chat_probs(each.logprobs))
+            elif isinstance(each, Called):
+                called.add(each.choice)
+                function = {"name": each.name, "arguments": ""}
+                call = {"index": each.call, "id": each.id, "type": "function", "function": function}
+                yield chunk(each.choice, {"tool_calls": [call]})
+            elif isinstance(each, Argued):
+                yield chunk(each.choice, {"tool_calls": [{"index": each.call, "function": {"arguments": each.text}}]})
+            else:
+                ends.append(each)
+                yield chunk(each.choice, {}, _reason(each, each.choice in called), _chat_probs(each.logprobs))
+    except Exception as error:
+        status, text = status_of(error)
+        yield event({"error": told(error, status, text)})
+        return
+    if usage:
+        yield event({**base, "choices": [], "usage": usage_of(ends)})
+    yield event(b"[DONE]")
+
+
+async def _chat_whole(head: Mapping[str, Any], events: AsyncIterator[Event], count: int) -> dict[str, Any]:
+    texts: list[dict[str, str]] = [{"answer": "", "thinking": ""} for _ in range(count)]
+    calls: list[list[dict[str, Any]]] = [[] for _ in range(count)]
+    probs: list[list[Logprobs]] = [[] for _ in range(count)]
+    ends: dict[int, Ended] = {}
+    async for each in events:
+        if isinstance(each, Wrote):
+            texts[each.choice][each.part] += each.text
+            probs[each.choice] += each.logprobs
+        elif isinstance(each, Called):
+            calls[each.choice].append({
+                "id": each.id, "type": "function", "function": {"name": each.name, "arguments": ""},
+            })  # fmt: skip
+        elif isinstance(each, Argued):
+            calls[each.choice][each.call]["function"]["arguments"] += each.text
+        else:
+            ends[each.choice] = each
+            probs[each.choice] += each.logprobs
+    choices = []
+    for choice in range(count):
+        content = texts[choice]["answer"]
+        message: dict[str, Any] = {"role": "assistant", "content": content if content or not calls[choice] else None}
+        if thought := texts[choice]["thinking"].rstrip("\n"):
+            message["reasoning_content"] = thought
+        if calls[choice]:
+            message["tool_calls"] = calls[choice]
+        choices.append({
+            "index": choice, "message": message, "logprobs": _chat_probs(probs[choice]),
+            "finish_reason": _reason(ends[choice], bool(calls[choice])),
+        })  # fmt: skip
+    usage = usage_of([ends[choice] for choice in range(count)])
+    return {
+        "id": head["id"], "object": "chat.completion", "created": head["created"], "model": head["model"],
+        "choices": choices, "usage": usage,
+    }  # fmt: skip
+
+
+def _reason(end: Ended, called: bool) -> str:
+    reason = _REASONS[end.reason]
+    return "tool_calls" if called and reason == "stop" else reason
+
+
+def _chat_probs(found: Sequence[Logprobs]) -> dict[str, Any] | None:
+    if not found:
+        return None
+    content = [{**_likely(step.chosen), "top_logprobs": [*map(_likely, step.likeliest)]} for step in found]
+    return {"content": content, "refusal": None}
+
+
+def _likely(token: Likely) -> dict[str, Any]:
+    return {"token": token.text, "logprob": token.logprob, "bytes": [*token.text.encode()]}
+
+
+# Text -----------------------------------------------------------------------------------------------------------------
+
+
+async def _complete(server: Server, request: Request) -> Any:
+    found = read(await body_of(request), _TEXT, _HARMLESS)
+    prompts = _prompts(required(found, "prompt"))
+    options = read(found.get("stream_options", {}), _STREAM)
+    count = found.get("n", 1)
+    if found.get("best_of", count) != count:
+        raise Refused("best_of is not supported: leave it out", "best_of")
+    name, worker = await server.worker(found.get("model"))
+    if found.get("echo"):
+        return await _echoed(server, request, worker, name, found, prompts)
+    if found.get("max_tokens") == 0:
+        raise Refused("max_tokens is 0: without echo it should be 1 or more", "max_tokens")
+    more = {"logprobs": found["logprobs"]} if "logprobs" in found else {}
+    settings = settings_of(found, server.defaults, count, **more, **Tools.formats(worker.engine, found))
+    ticket = worker.submit(Wish(prompts, settings), server.loop)
+    head = {
+        "id": f"cmpl-{secrets.token_hex(12)}",
+        "object": "text_completion",
+        "created": int(time.time()),
+        "model": name,
+    }
+    return await answered(
+        request, worker, ticket, bool(found.get("stream")),
+        lambda: _text_stream(head, ticket.events(), bool(options.get("include_usage")), len(prompts)),
+        lambda: _text_whole(head, ticket.events(), len(prompts), len(prompts) * count),
+    )  # fmt: skip
+
+
+def _prompts(given: Any) -> list[Any]:
+    """Returns the prompts, texts or lists of token ids. Raises Refused."""
+
+    def is_ids(value: Any) -> bool:
+        right = isinstance(value, list) and bool(value)
+        return right and all(isinstance(each, int) and not isinstance(each, bool) for each in value)
+
+    if isinstance(given, str) or is_ids(given):
+        return [given]
+    if isinstance(given, list) and given and all(isinstance(each, str) or is_ids(each) for each in given):
+        if len(given) > 64:
+            raise Refused(f"prompt has {len(given)} prompts, at most 64 are taken at once", "prompt")
+        return given
+    raise Refused("prompt should be text, a list of token ids, or a list of these", "prompt")
+
+
+async def _text_stream(
+    head: Mapping[str, Any], events: AsyncIterator[Event], usage: bool, prompts: int
+) -> AsyncIterator[bytes]:
+    more = {"usage": None} if usage else {}
+    ends: dict[int, Ended] = {}
+    offsets: dict[int, int] = {}
+    try:
+        async for each in events:
+            if not isinstance(each, (Wrote, Ended)):
+                continue
+            text = each.text if isinstance(each, Wrote) else ""
+            probs = _text_probs(each.logprobs, offsets.get(each.choice, 0)) if each.logprobs else None
+            offsets[each.choice] = offsets.get(each.choice, 0) + len(text)
+            if isinstance(each, Ended):
+                ends[each.choice] = each
+            reason = _REASONS[each.reason] if isinstance(each, Ended) else None
+            one = {"index": each.choice, "text": text, "logprobs": probs, "finish_reason": reason}
+            yield event({**head, "choices": [one], **more})
+    except Exception as error:
+        status, text = status_of(error)
+        yield event({"error": told(error, status, text)})
+        return
+    if usage:
+        yield event({**head, "choices": [], "usage": usage_of([ends[at] for at in sorted(ends)], prompts)})
+    yield event(b"[DONE]")
+
+
+async def _text_whole(
+    head: Mapping[str, Any], events: AsyncIterator[Event], prompts: int, count: int
+) -> dict[str, Any]:
+    texts, probs = [""] * count, [list[Logprobs]() for _ in range(count)]
+    ends: dict[int, Ended] = {}
+    async for each in events:
+        if isinstance(each, Wrote):
+            texts[each.choice] += each.text
+            probs[each.choice] += each.logprobs
+        elif isinstance(each, Ended):
+            ends[each.choice] = each
+            probs[each.choice] += each.logprobs
+    choices = [
+        {
+            "index": at, "text": texts[at], "logprobs": _text_probs(probs[at], 0) if probs[at] else None,
+            "finish_reason": _REASONS[ends[at].reason],
+        }
+        for at in range(count)
+    ]  # fmt: skip
+    return {**head, "choices": choices, "usage": usage_of([ends[at] for at in range(count)], prompts)}
+
+
+def _text_probs(found: Sequence[Logprobs], offset: int) -> dict[str, Any]:
+    offsets = []
+    for step in found:
+        offsets.append(offset)
+        offset += len(step.chosen.text)
+    return {
+        "tokens": [step.chosen.text for step in found],
+        "token_logprobs": [step.chosen.logprob for step in found],
+        "top_logprobs": [{each.text: each.logprob for each in step.likeliest} for step in found],
+        "text_offset": offsets,
+    }
+
+
+async def _echoed(
+    server: Server, request: Request, worker: Worker, name: str, found: Mapping[str, Any], prompts: Sequence[Any]
+) -> Response:
+    """Answers with the prompt itself and the log-probabilities of its tokens, as evaluations ask for; at most one
+    token is written behind it."""
+    if found.get("stream") or found.get("n", 1) != 1:
+        raise Refused("echo goes with one whole answer: leave stream and n out", "echo")
+    count, most = found.get("logprobs"), found.get("max_tokens", 16)
+    if most > 1:
+        raise Refused(f"max_tokens is {most}: with echo it should be 0 or 1", "max_tokens")
+
+    def run(engine: Engine) -> list[list[tuple[int, str, Logprobs | None]]]:
+        return [engine.steps(prompt, count or 0, most) for prompt in prompts]
+
+    rows = await unless_gone(request, asyncio.wrap_future(worker.call(run, alone=True)))
+    choices = []
+    for at, found_steps in enumerate(rows):
+        texts, steps = [text for _, text, _ in found_steps], [step for *_, step in found_steps]
+        probs = None
+        if count is not None:
+            offsets = [sum(map(len, texts[:place])) for place in range(len(texts))]
+            probs = {
+                "tokens": texts,
+                "token_logprobs": [None if step is None else step.chosen.logprob for step in steps],
+                "top_logprobs": [
+                    None if step is None else {each.text: each.logprob for each in step.likeliest} for step in steps
+                ],
+                "text_offset": offsets,
+            }
+        choices.append({"index": at, "text": "".join(texts), "logprobs": probs, "finish_reason": "length"})
+    read_tokens = sum(map(len, rows)) - most * len(rows)
+    new = most * len(rows)
+    usage = {"prompt_tokens": read_tokens, "completion_tokens": new, "total_tokens": read_tokens + new}
+    head = {
+        "id": f"cmpl-{secrets.token_hex(12)}",
+        "object": "text_completion",
+        "created": int(time.time()),
+        "model": name,
+    }
+    return whole({**head, "choices": choices, "usage": usage})
+
+
+# Models ---------------------------------------------------------------------------------------------------------------
+
+
+async def _models(server: Server, request: Request) -> Response:
+    return whole({"object": "list", "data": [_of_model(server, name) for name in server.names]})
+
+
+async def _model(server: Server, request: Request) -> Response:
+    name = request.path_params["name"]
+    server.check(name)
+    return whole(_of_model(server, name))
+
+
+def _of_model(server: Server, name: str) -> dict[str, Any]:
+    return {"id": name, "object": "model", "created": server.created, "owned_by": "moert"}
+
+
+async def _embed(server: Server, request: Request) -> Response:
+    raise Refused("embeddings are not supported by models that write text", status=400)

@@ -1,0 +1,41 @@
+"""Tools and forms of answers, as OpenAI's interface names them: schemas for the template, calls in what is written."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from moert.engine.engine import Engine
+from moert.serve.fields import Refused
+from moert.serve.forms import Event
+from moert.serve.worker import Ticket
+
+
+@dataclass(frozen=True)
+class Tools:
+    """The tools of one request. `schemas`: for the template; `shown`: texts of special tokens that calls begin with."""
+
+    schemas: Sequence[Mapping[str, Any]] | None = None
+    shown: Sequence[str] = ()
+
+    @classmethod
+    def of(cls, engine: Engine, found: Mapping[str, Any]) -> Tools:
+        """Returns the tools of a request. Raises Refused."""
+        if found.get("tools"):
+            raise Refused("tools are not supported yet", "tools")
+        return cls()
+
+    @classmethod
+    def formats(cls, engine: Engine, found: Mapping[str, Any]) -> dict[str, Any]:
+        """Returns settings for the form of an answer that a request names. Raises Refused."""
+        return {}
+
+    def limits(self, found: Mapping[str, Any]) -> dict[str, Any]:
+        return {}
+
+    def messages(self, found: list[dict[str, Any]]) -> list[dict[str, Any]]:
+        return found
+
+    def events(self, ticket: Ticket) -> AsyncIterator[Event]:
+        return ticket.events()

@@ -1,0 +1,354 @@
+"""The worker: one thread owns the engine, and runs what clients want together."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import queue
+import threading
+from collections.abc import AsyncIterator, Callable, Iterable
+from concurrent.futures import Future
+from dataclasses import dataclass, field
+from typing import Any, TypeVar
+
+from moert.chat.conversation import Asked, Splitter
+from moert.engine.engine import Engine
+from moert.engine.generation import GenerationSettings, Piece
+from moert.engine.session import Continued, Prompt, Request, Session
+from moert.errors import (
+    BudgetTooSmall,
+    ChatImpossible,
+    InputInvalid,
+    RunError,
+    SettingInvalid,
+    TemplateFailed,
+    TokenizerMissing,
+)
+from moert.pack.errors import PackError
+from moert.serve.fields import Refused
+from moert.serve.forms import Ended, Event, Talk, Wish, Wrote
+
+PART_TOKENS = 256
+"""Tokens of a prompt that are read in one turn: between two of them, other answers go on, and a client may leave."""
+MOST_WAITING = 64
+_LOG = logging.getLogger("moert.serve")
+
+T = TypeVar("T")
+
+
+@dataclass(eq=False)
+class _Choice:
+    """One answer of a ticket."""
+
+    ticket: Ticket
+    number: int
+    request: Request
+    splitter: Splitter | None
+    told: int = 0  # log-probabilities that were delivered
+
+    def took(self, piece: Piece) -> list[Event]:
+        """Returns the events of one more token."""
+        parts = [("answer", piece.text)] if self.splitter is None else self.splitter.push(piece.text)
+        if self.request.ended and self.splitter is not None:
+            parts += self.splitter.flush()
+        events: list[Event] = []
+        for part, text in parts:
+            if text:
+                events.append(Wrote(self.number, part, text, self._logprobs()))  # type: ignore[arg-type]
+        if self.request.ended:
+            events.append(self.end())
+        return events
+
+    def end(self) -> Ended:
+        answer = self.request.answer
+        return Ended(
+            self.number, answer.stop_reason, len(answer.tokens), answer.prompt_tokens, answer.kept_tokens,
+            answer.result.stop, answer.time_to_first_token_s, answer.total_s, self._logprobs(),
+        )  # fmt: skip
+
+    def _logprobs(self) -> tuple[Any, ...]:
+        if self.request.answer.logprobs is None:
+            return ()
+        found = self.request.answer.logprobs[self.told :]
+        self.told += len(found)
+        return tuple(found)
+
+
+@dataclass(eq=False)
+class Ticket:
+    """A client's place in the worker: its events come here, until all answers have ended or something failed."""
+
+    wish: Wish
+    _loop: asyncio.AbstractEventLoop
+    _events: asyncio.Queue[list[Event] | BaseException] = field(default_factory=asyncio.Queue)
+    left: int = 0
+    """Answers that have not ended."""
+    gone: bool = False
+    """Whether the client has left."""
+
+    def deliver(self, found: list[Event] | BaseException) -> None:
+        """Hands events, or the error that ends the ticket, to the client. Called by the worker's thread."""
+        if not self.gone:
+            try:
+                self._loop.call_soon_threadsafe(self._events.put_nowait, found)
+            except RuntimeError:  # the loop has ended
+                self.gone = True
+
+    async def accepted(self) -> None:
+        """Waits until all requests of the ticket are in the session. Raises the errors of Session.add."""
+        found = await self._events.get()
+        if isinstance(found, BaseException):
+            raise found
+
+    async def events(self) -> AsyncIterator[Event]:
+        """Yields the events of an accepted ticket until all answers have ended; pieces that have piled up come as one.
+        Raises the errors of Session.turn."""
+        left = len(self.wish.prompts) * len(self.wish.settings)
+        while left:
+            taken = [await self._events.get()]
+            while not self._events.empty():
+                taken.append(self._events.get_nowait())
+            events = list[Event]()
+            for found in taken:
+                if isinstance(found, BaseException):
+                    raise found
+                events += found
+            for event in _joined(events):
+                left -= isinstance(event, Ended)
+                yield event
+
+
+def _joined(events: Iterable[Event]) -> list[Event]:
+    """Returns events with pieces of one part of one answer in one."""
+    found: list[Event] = []
+    for event in events:
+        last = found[-1] if found else None
+        if isinstance(event, Wrote) and isinstance(last, Wrote) and last[:2] == event[:2]:
+            found[-1] = last._replace(text=last.text + event.text, logprobs=(*last.logprobs, *event.logprobs))
+        else:
+            found.append(event)
+    return found
+
+
+class Worker:
+    """One thread that owns an engine. `submit` and `call` may be called from any thread."""
+
+    def __init__(self, engine: Engine, most_waiting: int = MOST_WAITING) -> None:
+        self._engine, self._most = engine, most_waiting
+        self._prefixes = engine.prefixes() if engine.spec.continues else None
+        self._inbox: queue.SimpleQueue[Callable[[], None] | Ticket | None] = queue.SimpleQueue()
+        self._alone: list[Callable[[], None]] = []  # waits until no request runs
+        self._tickets: list[Ticket] = []
+        self._choices: dict[Request, _Choice] = {}
+        self._running = 0  # tickets that wait or run
+        self._count = threading.Lock()
+        self._closing = False
+        self._open: Session | None = None
+        self.served = self.refused = 0
+        self._thread = threading.Thread(target=self._serve, name="moert-serve", daemon=True)
+        self._thread.start()
+
+    @property
+    def engine(self) -> Engine:
+        return self._engine
+
+    @property
+    def unfinished(self) -> int:
+        """Number of clients whose answers have not ended."""
+        return self._running
+
+    @property
+    def prefix_bytes(self) -> int:
+        """Memory of the prefixes that are kept [bytes]."""
+        return 0 if self._prefixes is None else self._prefixes.held_bytes
+
+    def slots(self) -> list[dict[str, Any]]:
+        """Returns the state of each answer that runs; to be called in the worker's thread."""
+        return [
+            {
+                "id": at, "prompt_tokens": answer.prompt_tokens, "kept_tokens": answer.kept_tokens,
+                "new_tokens": len(answer.tokens), "begun": each.request.begun,
+            }
+            for at, each in enumerate(self._choices.values())
+            for answer in [each.request.answer]
+        ]  # fmt: skip
+
+    def submit(self, wish: Wish, loop: asyncio.AbstractEventLoop) -> Ticket:
+        """Returns a ticket for what a client wants. Raises Refused where too many wait, or the server ends."""
+        with self._count:
+            if self._closing:
+                raise Refused("the server ends", status=503)
+            if self._running >= self._most:
+                self.refused += 1
+                raise Refused(f"{self._running} requests wait or run already: try again later", status=429)
+            self._running += 1
+            self.served += 1
+        ticket = Ticket(wish, loop)
+        self._inbox.put(ticket)
+        return ticket
+
+    def leave(self, ticket: Ticket) -> None:
+        """Ends all answers of a client, which has left, before their next token."""
+        if not ticket.gone:
+            ticket.gone = True
+            self._inbox.put(lambda: self._cancel(ticket))
+
+    def call(self, work: Callable[[Engine], T], alone: bool = False) -> Future[T]:
+        """Runs a function in the worker's thread between two turns, or `alone` when no request runs."""
+        future: Future[T] = Future()
+
+        def run() -> None:
+            if future.set_running_or_notify_cancel():
+                try:
+                    future.set_result(work(self._engine))
+                except BaseException as error:
+                    future.set_exception(error)
+
+        self._inbox.put((lambda: self._alone.append(run)) if alone else run)
+        return future
+
+    def close(self, grace_s: float) -> None:
+        """Ends the thread: answers have `grace_s` seconds to come to their ends, and are cut then."""
+        with self._count:
+            self._closing = True
+        deadline = threading.Timer(grace_s, lambda: self._inbox.put(self._cut))
+        deadline.daemon = True
+        deadline.start()
+        self._inbox.put(None)
+        self._thread.join()
+        deadline.cancel()
+
+    # In the thread ----------------------------------------------------------------------------------------------------
+
+    def _serve(self) -> None:
+        over = False
+        while not (over and not self._alone):
+            if not self._alone and not self._tickets:
+                over = not self._took(self._inbox.get()) or over
+            while self._alone:
+                self._alone.pop(0)()
+            if self._tickets:
+                over = self._session(over)
+
+    def _session(self, over: bool) -> bool:
+        """Runs requests until all have ended; returns whether the worker is to end then."""
+        try:
+            with self._engine.session(PART_TOKENS) as session:
+                self._open = session
+                while self._choices or (self._tickets and not self._alone):
+                    self._begin(session)
+                    self._deliver(session.turn())
+                    while not self._inbox.empty():
+                        over = not self._took(self._inbox.get()) or over
+        except (PackError, RunError, MemoryError) as error:
+            _LOG.error("%s", error)
+            self._fail(error)
+        except Exception as error:
+            _LOG.exception("a request brought the worker down")
+            self._fail(error)
+        finally:
+            self._open = None
+        return over
+
+    def _took(self, item: Callable[[], None] | Ticket | None) -> bool:
+        """Takes one thing from the inbox; returns False for the last one."""
+        if isinstance(item, Ticket):
+            self._tickets.append(item)
+        elif item is not None:
+            item()
+        return item is not None
+
+    def _begin(self, session: Session) -> None:
+        """Adds the requests of waiting tickets to the session, unless something waits to run alone."""
+        while self._tickets and not self._alone:
+            ticket = self._tickets.pop(0)
+            if ticket.gone:
+                self._done(ticket)
+                continue
+            added: list[_Choice] = []
+            try:
+                for prompt in ticket.wish.prompts:
+                    for settings in ticket.wish.settings:
+                        number = len(added)
+                        request, splitter = self._add(session, prompt, settings)
+                        added.append(_Choice(ticket, number, request, splitter))
+            except Exception as error:  # of this client alone: others go on
+                for each in added:
+                    session.cancel(each.request)
+                ticket.deliver(error)
+                self._done(ticket)
+                continue
+            ticket.left = len(added)
+            ticket.deliver([])
+            self._choices |= {each.request: each for each in added}
+
+    def _add(
+        self, session: Session, prompt: Talk | str | Any, settings: GenerationSettings
+    ) -> tuple[Request, Splitter | None]:
+        engine, prefixes = self._engine, self._prefixes
+        if isinstance(prompt, Talk):
+            asked = Asked(prompt.messages, prompt.tools, prompt.variables, prompt.shown)
+            if prefixes is None:
+                prefixes = engine.prefixes()
+            spoken = engine.speaker.prompt(asked, prefixes, settings)
+            return session.add(spoken.prompt, spoken.settings), spoken.splitter
+        given: Prompt = prompt
+        if prefixes is not None:
+            given = Continued(engine.text.ids(prompt), engine.text.detokenizer(), prefixes)
+        return session.add(given, settings), None
+
+    def _deliver(self, pieces: list[tuple[Request, Piece]]) -> None:
+        found: dict[Ticket, list[Event]] = {}
+        for request, piece in pieces:
+            choice = self._choices[request]
+            found.setdefault(choice.ticket, []).extend(choice.took(piece))
+            if request.ended:
+                del self._choices[request]
+                choice.ticket.left -= 1
+        for ticket, events in found.items():
+            if events:
+                ticket.deliver(events)
+            if not ticket.left:
+                self._done(ticket)
+
+    def _cancel(self, ticket: Ticket) -> None:
+        for request in [each for each, choice in self._choices.items() if choice.ticket is ticket]:
+            del self._choices[request]
+            if self._open is not None:
+                self._open.cancel(request)
+            ticket.left -= 1
+            if not ticket.left:
+                self._done(ticket)
+
+    def _cut(self) -> None:
+        """Ends all answers where they are."""
+        for ticket in {id(choice.ticket): choice.ticket for choice in self._choices.values()}.values():
+            ends = [each.end() for each in self._choices.values() if each.ticket is ticket]
+            ticket.deliver([end._replace(reason="cancelled") for end in ends])
+            self._cancel(ticket)
+        for ticket in self._tickets:
+            ticket.deliver(Refused("the server ends", status=503))
+            self._done(ticket)
+        self._tickets.clear()
+
+    def _fail(self, error: Exception) -> None:
+        tickets = {id(choice.ticket): choice.ticket for choice in self._choices.values()}
+        self._choices.clear()
+        for ticket in tickets.values():
+            ticket.deliver(error)
+            self._done(ticket)
+
+    def _done(self, ticket: Ticket) -> None:
+        with self._count:
+            self._running -= 1
+
+
+def status_of(error: BaseException) -> tuple[int, str]:
+    """Returns the status of HTTP for an error, and the line for the client."""
+    if isinstance(error, Refused):
+        return error.status, str(error)
+    if isinstance(error, (InputInvalid, SettingInvalid, ChatImpossible, TemplateFailed, TokenizerMissing)):
+        return 400, str(error)
+    if isinstance(error, BudgetTooSmall):
+        return 400, f"this request does not fit into the server's memory: {error}"
+    return 500, "the server can't answer: its log says why"

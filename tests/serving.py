@@ -1,0 +1,49 @@
+"""Servers on loopback, in a thread of the test's own process."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from moert.serve.server import Server, ServerSettings, application_server, bound
+
+
+class Running:
+    """A server that runs; `url` is its address."""
+
+    def __init__(self, url: str, server: Server) -> None:
+        self.url, self.server = url, server
+
+
+@contextmanager
+def serving(*packs: Path, **settings: Any) -> Iterator[Running]:
+    """Runs a server while the with block does."""
+    named = {pack.name.removesuffix(".pack"): pack for pack in packs}
+    server = Server(ServerSettings(named, **settings))
+    server.open(server.names[0])
+    ready, loop = threading.Event(), asyncio.new_event_loop()
+    with bound("127.0.0.1", 0) as listening:
+        running = application_server(server)
+        running.install_signal_handlers = lambda: None  # type: ignore[attr-defined]
+
+        def run() -> None:
+            asyncio.set_event_loop(loop)
+            loop.call_soon(ready.set)
+            loop.run_until_complete(running.serve(sockets=[listening]))
+
+        thread = threading.Thread(target=run)
+        thread.start()
+        try:
+            while not running.started:
+                assert thread.is_alive(), "the server did not start"
+                ready.wait(0.01)
+            yield Running(f"http://127.0.0.1:{listening.getsockname()[1]}", server)
+        finally:
+            running.should_exit = True
+            thread.join()
+            server.close()
+            loop.close()
