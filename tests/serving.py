@@ -9,25 +9,26 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from moert.serve.server import Server, ServerSettings, application_server, bound
+from moert.serve.host import Host, ServerSettings
+from moert.serve.server import bound, http_server
 
 
 class Running:
     """A server that runs; `url` is its address."""
 
-    def __init__(self, url: str, server: Server) -> None:
-        self.url, self.server = url, server
+    def __init__(self, url: str, host: Host) -> None:
+        self.url, self.host = url, host
 
 
 @contextmanager
 def serving(*packs: Path, **settings: Any) -> Iterator[Running]:
     """Runs a server while the with block does."""
     named = {pack.name.removesuffix(".pack"): pack for pack in packs}
-    server = Server(ServerSettings(named, **settings))
-    server.open(server.names[0])
+    host = Host(ServerSettings(named, **settings))
+    host.open(host.names[0])
     ready, loop = threading.Event(), asyncio.new_event_loop()
     with bound("127.0.0.1", 0) as listening:
-        running = application_server(server)
+        running = http_server(host)
         running.install_signal_handlers = lambda: None  # type: ignore[attr-defined]
 
         def run() -> None:
@@ -41,9 +42,9 @@ def serving(*packs: Path, **settings: Any) -> Iterator[Running]:
             while not running.started:
                 assert thread.is_alive(), "the server did not start"
                 ready.wait(0.01)
-            yield Running(f"http://127.0.0.1:{listening.getsockname()[1]}", server)
+            yield Running(f"http://127.0.0.1:{listening.getsockname()[1]}", host)
         finally:
             running.should_exit = True
             thread.join()
-            server.close()
+            host.close()
             loop.close()

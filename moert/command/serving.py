@@ -28,7 +28,8 @@ def run_server(
     names = names_of(packs)
     key = None if key_file is None else _key(key_file)
     try:
-        from moert.serve.server import ServerSettings, bound, serve
+        from moert.serve.host import ServerSettings
+        from moert.serve.server import bound, serve
     except ImportError as error:
         if (error.name or "").split(".")[0] in ("starlette", "uvicorn"):
             raise RunError("moert serve needs further packages: pip install 'moert[serve]'") from None

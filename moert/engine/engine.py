@@ -399,9 +399,10 @@ class Engine:
 
     def prefixes(self) -> Prefixes:
         """Returns an empty prefix cache that requests of this engine can share, for Continued. Under a memory limit it
-        takes a quarter of what the least for a usual request leaves, and its states go where requests need the room."""
+        takes a quarter of the room beyond the least for a usual request, and its states go where requests need it;
+        without a limit it takes a GiB."""
         spare = self._regulator.spare_bytes
-        made = Prefixes(None if spare is None else spare // 4)
+        made = Prefixes(1 << 30 if spare is None else spare // 4)
         self._prefixes.add(made)
         return made
 

@@ -23,7 +23,7 @@ from moert.serve.tools import Tools
 from moert.serve.worker import status_of
 
 if TYPE_CHECKING:
-    from moert.serve.server import Server
+    from moert.serve.host import Host
 
 _TEXTS = Field(
     lambda value: isinstance(value, list) and len(value) <= 16 and all(isinstance(each, str) for each in value),
@@ -53,25 +53,25 @@ def _told(status: int, text: str) -> dict[str, Any]:
     return {"type": "error", "error": {"type": kind, "message": text}}
 
 
-def routes(server: Server) -> list[Route]:
+def routes(host: Host) -> list[Route]:
     """Returns the paths of this interface."""
     return [
-        Route("/v1/messages", server.guarded(partial(_message, server), failed), methods=["POST"]),
-        Route("/v1/messages/count_tokens", server.guarded(partial(_count, server), failed), methods=["POST"]),
+        Route("/v1/messages", host.guarded(partial(_message, host), failed), methods=["POST"]),
+        Route("/v1/messages/count_tokens", host.guarded(partial(_count, host), failed), methods=["POST"]),
     ]
 
 
-async def _message(server: Server, request: Request) -> Any:
+async def _message(host: Host, request: Request) -> Any:
     found = read(await body_of(request), _MESSAGES, _HARMLESS)
     required(found, "max_tokens")
-    name, worker = await server.worker(found.get("model"))
+    name, worker = await host.worker(found.get("model"))
     asked = _asked(found)
     tools = Tools.of(worker.engine, asked)
     stops = tuple(found.get("stop_sequences", ()))
     changes = {**found, "stop": list(stops)} if stops else found
-    (settings,) = settings_of(changes, server.defaults, **tools.limits(asked))
+    (settings,) = settings_of(changes, host.defaults, **tools.limits(asked))
     talk = Talk(tools.messages(asked["messages"]), tools.schemas, _variables(found), tools.shown)
-    ticket = worker.submit(Wish([talk], [settings]), server.loop)
+    ticket = worker.submit(Wish([talk], [settings]), host.loop)
     head = {
         "id": f"msg_{secrets.token_hex(12)}", "type": "message", "role": "assistant", "model": name,
     }  # fmt: skip
@@ -82,9 +82,9 @@ async def _message(server: Server, request: Request) -> Any:
     )  # fmt: skip
 
 
-async def _count(server: Server, request: Request) -> Response:
+async def _count(host: Host, request: Request) -> Response:
     found = read(await body_of(request), _MESSAGES, _HARMLESS)
-    _, worker = await server.worker(found.get("model"))
+    _, worker = await host.worker(found.get("model"))
     asked = _asked(found)
     tools = Tools.of(worker.engine, asked)
     talk = Asked(tools.messages(asked["messages"]), tools.schemas, _variables(found))

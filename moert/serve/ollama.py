@@ -38,7 +38,7 @@ from moert.serve.tools import Tools
 from moert.serve.worker import status_of
 
 if TYPE_CHECKING:
-    from moert.serve.server import Server
+    from moert.serve.host import Host
 
 _BOTH: Mapping[str, Field] = {
     "model": TEXT, "stream": FLAG, "options": TABLE, "format": ANY, "keep_alive": ANY, "think": ANY,
@@ -60,30 +60,30 @@ def failed(error: BaseException) -> Response:
     return whole({"error": text}, status)
 
 
-def routes(server: Server) -> list[Route]:
+def routes(host: Host) -> list[Route]:
     """Returns the paths of this interface."""
     paths = {
         "/api/chat": ("POST", _chat), "/api/generate": ("POST", _generate), "/api/show": ("POST", _show),
         "/api/tags": ("GET", _tags), "/api/ps": ("GET", _running), "/api/version": ("GET", _version),
     }  # fmt: skip
     return [
-        Route(path, server.guarded(partial(work, server), failed), methods=[method])
+        Route(path, host.guarded(partial(work, host), failed), methods=[method])
         for path, (method, work) in paths.items()
     ]
 
 
-async def _chat(server: Server, request: Request) -> Any:
+async def _chat(host: Host, request: Request) -> Any:
     found = read(await body_of(request), _CHAT)
-    name, worker = await server.worker(required(found, "model"))
+    name, worker = await host.worker(required(found, "model"))
     if not found.get("messages"):
         return whole(
             {**_head(name), "message": {"role": "assistant", "content": ""}, "done": True, "done_reason": "load"}
         )
     asked = {**_form(found), "messages": messages_of([_message(each) for each in found["messages"]])}
     tools = Tools.of(worker.engine, asked)
-    (settings,) = settings_of(_options(found), server.defaults, **tools.limits(asked))
+    (settings,) = settings_of(_options(found), host.defaults, **tools.limits(asked))
     talk = Talk(tools.messages(asked["messages"]), tools.schemas, _variables(found), tools.shown)
-    ticket = worker.submit(Wish([talk], [settings]), server.loop)
+    ticket = worker.submit(Wish([talk], [settings]), host.loop)
     return await answered(
         request, worker, ticket, found.get("stream", True),
         lambda: _stream(name, tools.events(ticket), chat=True), lambda: _whole(name, tools.events(ticket), chat=True),
@@ -91,9 +91,9 @@ async def _chat(server: Server, request: Request) -> Any:
     )  # fmt: skip
 
 
-async def _generate(server: Server, request: Request) -> Any:
+async def _generate(host: Host, request: Request) -> Any:
     found = read(await body_of(request), _GENERATE, ("context",))
-    name, worker = await server.worker(required(found, "model"))
+    name, worker = await host.worker(required(found, "model"))
     prompt: Any = found.get("prompt", "")
     if not prompt:
         return whole({**_head(name), "response": "", "done": True, "done_reason": "load"})
@@ -108,8 +108,8 @@ async def _generate(server: Server, request: Request) -> Any:
         prompt = Talk([*system, {"role": "user", "content": prompt}], None, _variables(found))
     elif found.get("system"):
         raise Refused("system goes with a chat template, which raw prompts and some models have not", "system")
-    settings = settings_of(_options(found), server.defaults, **Tools.formats(worker.engine, asked))
-    ticket = worker.submit(Wish([prompt], settings), server.loop)
+    settings = settings_of(_options(found), host.defaults, **Tools.formats(worker.engine, asked))
+    ticket = worker.submit(Wish([prompt], settings), host.loop)
     return await answered(
         request, worker, ticket, found.get("stream", True),
         lambda: _stream(name, ticket.events(), chat=False), lambda: _whole(name, ticket.events(), chat=False),
@@ -259,20 +259,20 @@ async def _whole(name: str, events: AsyncIterator[Event], chat: bool) -> dict[st
 # Models ---------------------------------------------------------------------------------------------------------------
 
 
-async def _tags(server: Server, request: Request) -> Response:
-    return whole({"models": [_listed(server, name) for name in server.names]})
+async def _tags(host: Host, request: Request) -> Response:
+    return whole({"models": [_listed(host, name) for name in host.names]})
 
 
-async def _running(server: Server, request: Request) -> Response:
-    there = [] if server.name_there is None else [server.name_there]
-    return whole({"models": [{**_listed(server, name), "expires_at": _NEVER, "size_vram": 0} for name in there]})
+async def _running(host: Host, request: Request) -> Response:
+    there = [] if host.name_there is None else [host.name_there]
+    return whole({"models": [{**_listed(host, name), "expires_at": _NEVER, "size_vram": 0} for name in there]})
 
 
 _NEVER = "9999-12-31T23:59:59Z"
 
 
-def _listed(server: Server, name: str) -> dict[str, Any]:
-    pack = Pack.open(server.settings.packs[name])
+def _listed(host: Host, name: str) -> dict[str, Any]:
+    pack = Pack.open(host.settings.packs[name])
     manifest = pack.manifest
     changed = datetime.fromtimestamp(pack.file("manifest.json").stat().st_mtime, timezone.utc)
     return {
@@ -290,13 +290,13 @@ _DETAILS = {
 _SHOW: Mapping[str, Field] = {"model": TEXT, "name": TEXT, "verbose": FLAG}
 
 
-async def _show(server: Server, request: Request) -> Response:
+async def _show(host: Host, request: Request) -> Response:
     found = read(await body_of(request), _SHOW)
     name = found["model"] if "model" in found else required(found, "name")
-    name, worker = await server.worker(name)
+    name, worker = await host.worker(name)
     engine = worker.engine
     try:
-        template = chat_of(engine.pack, engine.text, server.settings.engine.template)
+        template = chat_of(engine.pack, engine.text, host.settings.engine.template)
         text, tools = template.template, "tools" in (template.tool_template or template.template)
     except ChatImpossible:
         text, tools = "", False
@@ -308,9 +308,9 @@ async def _show(server: Server, request: Request) -> Response:
             "embedding_length": spec.d_model, "vocabulary": spec.vocab_size,
         },
         "capabilities": ["completion", *(["tools"] if tools else [])],
-        "modified_at": _listed(server, name)["modified_at"],
+        "modified_at": _listed(host, name)["modified_at"],
     })  # fmt: skip
 
 
-async def _version(server: Server, request: Request) -> Response:
+async def _version(host: Host, request: Request) -> Response:
     return whole({"version": __version__})

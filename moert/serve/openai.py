@@ -37,7 +37,7 @@ from moert.serve.tools import Tools
 from moert.serve.worker import Worker, status_of
 
 if TYPE_CHECKING:
-    from moert.serve.server import Server
+    from moert.serve.host import Host
 
 _MOST_TOKENS = 1 << 30
 SAMPLING: Mapping[str, Field] = {
@@ -157,37 +157,37 @@ def told(error: BaseException, status: int, text: str) -> dict[str, Any]:
     return {"message": text, "type": kind, "param": getattr(error, "field", None), "code": None}
 
 
-def routes(server: Server) -> list[Route]:
+def routes(host: Host) -> list[Route]:
     """Returns the paths of this interface."""
     return [
-        Route("/v1/chat/completions", server.guarded(partial(_chat, server), failed), methods=["POST"]),
-        Route("/v1/completions", server.guarded(partial(_complete, server), failed), methods=["POST"]),
-        Route("/v1/embeddings", server.guarded(partial(_embed, server), failed), methods=["POST"]),
-        Route("/v1/models", server.guarded(partial(_models, server), failed), methods=["GET"]),
-        Route("/v1/models/{name:path}", server.guarded(partial(_model, server), failed), methods=["GET"]),
+        Route("/v1/chat/completions", host.guarded(partial(_chat, host), failed), methods=["POST"]),
+        Route("/v1/completions", host.guarded(partial(_complete, host), failed), methods=["POST"]),
+        Route("/v1/embeddings", host.guarded(partial(_embed, host), failed), methods=["POST"]),
+        Route("/v1/models", host.guarded(partial(_models, host), failed), methods=["GET"]),
+        Route("/v1/models/{name:path}", host.guarded(partial(_model, host), failed), methods=["GET"]),
     ]
 
 
 # Chat -----------------------------------------------------------------------------------------------------------------
 
 
-async def _chat(server: Server, request: Request) -> Any:
+async def _chat(host: Host, request: Request) -> Any:
     found = read(await body_of(request), _CHAT, _HARMLESS)
     messages = messages_of(required(found, "messages"))
     options = read(found.get("stream_options", {}), _STREAM)
-    name, worker = await server.worker(found.get("model"))
+    name, worker = await host.worker(found.get("model"))
     tools = Tools.of(worker.engine, found)
     more: dict[str, Any] = {}
     if found.get("logprobs"):
         more["logprobs"] = found.get("top_logprobs", 0)
     elif "top_logprobs" in found:
         raise Refused("top_logprobs goes with logprobs: true", "top_logprobs")
-    settings = settings_of(found, server.defaults, found.get("n", 1), **more, **tools.limits(found))
+    settings = settings_of(found, host.defaults, found.get("n", 1), **more, **tools.limits(found))
     variables = dict(found.get("chat_template_kwargs", {}))
     if "reasoning_effort" in found:
         variables.setdefault("reasoning_effort", found["reasoning_effort"])
     talk = Talk(tools.messages(messages), tools.schemas, variables, tools.shown)
-    ticket = worker.submit(Wish([talk], settings), server.loop)
+    ticket = worker.submit(Wish([talk], settings), host.loop)
     head = {"id": f"chatcmpl-{secrets.token_hex(12)}", "created": int(time.time()), "model": name}
     return await answered(
         request, worker, ticket, bool(found.get("stream")),
@@ -290,21 +290,21 @@ def _likely(token: Likely) -> dict[str, Any]:
 # Text -----------------------------------------------------------------------------------------------------------------
 
 
-async def _complete(server: Server, request: Request) -> Any:
+async def _complete(host: Host, request: Request) -> Any:
     found = read(await body_of(request), _TEXT, _HARMLESS)
     prompts = _prompts(required(found, "prompt"))
     options = read(found.get("stream_options", {}), _STREAM)
     count = found.get("n", 1)
     if found.get("best_of", count) != count:
         raise Refused("best_of is not supported: leave it out", "best_of")
-    name, worker = await server.worker(found.get("model"))
+    name, worker = await host.worker(found.get("model"))
     if found.get("echo"):
-        return await _echoed(server, request, worker, name, found, prompts)
+        return await _echoed(host, request, worker, name, found, prompts)
     if found.get("max_tokens") == 0:
         raise Refused("max_tokens is 0: without echo it should be 1 or more", "max_tokens")
     more = {"logprobs": found["logprobs"]} if "logprobs" in found else {}
-    settings = settings_of(found, server.defaults, count, **more, **Tools.formats(worker.engine, found))
-    ticket = worker.submit(Wish(prompts, settings), server.loop)
+    settings = settings_of(found, host.defaults, count, **more, **Tools.formats(worker.engine, found))
+    ticket = worker.submit(Wish(prompts, settings), host.loop)
     head = {
         "id": f"cmpl-{secrets.token_hex(12)}",
         "object": "text_completion",
@@ -397,7 +397,7 @@ def _text_probs(found: Sequence[Logprobs], offset: int) -> dict[str, Any]:
 
 
 async def _echoed(
-    server: Server, request: Request, worker: Worker, name: str, found: Mapping[str, Any], prompts: Sequence[Any]
+    host: Host, request: Request, worker: Worker, name: str, found: Mapping[str, Any], prompts: Sequence[Any]
 ) -> Response:
     """Answers with the prompt itself and the log-probabilities of its tokens, as evaluations ask for; at most one
     token is written behind it."""
@@ -441,19 +441,19 @@ async def _echoed(
 # Models ---------------------------------------------------------------------------------------------------------------
 
 
-async def _models(server: Server, request: Request) -> Response:
-    return whole({"object": "list", "data": [_of_model(server, name) for name in server.names]})
+async def _models(host: Host, request: Request) -> Response:
+    return whole({"object": "list", "data": [_of_model(host, name) for name in host.names]})
 
 
-async def _model(server: Server, request: Request) -> Response:
+async def _model(host: Host, request: Request) -> Response:
     name = request.path_params["name"]
-    server.check(name)
-    return whole(_of_model(server, name))
+    host.check(name)
+    return whole(_of_model(host, name))
 
 
-def _of_model(server: Server, name: str) -> dict[str, Any]:
-    return {"id": name, "object": "model", "created": server.created, "owned_by": "moert"}
+def _of_model(host: Host, name: str) -> dict[str, Any]:
+    return {"id": name, "object": "model", "created": host.created, "owned_by": "moert"}
 
 
-async def _embed(server: Server, request: Request) -> Response:
+async def _embed(host: Host, request: Request) -> Response:
     raise Refused("embeddings are not supported by models that write text", status=400)

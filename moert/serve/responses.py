@@ -21,7 +21,7 @@ from moert.serve.tools import Tools
 from moert.serve.worker import status_of
 
 if TYPE_CHECKING:
-    from moert.serve.server import Server
+    from moert.serve.host import Host
 
 _FIELDS: Mapping[str, Field] = {
     "model": TEXT, "input": ANY, "instructions": TEXT, "stream": FLAG, "max_output_tokens": whole_number(1, 1 << 30),
@@ -58,35 +58,36 @@ class Conversations:
         return found[0]
 
 
-def routes(server: Server) -> list[Route]:
+def routes(host: Host) -> list[Route]:
     """Returns the path of this interface."""
-    return [Route("/v1/responses", server.guarded(partial(_respond, server), failed), methods=["POST"])]
+    work = partial(_respond, host, Conversations())
+    return [Route("/v1/responses", host.guarded(work, failed), methods=["POST"])]
 
 
-async def _respond(server: Server, request: Request) -> Any:
+async def _respond(host: Host, kept: Conversations, request: Request) -> Any:
     found = read(await body_of(request), _FIELDS, _HARMLESS)
-    name, worker = await server.worker(found.get("model"))
-    before = server.conversations.get(found["previous_response_id"]) if "previous_response_id" in found else []
+    name, worker = await host.worker(found.get("model"))
+    before = kept.get(found["previous_response_id"]) if "previous_response_id" in found else []
     messages = [*before, *_messages(required(found, "input"))]
     asked = _asked(found)
     tools = Tools.of(worker.engine, asked)
     changes = {**found, "max_tokens": found["max_output_tokens"]} if "max_output_tokens" in found else found
-    (settings,) = settings_of(changes, server.defaults, **tools.limits(asked))
+    (settings,) = settings_of(changes, host.defaults, **tools.limits(asked))
     system = [{"role": "system", "content": found["instructions"]}] if "instructions" in found else []
     effort = found.get("reasoning", {}).get("effort")
     variables = {} if effort is None else {"reasoning_effort": effort}
     talk = Talk(tools.messages(messages_of([*system, *messages])), tools.schemas, variables, tools.shown)
-    ticket = worker.submit(Wish([talk], [settings]), server.loop)
-    response = _Response(_head(found, name), tools.events(ticket), _keeper(server, found, messages))
+    ticket = worker.submit(Wish([talk], [settings]), host.loop)
+    response = _Response(_head(found, name), tools.events(ticket), _keeper(kept, found, messages))
     return await answered(
         request, worker, ticket, bool(found.get("stream")), response.stream, response.whole
     )  # fmt: skip
 
 
-def _keeper(server: Server, found: Mapping[str, Any], messages: list[dict[str, Any]]) -> Any:
+def _keeper(kept: Conversations, found: Mapping[str, Any], messages: list[dict[str, Any]]) -> Any:
     def keep(name: str, message: dict[str, Any]) -> None:
         if found.get("store", True):
-            server.conversations.keep(name, [*messages, message])
+            kept.keep(name, [*messages, message])
 
     return keep
 

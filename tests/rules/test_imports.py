@@ -31,6 +31,7 @@ MOERT = [
     ("moert.engine.registry",),
     ("moert.engine.settings",),
     ("moert.engine",),
+    ("moert.serve",),
     ("moert.command", "moert.bench"),
     ("moert.__main__",),
 ]  # fmt: skip
@@ -100,10 +101,13 @@ FORBIDDEN = [
 
 # What needs torch is imported by nothing but each other and, inside of functions, by who opens a device by name.
 TORCH = ["moert.beside.gpu.torch_matrices", "moert.beside.gpu.torch_backend", "moert.beside.gpu.torch_device"]
+# What speaks HTTP is imported where a server starts.
+SERVER = ["answers", "anthropic", "host", "ollama", "openai", "responses", "server"]
 # One is run by an installation, never by moert; one is a program of its own; others go
 # with the extra gpu.
 OTHER_PACKAGES = {
     "moert.kernels.build": {"setuptools"}, "moert.chat.sandbox": {"jinja2"}, "moert.hub.client": {"huggingface_hub"},
+    **{f"moert.serve.{name}": {"starlette", "uvicorn"} for name in SERVER},
     **{name: {"torch"} for name in TORCH}, "moert.beside.gpu.triton_kernel": {"torch", "triton"},
 }  # fmt: skip
 RUNTIME_PACKAGES = {"numpy", "tokenizers", "tqdm", "typer", "click", "rich"}
