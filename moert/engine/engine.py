@@ -20,8 +20,9 @@ from moert.engine.budget import (
     room_within,
     share_text,
 )
+from moert.engine.constraint import Matching
 from moert.engine.generation import GenerationOptions, GenerationSettings, room
-from moert.engine.registry import ROUTINGS, Beside
+from moert.engine.registry import ROUTINGS, Beside, matching
 from moert.engine.regulator import Admission, Bounds, Notify, Regulator
 from moert.engine.scoring import Score, Scorer
 from moert.engine.session import Answer, Interrupted, Prefix, Session, Turns
@@ -271,8 +272,9 @@ class Engine:
         with ExitStack() as opened:
             opened.enter_context(self._turns.turn())
             session = Session(
-                self.model, self.text, self._admission, self.times, opened.pop_all().close, self.holding.now
-            )
+                self.model, self.text, self._admission, self.times, opened.pop_all().close, self.holding.now,
+                self._matching,
+            )  # fmt: skip
             self._session = ref(session)
             return session
 
@@ -382,6 +384,11 @@ class Engine:
         with self._turns.turn():
             self._prefixes.add(prefix)
         return Conversation(self._speaker, prefix, system, tools, variables)
+
+    @cached_property
+    def _matching(self) -> Matching:
+        """A function that makes matchers of grammars for the pack's tokenizer."""
+        return matching(lambda: self.text.tokenizer, self.spec)
 
     @cached_property
     def _speaker(self) -> Speaker:

@@ -23,7 +23,7 @@ MOERT = [
     ("moert.kernels", "moert.hub"),
     ("moert.experts",),
     ("moert.models",),
-    ("moert.engine.seams",),
+    ("moert.engine.seams", "moert.engine.constraint"),
     ("moert.beside",),
     ("moert.engine.generation", "moert.engine.session", "moert.engine.text", "moert.engine.scoring"),
     ("moert.chat",),
@@ -101,10 +101,11 @@ FORBIDDEN = [
 # What needs torch is imported by nothing but each other and, inside of functions, by who opens a device by name.
 TORCH = ["moert.beside.gpu.torch_matrices", "moert.beside.gpu.torch_backend", "moert.beside.gpu.torch_device"]
 # One is run by an installation, never by moert; one is a program of its own; others go
-# with the extra gpu.
+# with the extras gpu and serve.
 OTHER_PACKAGES = {
     "moert.kernels.build": {"setuptools"}, "moert.chat.sandbox": {"jinja2"}, "moert.hub.client": {"huggingface_hub"},
     **{name: {"torch"} for name in TORCH}, "moert.beside.gpu.triton_kernel": {"torch", "triton"},
+    "moert.beside.grammar": {"llguidance"},
 }  # fmt: skip
 RUNTIME_PACKAGES = {"numpy", "tokenizers", "tqdm", "typer", "click", "rich"}
 FOR_TYPES = "typing_extensions"
@@ -123,6 +124,7 @@ HEAVY = {
     "ray",
     "jinja2",
     "triton",
+    "llguidance",
 }
 COMMAND_LINES = [
     "moert/command/cli.py",
