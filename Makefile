@@ -43,7 +43,7 @@ $(STAMP): pyproject.toml .ci/constraints.txt
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 10) and "Python 3.10 or later is needed; say which: make PYTHON=/path/to/python3")'
 	@test -x $(PY) || $(PYTHON) -m venv $(VENV)
 	$(PY) -m pip install --quiet --disable-pip-version-check -c .ci/constraints.txt torch==2.13.0
-	$(PY) -m pip install --quiet --disable-pip-version-check -c .ci/constraints.txt -e '.[convert,report,cluster,dev]'
+	$(PY) -m pip install --quiet --disable-pip-version-check -c .ci/constraints.txt -e '.[convert,report,cluster,serve,dev]'
 	@touch $@
 
 native: $(NATIVE)  ## compile the native kernels anew where their source has changed

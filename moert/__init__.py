@@ -10,6 +10,7 @@ if TYPE_CHECKING:
     from typing_extensions import Unpack
 
     from moert.chat.conversation import Conversation, Reply
+    from moert.engine.constraint import Grammar
     from moert.engine.engine import Engine
     from moert.engine.generation import GenerationSettings
     from moert.engine.session import Answer, Interrupted
@@ -21,12 +22,13 @@ __version__ = "0.1.0"
 _PLACES = {  # imported at their first use, since most take numpy
     "Answer": "moert.engine.session", "Conversation": "moert.chat.conversation", "Engine": "moert.engine.engine",
     "EngineSettings": "moert.engine.settings", "Error": "moert.pack.errors",
-    "GenerationSettings": "moert.engine.generation", "Interrupted": "moert.engine.session",
+    "GenerationSettings": "moert.engine.generation", "Grammar": "moert.engine.constraint",
+    "Interrupted": "moert.engine.session",
     "PackError": "moert.pack.errors", "Reply": "moert.chat.conversation", "RunError": "moert.errors",
 }  # fmt: skip
 __all__ = [
-    "Answer", "Conversation", "Engine", "EngineSettings", "Error", "GenerationSettings", "Interrupted", "PackError",
-    "Reply", "RunError", "__version__", "load",
+    "Answer", "Conversation", "Engine", "EngineSettings", "Error", "GenerationSettings", "Grammar", "Interrupted",
+    "PackError", "Reply", "RunError", "__version__", "load",
 ]  # fmt: skip
 
 

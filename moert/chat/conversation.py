@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 from moert.chat.renderer import Renderer
+from moert.engine.constraint import Opening
 from moert.engine.generation import GenerationOptions, GenerationSettings, longest_beginning
 from moert.engine.session import Answer, Continued, Interrupted, Keeps, Prefix, Session
 from moert.engine.text import Text
@@ -47,8 +48,34 @@ def marks_of(chat: ChatFormat) -> Marks:
 
 def begins_with(prompt: str, marks: Marks) -> Part:
     """Returns the part that a model writes first after a prompt, which may end with a mark."""
+    return _marked(prompt, marks) or "answer"
+
+
+def _marked(prompt: str, marks: Marks) -> Part | None:
+    """Returns the part that begins by the mark at the end of a prompt, if there is one."""
     end = prompt.rstrip()
-    return next((part for mark, part in marks.items() if end.endswith(mark)), "answer")
+    return next((part for mark, part in marks.items() if end.endswith(mark)), None)
+
+
+def opening_of(prompt: str, chat: ChatFormat, text: Text, calls: bool = False) -> Opening | None:
+    """Returns the beginning of a reply to a prompt that no grammar binds: thinking, and marks before the answer; None
+    where the answer begins at once. `calls`: the model has tools, and may end its reply with a call before any answer.
+
+    Where the prompt ends with no mark, a model whose marks hide a part writes one before each answer; another one may
+    begin with a mark of thinking, if its template knows that mark and its tokenizer has a token for it.
+    """
+    marks = marks_of(chat)
+    part = _marked(prompt, marks)
+    if part == "answer":
+        return None
+    until = tuple(mark for mark, follows in marks.items() if follows == "answer")
+    breaks = frozenset(text.line_breaks)
+    begins = part is not None or "hidden" in marks.values()
+    if begins:
+        return Opening(until, begins, frozenset(), breaks, calls)
+    known = [mark for mark, follows in marks.items() if follows == "thinking" and mark in chat.template]
+    openers = frozenset(text.beginnings(known))
+    return Opening(until, False, openers, breaks, calls) if openers else None
 
 
 class Splitter:
@@ -159,8 +186,11 @@ class Speaker:
         chosen = settings or GenerationSettings()
         if self._stops:
             chosen = chosen.but(stop=(*chosen.stops, *self._stops))
+        opening = None
+        if chosen.constraint is not None:
+            opening = opening_of(prompt, self._renderer.chat, self._text, asked.tools is not None)
         splitter = Splitter(self._marks, begins_with(prompt, self._marks))
-        return Spoken(Continued(ids, text, prefix, self._ends), splitter, chosen)
+        return Spoken(Continued(ids, text, prefix, self._ends, opening), splitter, chosen)
 
     def reply(
         self, asked: Asked, prefix: Keeps, settings: GenerationSettings | None = None, hear: Hear | None = None

@@ -12,7 +12,7 @@ from typing import Any
 from moert.chat.conversation import Conversation, Part, Reply
 from moert.chat.renderer import MAX_REQUEST_BYTES
 from moert.command import console
-from moert.command.prompts import Longest, logprobs_of
+from moert.command.prompts import Longest, logprobs_of, note_ending
 from moert.engine.budget import MemoryLimit, room_within
 from moert.engine.engine import Engine
 from moert.engine.generation import GenerationSettings
@@ -224,11 +224,7 @@ def turn(conversation: Conversation, text: str, settings: GenerationSettings, pr
         printer.end(None)
         raise
     printer.end(reply)
-    if reply.result.stop_reason == "context_full":
-        console.note(
-            f"the answer ends because the model's context is full: {reply.prompt_tokens} prompt tokens and "
-            f"{len(reply.result.tokens)} new ones"
-        )
+    note_ending(reply, "answer")
 
 
 def converse(

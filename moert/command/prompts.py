@@ -283,13 +283,20 @@ def run_prompt(
     for other in answer.others if not as_json else ():
         show(f"\n\n{other.text}")
     print(json_line({**_answer(answer), "stats": engine.stats().to_dict()}) if as_json else "", flush=True)
-    if answer.result.stop_reason == "context_full":
-        console.note(
-            f"the text ends because the model's context is full: {answer.prompt_tokens} prompt tokens and "
-            f"{len(answer.result.tokens)} new ones"
-        )
+    note_ending(answer, "text")
     if interrupt is not None:
         raise interrupt
+
+
+def note_ending(answer: Answer, name: str) -> None:
+    """Prints a note where a text or an answer, as `name` says, ends before the model would have ended it."""
+    if answer.stop_reason == "context_full":
+        console.note(
+            f"the {name} ends because the model's context is full: {answer.prompt_tokens} prompt tokens and "
+            f"{len(answer.result.tokens)} new ones"
+        )
+    if answer.stop_reason == "grammar":
+        console.note(f"the {name} ends because no token of the model goes on as the grammar or the schema demands")
 
 
 def run_records(

@@ -11,7 +11,7 @@ import typer
 
 from moert.command.tuning import Asked, command_class, with_settings
 from moert.described import Setting
-from moert.errors import RunError, said
+from moert.errors import RunError, SettingInvalid, said
 
 if TYPE_CHECKING:
     from moert.engine.generation import GenerationSettings
@@ -67,6 +67,18 @@ SETTINGS = (
         "stop", _TEXT, _WRITING,
         "End the answer before this literal text; may be given several times.", usual=True,
         many=True,
+    ),
+    Setting(
+        "json_schema", _TEXT, _WRITING,
+        "Make each answer JSON that the JSON schema in this file allows (thinking before it stays free). Needs the "
+        "extra serve.",
+        usual=True, values="FILE",
+    ),
+    Setting(
+        "grammar", _TEXT, _WRITING,
+        "Make each answer a text of the grammar in this file: Lark as llguidance knows it, where start: /[0-9]+/ is a "
+        "regular expression. Needs the extra serve.",
+        usual=True, values="FILE",
     ),
     Setting(
         "cache", _EXPERTS, _ALL,
@@ -329,9 +341,29 @@ def generation_settings(asked: Asked) -> GenerationSettings:
 
     found = asked.of(GenerationOptions.__annotations__)
     found |= {"logit_bias": bias_of(found.get("logit_bias")), "stop": tuple(found.get("stop") or ())}
+    found |= {name: _text_of(name, found.get(name)) for name in ("json_schema", "grammar")}
     if "early_stopping" in found:
         found["early_stopping"] = {"true": True, "false": False}.get(found["early_stopping"], found["early_stopping"])
-    return GenerationSettings(**found)
+    settings = GenerationSettings(**found)
+    if settings.constraint is not None:
+        from moert.engine.registry import check_grammar
+
+        check_grammar(settings.constraint)
+    return settings
+
+
+def _text_of(name: str, path: str | None) -> str | None:
+    """Returns the text of a file that a setting names. Raises SettingInvalid."""
+    if path is None:
+        return None
+    from moert.engine.constraint import MAX_GRAMMAR_BYTES
+
+    try:
+        with open(path, "rb") as file:
+            return file.read(MAX_GRAMMAR_BYTES + 1).decode("utf-8-sig")
+    except (OSError, ValueError) as error:
+        why = getattr(error, "strerror", None) or getattr(error, "reason", None) or str(error)
+        raise SettingInvalid(name, f"{path!r} can't be read ({why}): give a file") from None
 
 
 def bias_of(given: list[str] | None) -> dict[int, float] | None:

@@ -20,9 +20,10 @@ from moert.engine.budget import (
     room_within,
     share_text,
 )
+from moert.engine.constraint import Matching
 from moert.engine.generation import GenerationOptions, GenerationSettings, Logprobs, room
 from moert.engine.prefixes import Prefixes
-from moert.engine.registry import ROUTINGS, Beside
+from moert.engine.registry import ROUTINGS, Beside, matching
 from moert.engine.regulator import Admission, Bounds, Notify, Regulator
 from moert.engine.scoring import Score, Scorer
 from moert.engine.session import Answer, Interrupted, Prefix, Session, Turns
@@ -279,8 +280,9 @@ class Engine:
         with ExitStack() as opened:
             opened.enter_context(self._turns.turn())
             session = Session(
-                self.model, self.text, self._admission, self.times, opened.pop_all().close, self.holding.now, at_once
-            )
+                self.model, self.text, self._admission, self.times, opened.pop_all().close, self.holding.now,
+                self._matching, at_once,
+            )  # fmt: skip
             self._session = ref(session)
             return session
 
@@ -405,6 +407,11 @@ class Engine:
         made = Prefixes(1 << 30 if spare is None else spare // 4)
         self._prefixes.add(made)
         return made
+
+    @cached_property
+    def _matching(self) -> Matching:
+        """A function that makes matchers of grammars for the pack's tokenizer."""
+        return matching(lambda: self.text.tokenizer, self.spec)
 
     @cached_property
     def speaker(self) -> Speaker:

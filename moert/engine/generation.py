@@ -8,12 +8,13 @@ from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields
 from functools import cached_property
 from itertools import takewhile
-from typing import Literal, NamedTuple, Protocol, TypedDict
+from typing import Any, Literal, NamedTuple, Protocol, TypedDict
 
 import numpy as np
 import numpy.typing as npt
 
-from moert.errors import Adjustable, InputInvalid, NotFinite, PromptTooLong, SettingInvalid
+from moert.engine.constraint import Constrained, Grammar
+from moert.errors import Adjustable, InputInvalid, NotFinite, PromptTooLong, SettingInvalid, said
 from moert.kernels.backend import I64
 from moert.pack.codec import F32
 from moert.pack.fence import fenced
@@ -197,6 +198,8 @@ class GenerationOptions(TypedDict, total=False):
     frequency_penalty: float
     logit_bias: Mapping[int, float] | None
     logprobs: int | None
+    json_schema: Mapping[str, Any] | bool | str | None
+    grammar: Grammar | str | None
 
 
 @dataclass(frozen=True)
@@ -219,7 +222,13 @@ class GenerationSettings(Adjustable):
     (multiplied below 0) if the token stands in the prompt or the answer (behind an encoder in the answer alone), and
     loses `frequency_penalty` for each time that the token stands in the answer, and `presence_penalty` once if it does.
     With beams all this is done to log-probabilities, as in transformers. `logprobs`: how many of the likeliest tokens
-    are listed at each place beside the chosen one, with the model's own probabilities. Raises SettingInvalid.
+    are listed at each place beside the chosen one, with the model's own probabilities.
+
+    With `json_schema` (a JSON schema, or its text) the answer is JSON that the schema allows, unless it is cut short;
+    with `grammar` it is a text of that grammar (moert.engine.constraint.Grammar; text is one of Lark, as llguidance
+    knows it, and `start: /[0-9]+/` is a regular expression). Tokens that can't come next are left out before one is
+    chosen, and end tokens come only where the grammar may end. In a conversation both bind the answer and not the
+    thinking before it. Both need the extra serve. Raises SettingInvalid.
     """
 
     max_new_tokens: int = 256
@@ -240,6 +249,15 @@ class GenerationSettings(Adjustable):
     frequency_penalty: float = 0.0
     logit_bias: Mapping[int, float] | None = None
     logprobs: int | None = None
+    json_schema: Mapping[str, Any] | bool | str | None = None
+    grammar: Grammar | str | None = None
+
+    @cached_property
+    def constraint(self) -> Grammar | None:
+        """The grammar of the answer, if it has one."""
+        if self.json_schema is not None:
+            return Grammar.of_schema(self.json_schema)
+        return Grammar("lark", self.grammar) if isinstance(self.grammar, str) else self.grammar
 
     @cached_property
     def adjusts(self) -> bool:
@@ -261,6 +279,7 @@ class GenerationSettings(Adjustable):
         self._check_sampling()
         self._check_adjusting()
         self._check_beams()
+        self._check_constraint()
 
     def _check_beams(self) -> None:
         if not 1 <= self.beams <= _MOST_BEAMS:
@@ -276,8 +295,15 @@ class GenerationSettings(Adjustable):
             return
         if not 1 <= self.n_return <= self.beams:
             raise SettingInvalid("n_return", f"is {self.n_return}: it should be between 1 and the {self.beams} beams")
-        for name in [*self._changed("temperature", "logprobs"), *(["stop"] if self.stops else [])]:
+        barred = self._changed("temperature", "logprobs", "json_schema", "grammar")
+        for name in [*barred, *(["stop"] if self.stops else [])]:
             raise SettingInvalid(name, "does not go with beam search: leave one of both out")
+
+    def _check_constraint(self) -> None:
+        if self.json_schema is not None and self.grammar is not None:
+            raise SettingInvalid("json_schema", f"and {said('grammar')} exclude each other: give one of both")
+        if self.constraint is not None and self.ignore_eos:
+            raise SettingInvalid("ignore_eos", f"does not go with {said(self.constraint.setting)}, which ends answers")
 
     def _changed(self, *names: str) -> list[str]:
         return [each.name for each in fields(self) if each.name in names and getattr(self, each.name) != each.default]
@@ -422,7 +448,7 @@ def check_finite(logits: F32, number: int, what: str = "answer") -> None:
 
 
 _LEAST_LOGPROB = -1e9  # where a logit is minus infinity, which JSON has no number for
-StopReason = Literal["eos", "stop_string", "max_new_tokens", "context_full", "cancelled", "interrupted"]
+StopReason = Literal["eos", "stop_string", "max_new_tokens", "context_full", "grammar", "cancelled", "interrupted"]
 
 
 class TextSource(Protocol):
@@ -466,11 +492,13 @@ class Generation:
 
     def __init__(
         self, spec: ModelSpec, prompt_ids: list[int], settings: GenerationSettings, detokenizer: TextSource | None,
-        ends: frozenset[int] = frozenset(),
+        ends: frozenset[int] = frozenset(), constrained: Constrained | None = None,
     ) -> None:  # fmt: skip
-        """`ends`: tokens that end the text beside the model's own. Raises InputInvalid for a prompt that can't be run,
-        and SettingInvalid for stop strings without a detokenizer, and for a first token, which is an id here, or tokens
-        with a bias that are not the model's."""
+        """`ends`: tokens that end the text beside the model's own; `constrained` knows both.
+
+        Raises InputInvalid for a prompt that can't be run, and SettingInvalid for stop strings without a detokenizer,
+        and for a first token, which is an id here, or tokens with a bias that are not the model's.
+        """
         if settings.stops and detokenizer is None:
             raise SettingInvalid("stop", "are found in text: give the prompt as text, not as token ids")
         self.room = room(spec, prompt_ids)
@@ -484,6 +512,7 @@ class Generation:
         self.ended = False
         self._held = ""  # text that may turn out to begin a stop string
         self._stop: str | None = None  # the stop string that was found
+        self._constrained = constrained
         self._generator: np.random.Generator | None = None  # most texts draw nothing, and its code takes memory
 
     @property
@@ -508,6 +537,9 @@ class Generation:
         written, and for beams."""
         if settings.beams > 1:
             raise SettingInvalid("beams", "come too late: the request goes on from one text")
+        if settings.constraint != self.settings.constraint:
+            name = (settings.constraint or self.settings.constraint or Grammar("json_object")).setting
+            raise SettingInvalid(name, "can't change: the request has begun with another one")
         for name in ("first_token", "logprobs"):
             if self.tokens and getattr(settings, name) != getattr(self.settings, name):
                 raise SettingInvalid(name, "can't change: the request has written its first token")
@@ -515,6 +547,7 @@ class Generation:
         twin._first = first_token_of(self._spec, settings)
         twin.tokens, twin.logprobs, twin.settings = list(self.tokens), list(self.logprobs), settings
         twin.detokenizer = copy.copy(self.detokenizer)
+        twin._constrained = copy.copy(self._constrained)
         same = settings.seed == self.settings.seed
         twin._generator = copy.deepcopy(self._generator) if same else None
         return twin
@@ -529,8 +562,8 @@ class Generation:
         if self.settings.logprobs is not None:
             self.logprobs.append(self._logprobs(logits[0], token, self.settings.logprobs))
         self.tokens.append(token)
-        reason = self._reason_to_stop(token)
         text = "" if self.detokenizer is None else self.detokenizer.push(token)
+        reason = self._reason_to_stop(token) or self._go_on_constrained(token, text)
         if reason is not None and self.detokenizer is not None:
             text += self.detokenizer.flush()
         text, found = self._before_stop_string(text, last=reason is not None)
@@ -545,6 +578,8 @@ class Generation:
         if self._first is not None and not self.tokens:
             return self._first
         scores = adjusted(logits, self.settings, self._read, self.tokens)
+        if self._constrained is not None:
+            scores = self._constrained.masked(scores)
         if self.settings.temperature == 0.0:
             return likeliest(scores)
         if self._generator is None:
@@ -563,6 +598,15 @@ class Generation:
         if self.room is not None and len(self.tokens) >= self.room:
             return "context_full"
         return None
+
+    def _go_on_constrained(self, token: int, text: str) -> StopReason | None:
+        """Goes on in the grammar, if there is one; returns the reason to stop where no token may come next."""
+        if self._constrained is None or (self._first is not None and len(self.tokens) == 1):
+            return None
+        self._constrained.take(token, text)
+        if not self._constrained.stuck:
+            return None
+        return "eos" if self._constrained.complete else "grammar"
 
     def _before_stop_string(self, text: str, last: bool) -> tuple[str, bool]:
         """Returns the text that may be handed out now, and whether a stop string was found. `text`: the new text."""
@@ -705,11 +749,13 @@ Writing = Generation | BeamGeneration
 
 
 def writing(
-    spec: ModelSpec, prompt_ids: list[int], settings: GenerationSettings, detokenizer: TextSource | None
-) -> Writing:
+    spec: ModelSpec, prompt_ids: list[int], settings: GenerationSettings, detokenizer: TextSource | None,
+    constrained: Constrained | None = None,
+) -> Writing:  # fmt: skip
     """Returns the generation for these settings, with or without beams. Raises InputInvalid and SettingInvalid."""
-    kind = Generation if settings.beams == 1 else BeamGeneration
-    return kind(spec, prompt_ids, settings, detokenizer)
+    if settings.beams == 1:
+        return Generation(spec, prompt_ids, settings, detokenizer, constrained=constrained)
+    return BeamGeneration(spec, prompt_ids, settings, detokenizer)
 
 
 def _text(detokenizer: TextSource | None, tokens: tuple[int, ...], last: bool) -> str:

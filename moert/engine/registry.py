@@ -5,6 +5,7 @@
 | `neurons`, `keep_neurons`; experts in blocks of neurons | moert.beside.flash | Holding: who runs a layer's experts |
 | `device` and the settings of it | moert.beside.gpu | Holding |
 | `routing` or `predict`: hash; a hash function in the pack | moert.beside.sida | Routing: who routes, who listens |
+| `json_schema` or `grammar` of a request | moert.beside.grammar | nothing: the tokens that may come next |
 
 Nothing else of the core imports them, or says neuron, hash function or device.
 """
@@ -15,6 +16,7 @@ from collections.abc import Callable
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
+from moert.engine.constraint import Grammar, Matcher, Matching, Room
 from moert.engine.seams import Routing
 from moert.experts.names import (
     AUTO_PREDICTOR,
@@ -28,10 +30,13 @@ from moert.experts.store import ExpertStore
 from moert.experts.streaming import Holding
 from moert.kernels.backend import Backend
 from moert.pack.learnt import HASH, HashFunction
+from moert.pack.model_spec import ModelSpec
 from moert.pack.reader import Pack
 from moert.stats import ExpertCounters
 
 if TYPE_CHECKING:
+    from tokenizers import Tokenizer
+
     from moert.beside.wishes import Wishes
 
 _HASH = "hash"
@@ -156,6 +161,28 @@ def hash_function(pack: Pack) -> HashFunction | None:
     from moert.beside.sida.foresight import function_of
 
     return function_of(pack, named=True, routes=False, notify=lambda note: None)
+
+
+def check_grammar(grammar: Grammar) -> None:
+    """Raises SettingInvalid for a grammar that can't be, whatever the tokenizer, or where a package is missing."""
+    from moert.beside import grammar as grammars
+
+    grammars.check_grammar(grammar)
+
+
+def matching(tokenizer: Callable[[], Tokenizer], spec: ModelSpec) -> Matching:
+    """Returns a function that makes matchers of grammars for a tokenizer and a model."""
+    made = list[Any]()
+
+    def matcher(grammar: Grammar, room: Room) -> Matcher:
+        from moert.beside.grammar import Matchers
+
+        if not made:
+            made.append(Matchers(tokenizer, spec.vocab_size, spec.tokens.eos))
+        found: Matcher = made[0].of(grammar, room)
+        return found
+
+    return matcher
 
 
 def measured_devices() -> dict[str, Any]:

@@ -12,6 +12,7 @@ from itertools import chain
 from types import TracebackType
 from typing import TYPE_CHECKING, Protocol
 
+from moert.engine.constraint import Constrained, Grammar, Matching, Opening, no_matching
 from moert.engine.generation import (
     ENTRY_BYTES,
     Generation,
@@ -65,7 +66,8 @@ class Answer:
 
     @property
     def stop_reason(self) -> StopReason:
-        """Why the answer ends: "eos", "stop_string", "max_new_tokens", "context_full", "cancelled" or "interrupted"."""
+        """Why the answer ends: "eos", "stop_string", "max_new_tokens", "context_full", "cancelled" or "interrupted"; or
+        "grammar" where no token goes on as the grammar demands."""
         return self.result.stop_reason
 
     @property
@@ -141,12 +143,13 @@ class Keeps(Protocol):
 @dataclass(frozen=True)
 class Continued:
     """A prompt in token ids that is answered in text, and goes on from the tokens that `prefix` has read. `ends`:
-    tokens that end the answer as the model's own do."""
+    tokens that end the answer as the model's own do. `opening`: the beginning of the answer that no grammar binds."""
 
     ids: Sequence[int]
     text: TextSource
     prefix: Keeps
     ends: frozenset[int] = frozenset()
+    opening: Opening | None = None
 
 
 def common_beginning(one: Sequence[int], other: Sequence[int]) -> int:
@@ -290,12 +293,12 @@ class Session:
 
     def __init__(
         self, model: Model, text: Text, gate: Gate, times: RequestTimes, ended: Callable[[], object],
-        now: Callable[[], float] = time.perf_counter, at_once: int | None = None,
+        now: Callable[[], float] = time.perf_counter, matching: Matching = no_matching, at_once: int | None = None,
     ) -> None:  # fmt: skip
         """`times` gets the figures of each request that has begun, in seconds of the clock `now`; `ended` is called
-        once when the session closes. `at_once`: see Engine.session."""
+        once when the session closes. `matching` makes matchers of grammars; `at_once`: see Engine.session."""
         self._model, self._text, self._gate, self._times, self._ended = model, text, gate, times, ended
-        self._now = now
+        self._now, self._matching = now, matching
         self._most = at_once if at_once is not None and model.spec.continues else WHOLE
         self._lock = threading.Lock()
         self._running: list[Request] = []
@@ -320,8 +323,9 @@ class Session:
         """
         resolved = self._resolved(GenerationSettings.of(settings, changes))
         prefix = prompt.prefix if isinstance(prompt, Continued) and self._model.spec.continues else None
+        constrained = self._constrained(prompt, resolved.constraint)
         with self._open():
-            generation = self._generation(prompt, resolved)
+            generation = self._generation(prompt, resolved, constrained)
             request = Request(prompt, generation, prefix, self._now, self._most)
             request._take_prefix()
             try:
@@ -493,21 +497,40 @@ class Session:
         first = settings.first_token
         return settings.but(first_token=self._text.token(first)) if isinstance(first, str) else settings
 
-    def _generation(self, prompt: Prompt, settings: GenerationSettings) -> Writing:
+    def _constrained(self, prompt: Prompt, grammar: Grammar | None) -> Constrained | None:
+        """Returns the constraint of an answer, at its beginning. Takes the lock for a moment at most: other requests go
+        on while llguidance works. Raises SettingInvalid."""
+        if grammar is None:
+            return None
+        matcher, ends = self._matching(grammar, self._aside_alone), frozenset(self._model.spec.tokens.eos)
+        if not isinstance(prompt, Continued):
+            return Constrained(matcher, ends)
+        return Constrained(matcher, ends | prompt.ends, prompt.opening)
+
+    def _generation(
+        self, prompt: Prompt, settings: GenerationSettings, constrained: Constrained | None = None
+    ) -> Writing:  # fmt: skip
         if isinstance(prompt, Continued):
             if settings.beams > 1:
                 raise SettingInvalid("beams", "do not go with a conversation, which goes on from one answer")
-            return Generation(self._model.spec, list(prompt.ids), settings, prompt.text, prompt.ends)
+            return Generation(self._model.spec, list(prompt.ids), settings, prompt.text, prompt.ends, constrained)
         if isinstance(prompt, str):
             ids, detokenizer = self._text.encode(prompt, aside=self._aside), self._text.detokenizer()
-            return writing(self._model.spec, ids, settings, detokenizer)
-        return writing(self._model.spec, given_ids(prompt), settings, None)
+            return writing(self._model.spec, ids, settings, detokenizer, constrained)
+        return writing(self._model.spec, given_ids(prompt), settings, None, constrained)
 
     @contextmanager
     def _aside(self, nbytes: int) -> Iterator[None]:
         """Makes room for turning a text into tokens."""
         self._gate.aside(nbytes, LONG_TEXT)
         yield
+
+    @contextmanager
+    def _aside_alone(self, nbytes: int, purpose: str) -> Iterator[None]:
+        """Makes room for work beside the model, which does nothing else meanwhile."""
+        with self._open():
+            self._gate.aside(nbytes, purpose)
+            yield
 
     @contextmanager
     def _open(self) -> Iterator[None]:

@@ -258,6 +258,18 @@ class Text:
         found = (self.tokenizer.token_to_id(name) for name in names)
         return [number for number in found if number is not None]
 
+    def beginnings(self, texts: Iterable[str]) -> list[int]:
+        """Returns the ids of added tokens, the longest of each, that these texts begin with."""
+        added = {each.content: number for number, each in self.tokenizer.get_added_tokens_decoder().items()}
+        found = (max((each for each in added if text.startswith(each)), key=len, default=None) for text in texts)
+        return [added[each] for each in found if each]
+
+    @cached_property
+    def line_breaks(self) -> list[int]:
+        """Ids of the tokens that are one or two line breaks and nothing else."""
+        alphabet = ("\n", "\n\n", "Ċ", "ĊĊ", "<0x0A>")
+        return self.numbers(alphabet)
+
     def token(self, name: str) -> int:
         """Returns the id of a token by its name in the tokenizer. Raises SettingInvalid, too."""
         found: int | None = self.tokenizer.token_to_id(name)

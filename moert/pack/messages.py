@@ -59,6 +59,8 @@ def fits(value: Any, hint: Any) -> bool:
     """Returns whether a value is of a declared type. Whole numbers are numbers, True is none, and text is no list of
     texts."""
     origin, arguments = get_origin(hint), get_args(hint)
+    if hint is Any:
+        return True
     if origin in (Union, types.UnionType):
         return any(fits(value, each) for each in arguments)
     if origin is Literal:

@@ -6,6 +6,7 @@ from collections.abc import AsyncIterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from moert.engine.constraint import Grammar
 from moert.engine.engine import Engine
 from moert.serve.fields import Refused
 from moert.serve.forms import Event
@@ -27,12 +28,28 @@ class Tools:
         return cls()
 
     @classmethod
-    def formats(cls, engine: Engine, found: Mapping[str, Any]) -> dict[str, Any]:
+    def formats(cls, engine: Engine | None, found: Mapping[str, Any]) -> dict[str, Any]:
         """Returns settings for the form of an answer that a request names. Raises Refused."""
+        form, grammar = found.get("response_format", {"type": "text"}), found.get("grammar")
+        kind = form.get("type")
+        if grammar is not None:
+            if kind != "text":
+                raise Refused("grammar and response_format exclude each other", "grammar")
+            return {"grammar": Grammar("lark", grammar)}
+        if kind == "json_object":
+            return {"grammar": Grammar("json_object")}
+        if kind == "json_schema":
+            inner = form.get("json_schema")
+            schema = inner.get("schema") if isinstance(inner, dict) else None
+            if not isinstance(schema, (dict, bool)):
+                raise Refused("response_format.json_schema.schema is missing", "response_format")
+            return {"json_schema": schema}
+        if kind != "text":
+            raise Refused("response_format.type should be text, json_object or json_schema", "response_format")
         return {}
 
     def limits(self, found: Mapping[str, Any]) -> dict[str, Any]:
-        return {}
+        return self.formats(None, found)
 
     def messages(self, found: list[dict[str, Any]]) -> list[dict[str, Any]]:
         return found

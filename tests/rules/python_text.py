@@ -39,6 +39,9 @@ page is made from docstrings (`make readme`).
         answer = engine.generate("Once upon a time", max_new_tokens=64, stop="The end")
         print(answer.text, answer.stop_reason, len(answer.tokens))
 
+        schema = {"type": "object", "properties": {"year": {"type": "integer"}}, "required": ["year"]}
+        print(engine.generate("The year of the moon landing:", json_schema=schema).text)
+
         async def tell():
             async for piece in engine.astream("Once upon a time"):
                 print(piece, end="")
@@ -58,7 +61,7 @@ def text() -> str:
             _plain(kind.__doc__),
             _table(types, defaults, _helps(moert_app, "run", types)),
         ]
-    for kind in (moert.Engine, moert.Answer, moert.Conversation, moert.Reply, Session, Request):
+    for kind in (moert.Engine, moert.Grammar, moert.Answer, moert.Conversation, moert.Reply, Session, Request):
         parts += [f"### {kind.__name__}", _plain(kind.__doc__), *_members(kind)]
     parts += ["### Errors", "\n".join(_errors(moert.Error, 0))]
     parts += ["## moeconv", *_function("moeconv.quantize", moeconv.quantize)]

@@ -23,7 +23,7 @@ MOERT = [
     ("moert.kernels", "moert.hub"),
     ("moert.experts",),
     ("moert.models",),
-    ("moert.engine.seams",),
+    ("moert.engine.seams", "moert.engine.constraint"),
     ("moert.beside",),
     ("moert.engine.generation", "moert.engine.session", "moert.engine.text", "moert.engine.scoring"),
     ("moert.chat",),
@@ -104,11 +104,12 @@ TORCH = ["moert.beside.gpu.torch_matrices", "moert.beside.gpu.torch_backend", "m
 # What speaks HTTP is imported where a server starts.
 SERVER = ["answers", "anthropic", "host", "ollama", "openai", "responses", "server"]
 # One is run by an installation, never by moert; one is a program of its own; others go
-# with the extra gpu.
+# with the extras gpu and serve.
 OTHER_PACKAGES = {
     "moert.kernels.build": {"setuptools"}, "moert.chat.sandbox": {"jinja2"}, "moert.hub.client": {"huggingface_hub"},
     **{f"moert.serve.{name}": {"starlette", "uvicorn"} for name in SERVER},
     **{name: {"torch"} for name in TORCH}, "moert.beside.gpu.triton_kernel": {"torch", "triton"},
+    "moert.beside.grammar": {"llguidance"},
 }  # fmt: skip
 RUNTIME_PACKAGES = {"numpy", "tokenizers", "tqdm", "typer", "click", "rich"}
 FOR_TYPES = "typing_extensions"
@@ -127,6 +128,7 @@ HEAVY = {
     "ray",
     "jinja2",
     "triton",
+    "llguidance",
 }
 COMMAND_LINES = [
     "moert/command/cli.py",

@@ -1,0 +1,309 @@
+"""Grammars of answers by llguidance: the tokens of a vocabulary that may come next."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Collection, Iterator, Sequence
+from contextlib import AbstractContextManager
+from importlib.util import find_spec
+from typing import TYPE_CHECKING, Any, Protocol, TypeVar
+
+import numpy as np
+from numpy.typing import NDArray
+
+from moert.errors import SettingInvalid
+from moert.machine import return_freed
+from moert.pack.fence import Broken, Unfinished, fenced, unbroken
+from moert.pack.text import BYTES
+
+if TYPE_CHECKING:
+    from llguidance import LLMatcher, LLTokenizer
+    from tokenizers import Tokenizer
+
+T = TypeVar("T")
+Bools = NDArray[np.bool_]
+_PURPOSE = "arrange the vocabulary for grammars"
+_LONGEST_S = 20.0  # until the tokens that may begin an answer are known
+_REASON = 240  # letters of a reason
+_TOKEN_BYTES = 800  # of memory for each token while the vocabulary is arranged
+_LEXER_STATES = 50_000  # of 1 to 2 KB
+_ANY_OBJECT = '{"type": "object"}'
+_SPACES = r"( |\n{1,2}[ \t]{0,40})?"
+"""White space in JSON: enough for lines with indents, and never without end."""
+_WHOLE = {"ByteLevel", "ByteFallback", "Metaspace", "Replace", "Fuse", "Strip"}
+"""Decoders that change no text but its beginning, so that an answer is the bytes of its tokens."""
+
+
+class GrammarText(Protocol):
+    """See moert.engine.constraint.Grammar."""
+
+    @property
+    def kind(self) -> str: ...
+    @property
+    def text(self) -> str: ...
+    @property
+    def setting(self) -> str: ...
+
+
+Room = Callable[[int, str], AbstractContextManager[object]]
+"""See moert.engine.constraint.Room."""
+
+
+def check_grammar(grammar: GrammarText) -> None:
+    """Raises SettingInvalid for a grammar that can't be, whatever the tokenizer, or where llguidance is missing."""
+    _check_installed(grammar)
+    from llguidance import LLMatcher
+
+    source = _source(grammar)
+    failed, notes = _within_time(grammar, lambda: LLMatcher.validate_grammar_with_warnings(source, limits=_limits()))
+    if failed:
+        raise SettingInvalid(grammar.setting, _refusal(grammar, " ".join(notes)))
+
+
+class Matchers:
+    """A maker of matchers for one tokenizer, whose vocabulary is arranged at the first use."""
+
+    def __init__(self, tokenizer: Callable[[], Tokenizer], vocab_size: int, ends: Collection[int]) -> None:
+        """`vocab_size`: of the model; `ends`: its end tokens."""
+        self._tokenizer, self._vocab_size, self._ends = tokenizer, vocab_size, frozenset(ends)
+        self._arranged: LLTokenizer | None = None
+
+    def of(self, grammar: GrammarText, room: Room) -> TokenMatcher:
+        """Returns the matcher of a grammar at its beginning. `room`: makes room for the arranged vocabulary.
+
+        Raises SettingInvalid for a grammar that llguidance can't do or that the vocabulary has no tokens for, and
+        TokenizerMissing or BudgetTooSmall.
+        """
+        check_grammar(grammar)
+        if self._arranged is None:
+            tokenizer = self._tokenizer()
+            with room(_TOKEN_BYTES * self._vocab_size, _PURPOSE):
+                self._arranged = self._arranged or self._vocabulary(grammar, tokenizer)
+        arranged, source = self._arranged, _source(grammar)
+
+        def begun() -> TokenMatcher:
+            from llguidance import LLMatcher
+
+            matcher = LLMatcher(arranged, source, log_level=0, limits=_limits())
+            return TokenMatcher(matcher, arranged, self._vocab_size)
+
+        made = _within_time(grammar, begun)
+        if made.error:
+            raise SettingInvalid(grammar.setting, _refusal(grammar, made.error))
+        if not made.accepting and not made.allowed.any():
+            raise SettingInvalid(grammar.setting, "can't be written with the tokens that the pack's tokenizer has")
+        return made
+
+    def _vocabulary(self, grammar: GrammarText, tokenizer: Tokenizer) -> LLTokenizer:
+        from llguidance import LLTokenizer, TokenizerWrapper
+
+        kinds = decoders_of(tokenizer)
+        if not kinds or kinds - _WHOLE:
+            named = ", ".join(sorted(kinds)) or "none"
+            raise SettingInvalid(grammar.setting, f"does not go with the pack's tokenizer, whose decoder is {named}")
+        listed = Listed(tokenizer, self._vocab_size, self._ends)
+        made = _within_time(grammar, lambda: LLTokenizer(TokenizerWrapper(listed), eos_token=[listed.eos_token_id]))
+        return_freed()
+        return made
+
+
+class TokenMatcher:
+    """The place of one answer in its grammar. A copy goes on by itself."""
+
+    def __init__(self, matcher: LLMatcher, arranged: LLTokenizer, vocab_size: int) -> None:
+        self._matcher, self._arranged, self._vocab_size = matcher, arranged, vocab_size
+        self.error = ""
+        """The reason why the grammar can't go on, in one line; empty while it can."""
+        self._look()
+
+    def __copy__(self) -> TokenMatcher:
+        twin = object.__new__(TokenMatcher)
+        twin.__dict__ |= {**self.__dict__, "_matcher": self._matcher.deep_copy()}
+        return twin
+
+    def take(self, token: int) -> None:
+        """Goes on by an allowed token."""
+        self._consume([token])
+
+    def take_text(self, text: str) -> None:
+        """Goes on by a text; where the grammar does not allow it, no token is allowed any more."""
+        self._consume(self._arranged.greedy_tokenize(text))
+
+    def _consume(self, tokens: Sequence[int]) -> None:
+        try:
+            if not unbroken(lambda: self._matcher.consume_tokens(list(tokens))):
+                self.error = _in_line(self._matcher.get_error()) or "the text goes another way"
+        except Broken as error:
+            self.error = str(error)
+        self._look()
+
+    def _look(self) -> None:
+        """Finds the tokens that may come next."""
+        if not self.error:
+            try:
+                bits = unbroken(self._matcher.compute_bitmask)
+                self.error = _in_line(self._matcher.get_error())
+            except Broken as error:
+                self.error = str(error)
+        if self.error:
+            self.allowed, self.accepting = np.zeros(self._vocab_size, np.bool_), False
+            return
+        found = np.unpackbits(np.frombuffer(bits, np.uint8), count=self._vocab_size, bitorder="little")
+        self.allowed = found.view(np.bool_)
+        """Tokens [vocab] that may come next; end tokens are the caller's."""
+        self.accepting = self._matcher.is_accepting()
+        """Whether the answer may end here."""
+        if self._arranged.eos_token < self._vocab_size:
+            self.allowed[self._arranged.eos_token] = False
+        if np.count_nonzero(self.allowed) == 1:  # it names a token even where none is allowed
+            alone = int(self.allowed.argmax())
+            self.allowed[alone] = self._matcher.validate_tokens([alone]) == 1
+
+
+def decoders_of(tokenizer: Tokenizer) -> set[str]:
+    """Returns the kinds of a tokenizer's decoders; none where it has no decoder."""
+
+    def kinds(part: Any) -> Iterator[str]:
+        if isinstance(part, dict) and part.get("type") == "Sequence":
+            for each in part["decoders"]:
+                yield from kinds(each)
+        elif isinstance(part, dict):
+            yield str(part.get("type"))
+
+    return set() if tokenizer.decoder is None else set(kinds(json.loads(tokenizer.decoder.__getstate__())))
+
+
+class Listed:
+    """A vocabulary as llguidance takes it: the bytes of each token, and a function from bytes to tokens."""
+
+    bos_token_id = None
+
+    def __init__(self, tokenizer: Tokenizer, vocab_size: int, ends: Collection[int]) -> None:
+        added = tokenizer.get_added_tokens_decoder()
+        special = {number for number, each in added.items() if each.special} | {*ends}
+        special |= {number for name in _unknown(tokenizer) if (number := tokenizer.token_to_id(name)) is not None}
+        self.tokens = token_bytes(tokenizer, vocab_size)
+        self.special_token_ids = sorted(each for each in special if each < vocab_size)
+        # llguidance wants an end token; where the model has none, an id behind its vocabulary.
+        if not (own := sorted(each for each in ends if each < vocab_size)):
+            self.tokens.append(b"<end>")
+            self.special_token_ids.append(vocab_size)
+        self.eos_token_id = own[0] if own else vocab_size
+        self._encode = tokenizer if "ByteLevel" in decoders_of(tokenizer) else None
+        plain = {body: number for number, body in enumerate(self.tokens) if body and number not in special}
+        self._ids, self._longest = plain, max(map(len, plain), default=1)
+
+    def __call__(self, body: bytes) -> list[int]:
+        """Returns tokens whose bytes are these, as the tokenizer has them if it keeps bytes, else the longest ones from
+        the left."""
+        if self._encode is not None:
+            text = body.decode("utf-8", "replace")
+            found: list[int] = self._encode.encode(text, add_special_tokens=False).ids
+            if max(found, default=0) < len(self.tokens) and b"".join(self.tokens[each] for each in found) == body:
+                return found
+        return [*self._greedy(body)]
+
+    def _greedy(self, body: bytes) -> Iterator[int]:
+        place = 0
+        while place < len(body):
+            lengths = range(min(self._longest, len(body) - place), 0, -1)
+            length = next((each for each in lengths if body[place : place + each] in self._ids), 0)
+            if not length:
+                return
+            yield self._ids[body[place : place + length]]
+            place += length
+
+
+def token_bytes(tokenizer: Tokenizer, vocab_size: int) -> list[bytes]:
+    """Returns the bytes that each token adds to a text [vocab]; none for ids that the tokenizer lacks."""
+    added = {number: each.content for number, each in tokenizer.get_added_tokens_decoder().items()}
+    names = [tokenizer.id_to_token(number) for number in range(vocab_size)]
+    if "ByteLevel" in decoders_of(tokenizer):
+        alphabet = byte_alphabet()
+        made = [_of_letters(name or "", alphabet) for name in names]
+    else:
+        made = _of_decoder(tokenizer, [*map(bool, names)])
+        if "ByteFallback" in decoders_of(tokenizer):
+            numbers = {name: byte for byte, name in enumerate(BYTES)}
+            made = [bytes([numbers[name]]) if name in numbers else body for name, body in zip(names, made, strict=True)]
+    return [added[number].encode() if number in added else body for number, body in enumerate(made)]
+
+
+def byte_alphabet() -> dict[str, int]:
+    """Returns the letters that stand for bytes in vocabularies of bytes (GPT-2's)."""
+    own = [*range(33, 127), *range(161, 173), *range(174, 256)]
+    others = [byte for byte in range(256) if byte not in own]
+    return {chr(byte): byte for byte in own} | {chr(256 + place): byte for place, byte in enumerate(others)}
+
+
+def _of_letters(name: str, alphabet: dict[str, int]) -> bytes:
+    """Returns the bytes of a token in that alphabet; none where a letter is no letter of it."""
+    return bytes(alphabet[letter] for letter in name) if all(letter in alphabet for letter in name) else b""
+
+
+def _of_decoder(tokenizer: Tokenizer, there: Sequence[bool]) -> list[bytes]:
+    """Returns the bytes that each token adds behind another one; none where it has no text of its own."""
+    anchor = next((number for letter in "abcdefghijklmnop" if (number := tokenizer.token_to_id(letter)) is not None), 0)
+    before = tokenizer.decode([anchor], skip_special_tokens=False)
+    numbers = [number for number, each in enumerate(there) if each]
+    texts = tokenizer.decode_batch([[anchor, number] for number in numbers], skip_special_tokens=False)
+    made = [b""] * len(there)
+    for number, text in zip(numbers, texts, strict=True):
+        if text.startswith(before) and "\ufffd" not in text:
+            made[number] = text[len(before) :].encode()
+    return made
+
+
+def _unknown(tokenizer: Tokenizer) -> Iterator[str]:
+    """Yields the name of the token for unknown text."""
+    name = getattr(tokenizer.model, "unk_token", None)
+    if isinstance(name, str):
+        yield name
+
+
+def _source(grammar: GrammarText) -> str:
+    """Returns a grammar as llguidance takes it. Raises SettingInvalid."""
+    from llguidance import LLMatcher
+
+    try:
+        if grammar.kind in ("json_schema", "json_object"):
+            schema = _ANY_OBJECT if grammar.kind == "json_object" else "{}" if grammar.text == "true" else grammar.text
+            ways: Any = {"whitespace_pattern": _SPACES} if schema.startswith("{") else None
+            made: str = LLMatcher.grammar_from_json_schema(schema, overrides=ways)
+        elif grammar.kind == "regex":
+            made = LLMatcher.grammar_from_regex(grammar.text)
+        else:
+            made = LLMatcher.grammar_from_lark(grammar.text)
+    except (ValueError, RecursionError) as error:
+        raise SettingInvalid(grammar.setting, _refusal(grammar, str(error))) from None
+    return made
+
+
+def _check_installed(grammar: GrammarText) -> None:
+    if find_spec("llguidance") is None:
+        raise SettingInvalid(
+            grammar.setting, "needs the package llguidance: pip install 'moert[serve]', or leave it out"
+        )
+
+
+def _limits() -> Any:
+    from llguidance import LLParserLimits
+
+    return LLParserLimits(max_lexer_states=_LEXER_STATES, verbose_errors=False)
+
+
+def _within_time(grammar: GrammarText, work: Callable[[], T]) -> T:
+    """Returns the result of llguidance's work. Raises SettingInvalid where it takes too long or breaks off."""
+    try:
+        return fenced(work, _LONGEST_S)
+    except (Broken, Unfinished, ValueError) as error:
+        raise SettingInvalid(grammar.setting, _refusal(grammar, str(error))) from None
+
+
+def _refusal(grammar: GrammarText, reason: str) -> str:
+    names = {"json_schema": "schema", "regex": "expression"}
+    return f"has a {names.get(grammar.kind, 'grammar')} that can't be followed ({_in_line(reason)}): change it"
+
+
+def _in_line(reason: str) -> str:
+    return " ".join(reason.split())[:_REASON]
