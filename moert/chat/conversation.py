@@ -132,7 +132,7 @@ class Asked:
 
 
 class Spoken(NamedTuple):
-    """A prompt of a conversation: what a session is given, and the splitter of what the model writes."""
+    """A prompt of a conversation for a session, and the splitter of the text that the model writes."""
 
     prompt: Continued
     splitter: Splitter

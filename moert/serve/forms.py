@@ -1,4 +1,4 @@
-"""The forms between interfaces and the engine: what a client wants, and the events of its answer."""
+"""The forms between interfaces and the engine: the wish of a client, and the events of its answer."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ class Talk:
 
 @dataclass(frozen=True)
 class Wish:
-    """What a client wants: an answer to each of `prompts`, texts or token ids as they are, or one conversation; each
+    """The wish of a client: an answer to each of `prompts`, texts or token ids as they are, or one conversation; each
     with each of `settings`, of which the seeds differ."""
 
     prompts: Sequence[Talk | str | Sequence[int]]

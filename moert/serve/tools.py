@@ -1,4 +1,4 @@
-"""Tools and forms of answers, as OpenAI's interface names them: schemas for the template, calls in what is written."""
+"""Tools and forms of answers, as OpenAI's interface names them: schemas for the template, calls in the text of answers."""
 
 from __future__ import annotations
 

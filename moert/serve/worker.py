@@ -1,4 +1,4 @@
-"""The worker: one thread owns the engine, and runs what clients want together."""
+"""The worker: one thread owns the engine, and runs the requests of all clients together."""
 
 from __future__ import annotations
 
@@ -174,7 +174,7 @@ class Worker:
         ]  # fmt: skip
 
     def submit(self, wish: Wish, loop: asyncio.AbstractEventLoop) -> Ticket:
-        """Returns a ticket for what a client wants. Raises Refused where too many wait, or the server ends."""
+        """Returns a ticket for the wish of a client. Raises Refused where too many wait, or the server ends."""
         with self._count:
             if self._closing:
                 raise Refused("the server ends", status=503)

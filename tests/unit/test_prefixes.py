@@ -1,4 +1,4 @@
-"""The prefix cache of many conversations: what it finds, what it shares, what leaves."""
+"""The prefix cache of many conversations: finding, sharing, leaving."""
 
 from __future__ import annotations
 

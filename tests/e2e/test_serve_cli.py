@@ -1,0 +1,122 @@
+"""moert serve as a program: its start, its end, and the mistakes of who starts it."""
+
+from __future__ import annotations
+
+import re
+import signal
+import socket
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import httpx
+import pytest
+from cgroups import Group, missing
+from chat_packs import ENDLESS, write_chat_pack
+
+from moert.engine.engine import Engine
+
+HELLO = [{"role": "user", "content": "hello"}]
+
+
+@pytest.fixture(scope="module")
+def pack(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_chat_pack(tmp_path_factory.mktemp("serve") / "tiny.pack", ENDLESS)
+
+
+def command(*arguments: object) -> list[str]:
+    return [sys.executable, "-m", "moert", "serve", *map(str, arguments)]
+
+
+@contextmanager
+def started(*arguments: object, group: Group | None = None) -> Iterator[tuple[subprocess.Popen[str], str]]:
+    enter = None if group is None else lambda: group.add(0)
+    process = subprocess.Popen(
+        command(*arguments, "--port", 0), stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, preexec_fn=enter
+    )
+    try:
+        assert process.stdout is not None
+        line = process.stdout.readline()
+        found = re.match(r"(http://\S+) answers for (.+)\n", line)
+        assert found is not None, (line, process.stderr and process.stderr.read())
+        yield process, found[1]
+    finally:
+        process.kill()
+        process.communicate()
+
+
+@pytest.mark.parametrize(("sent", "status"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
+def test_it_answers_and_ends_cleanly(pack: Path, sent: signal.Signals, status: int) -> None:
+    with started(pack) as (process, url):
+        body = {"model": "tiny", "messages": HELLO, "max_tokens": 8}
+        found = httpx.post(f"{url}/v1/chat/completions", json=body, timeout=60).json()
+        with Engine.open(pack) as engine:
+            assert found["choices"][0]["message"]["content"] == engine.chat(HELLO, max_new_tokens=8).text
+        process.send_signal(sent)
+        _, errors = process.communicate(timeout=60)
+        assert process.returncode == status
+        assert "Traceback" not in errors
+
+
+def test_an_answer_in_the_middle_is_cut_at_the_end(pack: Path) -> None:
+    body = {"messages": HELLO, "max_tokens": 1 << 20, "stream": True}
+    with (
+        started(pack) as (process, url),
+        httpx.stream("POST", f"{url}/v1/chat/completions", json=body, timeout=60) as answer,
+    ):
+        lines = answer.iter_lines()
+        next(lines)
+        process.send_signal(signal.SIGTERM)
+        text = "".join(lines)
+        assert '"finish_reason":"length"' in text
+        assert text.endswith("[DONE]")
+        assert process.wait(60) == 143
+
+
+def test_mistakes_are_one_line(pack: Path, tmp_path: Path) -> None:
+    (tmp_path / "empty").write_text("\n")
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        mistakes = {
+            (pack, "--port", taken.getsockname()[1]): "give another --host or --port",
+            (pack, "--host", "256.1.1.1"): "give another --host or --port",
+            (tmp_path / "no.pack",): "no.pack",
+            (pack, pack): "have the same name tiny",
+            (pack, "--api-key-file", tmp_path / "empty"): "holds no key",
+            (pack, "--api-key-file", tmp_path / "none"): "can't be read",
+            (pack, "--memory", "10MB"): "is too small",
+            (pack, "--most-waiting", "0"): "most-waiting",
+            (): "PACK",
+        }
+        for arguments, words in mistakes.items():
+            done = subprocess.run(command(*arguments), capture_output=True, text=True, timeout=60)
+            assert done.returncode == 2, arguments
+            assert words in done.stderr, arguments
+            assert "Traceback" not in done.stderr
+
+
+def test_who_lets_others_in_is_told(pack: Path) -> None:
+    with started(pack, "--host", "0.0.0.0") as (process, _):
+        process.send_signal(signal.SIGTERM)
+        _, errors = process.communicate(timeout=60)
+        assert "anyone who reaches 0.0.0.0 can use this server" in errors
+
+
+@pytest.mark.slow
+def test_the_memory_limit_holds_for_the_whole_server(pack: Path) -> None:
+    if reason := missing():
+        pytest.skip(reason)
+    limit = 120_000_000
+    with (
+        Group(memory_bytes=limit) as group,
+        started(pack, "--memory", limit, group=group) as (process, url),
+        httpx.Client(base_url=url, timeout=120) as client,
+    ):
+        for turn in range(30):
+            talk = [{"role": "user", "content": f"hello {turn} " + "word " * 40 * turn}]
+            found = client.post("/v1/chat/completions", json={"messages": talk, "max_tokens": 30})
+            assert found.status_code == 200, found.text
+        assert process.poll() is None, "the system has ended it"
