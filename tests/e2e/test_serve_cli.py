@@ -61,10 +61,10 @@ def test_it_answers_and_ends_cleanly(pack: Path, sent: signal.Signals, status: i
 
 
 def test_an_answer_in_the_middle_is_cut_at_the_end(pack: Path) -> None:
-    body = {"messages": HELLO, "max_tokens": 1 << 20, "stream": True}
+    body = {"prompt": "hello", "max_tokens": 1 << 20, "stream": True}
     with (
         started(pack) as (process, url),
-        httpx.stream("POST", f"{url}/v1/chat/completions", json=body, timeout=60) as answer,
+        httpx.stream("POST", f"{url}/v1/completions", json=body, timeout=60) as answer,
     ):
         lines = answer.iter_lines()
         next(lines)
