@@ -51,6 +51,7 @@ class Host:
         self.created = int(time.time())
         self._open: tuple[str, Worker] | None = None
         self._opening: asyncio.Lock | None = None
+        self._ending: Worker | None = None
 
     @property
     def loop(self) -> asyncio.AbstractEventLoop:
@@ -100,8 +101,14 @@ class Host:
         """Ends the model in memory: its answers have GRACE_S seconds to end by themselves."""
         if self._open is not None:
             (_, worker), self._open = self._open, None
+            self._ending = worker
             worker.close(GRACE_S)
             worker.engine.close()
+
+    def cut(self) -> None:
+        """Ends the answers of a model that is closing where they are."""
+        if self._ending is not None:
+            self._ending.cut()
 
     def guarded(
         self, work: Callable[[Request], Awaitable[Any]], failed: Failed, open_to_all: bool = False

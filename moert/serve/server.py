@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import signal
 import socket
 from collections.abc import Awaitable, Callable, Mapping
+from contextlib import nullcontext
 from functools import partial
 from importlib.resources import files
 from typing import Any
@@ -29,7 +31,7 @@ from moert.serve.host import GRACE_S, Host, ServerSettings
 from moert.serve.metrics import metrics_text
 
 _MOST_CONNECTIONS = 512
-_PAUSE_S = 0.01
+_PAUSE_S, _LOOK_S = 0.01, 0.1
 
 
 def application(host: Host) -> ASGIApp:
@@ -153,15 +155,20 @@ def bound(host: str, port: int) -> socket.socket:
 
 def serve(settings: ServerSettings, listening: socket.socket, ready: Callable[[str], None]) -> None:
     """Runs a server until SIGINT or SIGTERM; then answers that run have GRACE_S seconds to end. `ready` is called with
-    its address once it answers. Raises the errors of Engine.open."""
+    its address once it answers. Raises the errors of Engine.open, and KeyboardInterrupt or SystemExit
+    at the end."""
     host = Host(settings)
     host.open(host.names[0])
     try:
         name, port = listening.getsockname()[:2]
         address = f"http://[{name}]:{port}" if ":" in name else f"http://{name}:{port}"
-        asyncio.run(_run(host, listening, lambda: ready(address)))
+        ended = asyncio.run(_run(host, listening, lambda: ready(address)))
     finally:
         host.close()
+    if ended is signal.SIGINT:
+        raise KeyboardInterrupt
+    if ended is not None:
+        raise SystemExit(128 + ended)
 
 
 def http_server(host: Host) -> uvicorn.Server:
@@ -171,14 +178,34 @@ def http_server(host: Host) -> uvicorn.Server:
         server_header=False, limit_concurrency=_MOST_CONNECTIONS, timeout_keep_alive=30,
         timeout_graceful_shutdown=int(GRACE_S) + 5, h11_max_incomplete_event_size=64 << 10,
     )  # fmt: skip
-    return uvicorn.Server(config)
+    made = uvicorn.Server(config)
+    made.capture_signals = nullcontext  # type: ignore[method-assign, assignment] # whoever runs it has handlers
+    return made
 
 
-async def _run(host: Host, listening: socket.socket, ready: Callable[[], None]) -> None:
-    running = http_server(host)
+async def _run(host: Host, listening: socket.socket, ready: Callable[[], None]) -> signal.Signals | None:
+    """Runs the server until a signal, which is returned; then its answers may end within GRACE_S seconds, or with a
+    second signal at once."""
+    running, found, loop = http_server(host), list[signal.Signals](), asyncio.get_running_loop()
+
+    def end(number: signal.Signals) -> None:
+        running.should_exit, running.force_exit = True, bool(found)
+        found.append(number)
+
+    for number in (signal.SIGINT, signal.SIGTERM):
+        loop.add_signal_handler(number, end, number)
     task = asyncio.ensure_future(running.serve(sockets=[listening]))
     while not running.started and not task.done():
         await asyncio.sleep(_PAUSE_S)
     if running.started:
         ready()
+    while not running.should_exit and not task.done():
+        await asyncio.sleep(_LOOK_S)
+    ending = loop.run_in_executor(None, host.close)
+    while not (task.done() and ending.done()):
+        await asyncio.sleep(_PAUSE_S)
+        if running.force_exit:
+            host.cut()
+    await ending
     await task
+    return found[0] if found else None

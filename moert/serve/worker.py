@@ -211,12 +211,16 @@ class Worker:
         """Ends the thread: answers have `grace_s` seconds to come to their ends, and are cut then."""
         with self._count:
             self._closing = True
-        deadline = threading.Timer(grace_s, lambda: self._inbox.put(self._cut))
+        deadline = threading.Timer(grace_s, self.cut)
         deadline.daemon = True
         deadline.start()
         self._inbox.put(None)
         self._thread.join()
         deadline.cancel()
+
+    def cut(self) -> None:
+        """Ends all answers where they are."""
+        self._inbox.put(self._cut)
 
     # In the thread ----------------------------------------------------------------------------------------------------
 
