@@ -27,6 +27,7 @@ _USUAL: Marks = {"<think>": "thinking", "</think>": "answer"}
 _CONVENTIONS: Mapping[str, Marks] = {
     "<|channel|>": {
         "<|channel|>analysis<|message|>": "thinking", "<|channel|>commentary": "thinking",
+        "<|channel|>commentary<|message|>": "thinking",
         "<|channel|>final<|message|>": "answer", "<|end|>": "hidden", "<|start|>": "hidden",
     },
     "<channel|>": {"<|channel>thought": "thinking", "<channel|>": "answer"},
@@ -90,6 +91,8 @@ class Splitter:
         held, pieces = self._held + text, list[tuple[Part, str]]()
         while found := [(held.index(mark), -len(mark), mark) for mark in self._marks if mark in held]:
             place, _, mark = min(found)
+            if any(len(each) > len(held) - place and each.startswith(held[place:]) for each in self._marks):
+                break  # it may become a longer mark
             self._give(held[:place], pieces)
             self._part, self._after_mark = self._marks[mark], True
             held = held[place + len(mark) :]
@@ -101,7 +104,8 @@ class Splitter:
     def flush(self) -> list[tuple[Part, str]]:
         """Returns the text that was held back because it might have become a mark."""
         pieces = list[tuple[Part, str]]()
-        self._give(self._held, pieces)
+        if self._held not in self._marks:
+            self._give(self._held, pieces)
         self._held = ""
         return pieces
 

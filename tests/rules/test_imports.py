@@ -31,6 +31,7 @@ MOERT = [
     ("moert.engine.registry",),
     ("moert.engine.settings",),
     ("moert.engine",),
+    ("moert.serve",),
     ("moert.command", "moert.bench"),
     ("moert.__main__",),
 ]  # fmt: skip
