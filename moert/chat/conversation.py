@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 from moert.chat.renderer import Renderer
-from moert.engine.constraint import Opening
+from moert.engine.constraint import Grammar, Opening
 from moert.engine.generation import GenerationOptions, GenerationSettings, longest_beginning
 from moert.engine.session import Answer, Continued, Interrupted, Keeps, Prefix, Session
 from moert.engine.text import Text
@@ -27,6 +27,7 @@ _USUAL: Marks = {"<think>": "thinking", "</think>": "answer"}
 _CONVENTIONS: Mapping[str, Marks] = {
     "<|channel|>": {
         "<|channel|>analysis<|message|>": "thinking", "<|channel|>commentary": "thinking",
+        "<|channel|>commentary<|message|>": "thinking",
         "<|channel|>final<|message|>": "answer", "<|end|>": "hidden", "<|start|>": "hidden",
     },
     "<channel|>": {"<|channel>thought": "thinking", "<channel|>": "answer"},
@@ -90,6 +91,8 @@ class Splitter:
         held, pieces = self._held + text, list[tuple[Part, str]]()
         while found := [(held.index(mark), -len(mark), mark) for mark in self._marks if mark in held]:
             place, _, mark = min(found)
+            if any(len(each) > len(held) - place and each.startswith(held[place:]) for each in self._marks):
+                break  # it may become a longer mark
             self._give(held[:place], pieces)
             self._part, self._after_mark = self._marks[mark], True
             held = held[place + len(mark) :]
@@ -101,7 +104,8 @@ class Splitter:
     def flush(self) -> list[tuple[Part, str]]:
         """Returns the text that was held back because it might have become a mark."""
         pieces = list[tuple[Part, str]]()
-        self._give(self._held, pieces)
+        if self._held not in self._marks:
+            self._give(self._held, pieces)
         self._held = ""
         return pieces
 
@@ -129,13 +133,17 @@ class Asked:
     variables: Mapping[str, Any] | None = None
     shown: Collection[str] = ()
     """Texts with special tokens that the answer shows, beside the marks of its parts."""
+    forced: Callable[[bool], tuple[Grammar, bool]] | None = None
+    """Returns the grammar of the reply to a prompt, which may end inside of thinking, and whether thinking is free of
+    it."""
 
 
 class Spoken(NamedTuple):
-    """A prompt of a conversation for a session, and the splitter of the text that the model writes."""
+    """A prompt of a conversation for a session, the marks of the reply's parts, and the part that comes first."""
 
     prompt: Continued
-    splitter: Splitter
+    marks: Marks
+    first: Part
     settings: GenerationSettings
 
 
@@ -168,6 +176,11 @@ class Speaker:
         self._ends = frozenset(text.numbers(ends))
         self._stops = () if self._ends else tuple(ends)  # where the tokenizer has no such token
 
+    @property
+    def chat(self) -> ChatFormat:
+        """The format of conversations."""
+        return self._renderer.chat
+
     def first_message(self, tokens: int) -> tuple[int, int]:
         """Returns the figures of Renderer.first_message."""
         return self._renderer.first_message(self._text, tokens)
@@ -186,11 +199,13 @@ class Speaker:
         chosen = settings or GenerationSettings()
         if self._stops:
             chosen = chosen.but(stop=(*chosen.stops, *self._stops))
-        opening = None
-        if chosen.constraint is not None:
+        first, free, opening = begins_with(prompt, self._marks), True, None
+        if asked.forced is not None:
+            grammar, free = asked.forced(first == "thinking")
+            chosen = chosen.but(grammar=grammar)
+        if chosen.constraint is not None and free:
             opening = opening_of(prompt, self._renderer.chat, self._text, asked.tools is not None)
-        splitter = Splitter(self._marks, begins_with(prompt, self._marks))
-        return Spoken(Continued(ids, text, prefix, self._ends, opening), splitter, chosen)
+        return Spoken(Continued(ids, text, prefix, self._ends, opening), self._marks, first, chosen)
 
     def reply(
         self, asked: Asked, prefix: Keeps, settings: GenerationSettings | None = None, hear: Hear | None = None
@@ -201,7 +216,7 @@ class Speaker:
         runs.
         """
         spoken = self.prompt(asked, prefix, settings)
-        parts = _Parts(spoken.splitter, hear)
+        parts = _Parts(Splitter(spoken.marks, spoken.first), hear)
         with self._session() as session:
             request = session.add(spoken.prompt, spoken.settings)
             try:

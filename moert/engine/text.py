@@ -265,6 +265,12 @@ class Text:
         return [added[each] for each in found if each]
 
     @cached_property
+    def special(self) -> dict[str, int]:
+        """Ids of the special tokens by their names."""
+        added = self.tokenizer.get_added_tokens_decoder().items()
+        return {each.content: number for number, each in added if each.special}
+
+    @cached_property
     def line_breaks(self) -> list[int]:
         """Ids of the tokens that are one or two line breaks and nothing else."""
         alphabet = ("\n", "\n\n", "Ċ", "ĊĊ", "<0x0A>")

@@ -17,7 +17,7 @@ from moert.chat.conversation import Asked
 from moert.serve.answers import answered, body_of, event, whole
 from moert.serve.fields import ANY, FLAG, TABLE, TABLES, TEXT, Field, Refused, number, read, required
 from moert.serve.fields import whole as whole_number
-from moert.serve.forms import Argued, Called, Ended, Event, Talk, Wish, Wrote
+from moert.serve.forms import Argued, Called, Ended, Event, Wish, Wrote
 from moert.serve.openai import settings_of
 from moert.serve.tools import Tools
 from moert.serve.worker import status_of
@@ -69,15 +69,15 @@ async def _message(host: Host, request: Request) -> Any:
     tools = Tools.of(worker.engine, asked)
     stops = tuple(found.get("stop_sequences", ()))
     changes = {**found, "stop": list(stops)} if stops else found
-    (settings,) = settings_of(changes, host.defaults, **tools.limits(asked))
-    talk = Talk(tools.messages(asked["messages"]), tools.schemas, _variables(found), tools.shown)
+    (settings,) = settings_of(changes, host.defaults, **tools.settings(asked))
+    talk = tools.talk(asked["messages"], _variables(found))
     ticket = worker.submit(Wish([talk], [settings]), host.loop)
     head = {
         "id": f"msg_{secrets.token_hex(12)}", "type": "message", "role": "assistant", "model": name,
     }  # fmt: skip
     return await answered(
         request, worker, ticket, bool(found.get("stream")),
-        lambda: _stream(head, tools.events(ticket), stops), lambda: _whole(head, tools.events(ticket), stops),
+        lambda: _stream(head, ticket.events(), stops), lambda: _whole(head, ticket.events(), stops),
         b'event: ping\ndata: {"type": "ping"}\n\n',
     )  # fmt: skip
 
@@ -87,8 +87,9 @@ async def _count(host: Host, request: Request) -> Response:
     _, worker = await host.worker(found.get("model"))
     asked = _asked(found)
     tools = Tools.of(worker.engine, asked)
-    talk = Asked(tools.messages(asked["messages"]), tools.schemas, _variables(found))
-    ids = await asyncio.wrap_future(worker.call(lambda engine: engine.speaker.ids(talk)))
+    talk = tools.talk(asked["messages"], _variables(found))
+    rendered = Asked(talk.messages, talk.tools, talk.variables)
+    ids = await asyncio.wrap_future(worker.call(lambda engine: engine.speaker.ids(rendered)))
     return whole({"input_tokens": len(ids)})
 
 

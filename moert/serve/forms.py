@@ -2,24 +2,26 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 from moert.chat.conversation import Part
+from moert.engine.constraint import Grammar
 from moert.engine.generation import GenerationSettings, Logprobs, StopReason
+from moert.serve.calls import Format
 
 
 @dataclass(frozen=True)
 class Talk:
-    """A conversation to be answered by the model's chat template: its messages, JSON schemas of tools, other
-    variables of the template."""
+    """A conversation to be answered by the model's chat template: its messages, JSON schemas of tools, other variables
+    of the template. `format`: the form in which the model calls tools; `forced`: see moert.chat.conversation.Asked."""
 
     messages: Sequence[Mapping[str, Any]]
     tools: Sequence[Mapping[str, Any]] | None = None
     variables: Mapping[str, Any] = field(default_factory=dict)
-    shown: Sequence[str] = ()
-    """Texts with special tokens that the answer shows: those of tool calls."""
+    format: Format | None = None
+    forced: Callable[[bool], tuple[Grammar, bool]] | None = None
 
 
 @dataclass(frozen=True)

@@ -7,6 +7,7 @@ import hmac
 import logging
 import time
 from collections.abc import Awaitable, Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -17,7 +18,7 @@ from starlette.responses import Response
 from moert.engine.engine import Engine
 from moert.engine.generation import GenerationSettings
 from moert.engine.settings import EngineSettings
-from moert.errors import RunError
+from moert.errors import ChatImpossible, RunError, TokenizerMissing
 from moert.pack.errors import PackError
 from moert.serve.fields import Refused
 from moert.serve.worker import MOST_WAITING, Worker
@@ -79,6 +80,8 @@ class Host:
             before.close(GRACE_S)
             before.engine.close()
         engine = Engine.open(self.settings.packs[name], self.settings.engine, notify=_LOG.warning)
+        with suppress(TokenizerMissing, ChatImpossible):  # now, not in the middle of answers
+            _ = engine.text.tokenizer, engine.speaker
         worker = Worker(engine, self.settings.most_waiting)
         self._open = name, worker
         return worker

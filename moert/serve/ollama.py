@@ -34,7 +34,7 @@ from moert.serve.fields import (
 from moert.serve.fields import whole as whole_number
 from moert.serve.forms import Argued, Called, Ended, Event, Talk, Wish, Wrote
 from moert.serve.openai import messages_of, settings_of
-from moert.serve.tools import Tools
+from moert.serve.tools import Tools, form_of
 from moert.serve.worker import status_of
 
 if TYPE_CHECKING:
@@ -81,12 +81,12 @@ async def _chat(host: Host, request: Request) -> Any:
         )
     asked = {**_form(found), "messages": messages_of([_message(each) for each in found["messages"]])}
     tools = Tools.of(worker.engine, asked)
-    (settings,) = settings_of(_options(found), host.defaults, **tools.limits(asked))
-    talk = Talk(tools.messages(asked["messages"]), tools.schemas, _variables(found), tools.shown)
+    (settings,) = settings_of(_options(found), host.defaults, **tools.settings(asked))
+    talk = tools.talk(asked["messages"], _variables(found))
     ticket = worker.submit(Wish([talk], [settings]), host.loop)
     return await answered(
         request, worker, ticket, found.get("stream", True),
-        lambda: _stream(name, tools.events(ticket), chat=True), lambda: _whole(name, tools.events(ticket), chat=True),
+        lambda: _stream(name, ticket.events(), chat=True), lambda: _whole(name, ticket.events(), chat=True),
         b"", "application/x-ndjson",
     )  # fmt: skip
 
@@ -108,7 +108,7 @@ async def _generate(host: Host, request: Request) -> Any:
         prompt = Talk([*system, {"role": "user", "content": prompt}], None, _variables(found))
     elif found.get("system"):
         raise Refused("system goes with a chat template, which raw prompts and some models have not", "system")
-    settings = settings_of(_options(found), host.defaults, **Tools.formats(worker.engine, asked))
+    settings = settings_of(_options(found), host.defaults, **form_of(asked))
     ticket = worker.submit(Wish([prompt], settings), host.loop)
     return await answered(
         request, worker, ticket, found.get("stream", True),

@@ -32,8 +32,8 @@ from moert.serve.fields import (
     required,
 )
 from moert.serve.fields import whole as whole_number
-from moert.serve.forms import Argued, Called, Ended, Event, Talk, Wish, Wrote
-from moert.serve.tools import Tools
+from moert.serve.forms import Argued, Called, Ended, Event, Wish, Wrote
+from moert.serve.tools import Tools, form_of
 from moert.serve.worker import Worker, status_of
 
 if TYPE_CHECKING:
@@ -182,17 +182,17 @@ async def _chat(host: Host, request: Request) -> Any:
         more["logprobs"] = found.get("top_logprobs", 0)
     elif "top_logprobs" in found:
         raise Refused("top_logprobs goes with logprobs: true", "top_logprobs")
-    settings = settings_of(found, host.defaults, found.get("n", 1), **more, **tools.limits(found))
+    settings = settings_of(found, host.defaults, found.get("n", 1), **more, **tools.settings(found))
     variables = dict(found.get("chat_template_kwargs", {}))
     if "reasoning_effort" in found:
         variables.setdefault("reasoning_effort", found["reasoning_effort"])
-    talk = Talk(tools.messages(messages), tools.schemas, variables, tools.shown)
+    talk = tools.talk(messages, variables)
     ticket = worker.submit(Wish([talk], settings), host.loop)
     head = {"id": f"chatcmpl-{secrets.token_hex(12)}", "created": int(time.time()), "model": name}
     return await answered(
         request, worker, ticket, bool(found.get("stream")),
-        lambda: _chat_stream(head, tools.events(ticket), bool(options.get("include_usage")), len(settings)),
-        lambda: _chat_whole(head, tools.events(ticket), len(settings)),
+        lambda: _chat_stream(head, ticket.events(), bool(options.get("include_usage")), len(settings)),
+        lambda: _chat_whole(head, ticket.events(), len(settings)),
     )  # fmt: skip
 
 
@@ -303,7 +303,7 @@ async def _complete(host: Host, request: Request) -> Any:
     if found.get("max_tokens") == 0:
         raise Refused("max_tokens is 0: without echo it should be 1 or more", "max_tokens")
     more = {"logprobs": found["logprobs"]} if "logprobs" in found else {}
-    settings = settings_of(found, host.defaults, count, **more, **Tools.formats(worker.engine, found))
+    settings = settings_of(found, host.defaults, count, **more, **form_of(found))
     ticket = worker.submit(Wish(prompts, settings), host.loop)
     head = {
         "id": f"cmpl-{secrets.token_hex(12)}",

@@ -15,7 +15,7 @@ from starlette.routing import Route
 from moert.serve.answers import answered, body_of, event, line
 from moert.serve.fields import ANY, FLAG, TABLE, TABLES, TEXT, Field, Refused, number, one_of, read, required
 from moert.serve.fields import whole as whole_number
-from moert.serve.forms import Argued, Called, Ended, Event, Talk, Wish, Wrote
+from moert.serve.forms import Argued, Called, Ended, Event, Wish, Wrote
 from moert.serve.openai import failed, messages_of, settings_of
 from moert.serve.tools import Tools
 from moert.serve.worker import status_of
@@ -72,13 +72,13 @@ async def _respond(host: Host, kept: Conversations, request: Request) -> Any:
     asked = _asked(found)
     tools = Tools.of(worker.engine, asked)
     changes = {**found, "max_tokens": found["max_output_tokens"]} if "max_output_tokens" in found else found
-    (settings,) = settings_of(changes, host.defaults, **tools.limits(asked))
+    (settings,) = settings_of(changes, host.defaults, **tools.settings(asked))
     system = [{"role": "system", "content": found["instructions"]}] if "instructions" in found else []
     effort = found.get("reasoning", {}).get("effort")
     variables = {} if effort is None else {"reasoning_effort": effort}
-    talk = Talk(tools.messages(messages_of([*system, *messages])), tools.schemas, variables, tools.shown)
+    talk = tools.talk(messages_of([*system, *messages]), variables)
     ticket = worker.submit(Wish([talk], [settings]), host.loop)
-    response = _Response(_head(found, name), tools.events(ticket), _keeper(kept, found, messages))
+    response = _Response(_head(found, name), ticket.events(), _keeper(kept, found, messages))
     return await answered(
         request, worker, ticket, bool(found.get("stream")), response.stream, response.whole
     )  # fmt: skip

@@ -29,6 +29,7 @@ from moert.serve.answers import body_of, whole
 from moert.serve.fields import FLAG, TABLES, TEXT, Field, Refused, read, required
 from moert.serve.host import GRACE_S, Host, ServerSettings
 from moert.serve.metrics import metrics_text
+from moert.serve.tools import Tools
 
 _MOST_CONNECTIONS = 512
 _PAUSE_S, _LOOK_S = 0.01, 0.1
@@ -93,7 +94,7 @@ async def _slots(host: Host, request: Request) -> Response:
 
 
 _TOKENIZE: Mapping[str, Field] = {
-    "model": TEXT, "content": TEXT, "messages": TABLES, "add_special": FLAG, "with_pieces": FLAG
+    "model": TEXT, "content": TEXT, "messages": TABLES, "tools": TABLES, "add_special": FLAG, "with_pieces": FLAG
 }  # fmt: skip
 
 
@@ -103,7 +104,8 @@ async def _tokenize(host: Host, request: Request) -> Response:
 
     def run(engine: Engine) -> list[int]:
         if "messages" in found:
-            return engine.speaker.ids(Asked(openai.messages_of(found["messages"])))
+            talk = Tools.of(engine, found).talk(openai.messages_of(found["messages"]), {})
+            return engine.speaker.ids(Asked(talk.messages, talk.tools))
         return engine.text.encode(required(found, "content"), whole=not found.get("add_special", False))
 
     ids = await asyncio.wrap_future(worker.call(run))

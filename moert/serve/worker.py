@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import queue
+import secrets
 import threading
 import time
 from collections.abc import AsyncIterator, Callable, Iterable
@@ -12,7 +13,7 @@ from concurrent.futures import Future
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
-from moert.chat.conversation import Asked, Splitter
+from moert.chat.conversation import Asked, Part
 from moert.engine.engine import Engine
 from moert.engine.generation import GenerationSettings, Piece
 from moert.engine.session import Continued, Prompt, Request, Session
@@ -26,8 +27,10 @@ from moert.errors import (
     TokenizerMissing,
 )
 from moert.pack.errors import PackError
+from moert.serve import scanning
+from moert.serve.calls import ReplyReader, schemas_of
 from moert.serve.fields import Refused
-from moert.serve.forms import Ended, Event, Talk, Wish, Wrote
+from moert.serve.forms import Argued, Called, Ended, Event, Talk, Wish, Wrote
 
 PART_TOKENS = 256
 """Tokens of a prompt that are read in one turn: between two of them, other answers go on, and a client may leave."""
@@ -41,26 +44,39 @@ T = TypeVar("T")
 
 @dataclass(eq=False)
 class _Choice:
-    """One answer of a ticket."""
+    """One answer of a ticket. `reader`: of a conversation's reply; None where all text is the answer."""
 
     ticket: Ticket
     number: int
     request: Request
-    splitter: Splitter | None
+    reader: ReplyReader | None
     told: int = 0  # log-probabilities that were delivered
 
     def took(self, piece: Piece) -> list[Event]:
         """Returns the events of one more token."""
-        parts = [("answer", piece.text)] if self.splitter is None else self.splitter.push(piece.text)
-        if self.request.ended and self.splitter is not None:
-            parts += self.splitter.flush()
         events: list[Event] = []
-        for part, text in parts:
-            if text:
-                events.append(Wrote(self.number, part, text, self._logprobs()))  # type: ignore[arg-type]
+        if self.reader is None:
+            if piece.text:
+                events.append(Wrote(self.number, "answer", piece.text, self._logprobs()))
+        else:
+            found = self.reader.push(piece.text)
+            if self.request.ended:
+                found += self.reader.flush()
+            for each in found:
+                events += self._event(each)
         if self.request.ended:
             events.append(self.end())
         return events
+
+    def _event(self, found: scanning.Event) -> list[Event]:
+        if isinstance(found, scanning.Text):
+            part: Part = "thinking" if found.part == "thinking" else "answer"
+            return [Wrote(self.number, part, found.text, self._logprobs())] if found.text else []
+        if isinstance(found, scanning.CallBegins):
+            return [Called(self.number, found.index, f"call_{secrets.token_hex(12)}", found.name)]
+        if isinstance(found, scanning.Arguments):
+            return [Argued(self.number, found.index, found.text)] if found.text else []
+        return []
 
     def end(self) -> Ended:
         answer = self.request.answer
@@ -281,8 +297,8 @@ class Worker:
                 for prompt in ticket.wish.prompts:
                     for settings in ticket.wish.settings:
                         number = len(added)
-                        request, splitter = self._add(session, prompt, settings)
-                        added.append(_Choice(ticket, number, request, splitter))
+                        request, reader = self._add(session, prompt, settings)
+                        added.append(_Choice(ticket, number, request, reader))
             except Exception as error:  # of this client alone: others go on
                 for each in added:
                     session.cancel(each.request)
@@ -295,14 +311,16 @@ class Worker:
 
     def _add(
         self, session: Session, prompt: Talk | str | Any, settings: GenerationSettings
-    ) -> tuple[Request, Splitter | None]:
+    ) -> tuple[Request, ReplyReader | None]:
         engine, prefixes = self._engine, self._prefixes
         if isinstance(prompt, Talk):
-            asked = Asked(prompt.messages, prompt.tools, prompt.variables, prompt.shown)
+            shown = () if prompt.format is None else prompt.format.special
+            asked = Asked(prompt.messages, prompt.tools, prompt.variables, shown, prompt.forced)
             if prefixes is None:
                 prefixes = engine.prefixes()
             spoken = engine.speaker.prompt(asked, prefixes, settings)
-            return session.add(spoken.prompt, spoken.settings), spoken.splitter
+            reader = ReplyReader(spoken.marks, spoken.first, prompt.format, schemas_of(prompt.tools))
+            return session.add(spoken.prompt, spoken.settings), reader
         given: Prompt = prompt
         if prefixes is not None:
             given = Continued(engine.text.ids(prompt), engine.text.detokenizer(), prefixes)

@@ -38,8 +38,8 @@ TEXTS = {
     for path in [README, ROOT / "SECURITY.md", *sorted((ROOT / "docs").rglob("*.md"))]
 }
 COMMANDS = [
-    "moert", "moert run", "moert chat", "moert serve", "moert score", "moert bench", "moert info", "moeconv", "moeconv check",
-    "moeconv quantize", "moeconv plan", "moeconv report", "moeconv profile-paths", "moeconv train-hash",
+    "moert", "moert run", "moert chat", "moert serve", "moert score", "moert bench", "moert info", "moeconv",
+    "moeconv check", "moeconv quantize", "moeconv plan", "moeconv report", "moeconv profile-paths", "moeconv train-hash",
     "moeconv train-neurons", "moeconv verify", "moeconv recipe run",
 ]  # fmt: skip
 MOST_LINES = 170

@@ -132,10 +132,10 @@ def test_others_are_served_beside_nonsense(sent: bytes, server: Running, client:
 
 
 def test_who_leaves_ends_the_answer(server: Running) -> None:
-    body = {"messages": HELLO, "max_tokens": 1 << 20, "stream": True}
+    body = {"prompt": "hello", "max_tokens": 1 << 20, "stream": True}
     worker = server.host.worker_there
     assert worker is not None
-    with httpx.stream("POST", f"{server.url}/v1/chat/completions", json=body, timeout=60) as answer:
+    with httpx.stream("POST", f"{server.url}/v1/completions", json=body, timeout=60) as answer:
         next(answer.iter_text())
         assert worker.unfinished == 1
     until(lambda: worker.unfinished == 0)
