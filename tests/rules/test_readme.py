@@ -39,8 +39,8 @@ TEXTS = {
 }
 COMMANDS = [
     "moert", "moert run", "moert chat", "moert serve", "moert score", "moert bench", "moert info", "moeconv",
-    "moeconv check", "moeconv quantize", "moeconv plan", "moeconv report", "moeconv profile-paths", "moeconv train-hash",
-    "moeconv train-neurons", "moeconv verify", "moeconv recipe run",
+    "moeconv check", "moeconv quantize", "moeconv plan", "moeconv report", "moeconv profile-paths",
+    "moeconv train-hash", "moeconv train-neurons", "moeconv verify", "moeconv recipe run",
 ]  # fmt: skip
 MOST_LINES = 170
 _BESIDE = {"group_size": {"quantizer": '"group"'}, "piece_bytes": {"layout": '"columns"'}}
