@@ -133,6 +133,7 @@ BLOCKS: Mapping[str, Block] = {
     "workers": Block("workers", quality.size_parts),
     "large": Block("large", speed.large_parts),
     "many": Block("many", speed.many_parts),
+    "serve": Block("serve", speed.serve_parts),
     "devices": Block("devices", mechanisms.devices_parts),
     "card": Block("card", mechanisms.card_parts),
     "outlook": Block("outlook", mechanisms.outlook_parts),

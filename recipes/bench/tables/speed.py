@@ -423,6 +423,28 @@ def _beside_llama(result: Result) -> Part:
 READY = ": engine ready"
 
 
+def serve_parts(result: Result) -> Sequence[Part]:
+    speeds = [("", "through the server", "the engine alone", "ratio")]
+    starts = [("", "the server answers after", "memory beside `moert run`'s")]
+    for name in ("OLMoE's shape", "wiki"):
+        speeds.append((
+            f"{name}, tokens/s", f"{{{name}: tokens/s through the server}}", f"{{{name}: tokens/s of the engine}}",
+            f"{{{name}: through the server, of the engine's}} ×",
+        ))  # fmt: skip
+        starts.append((name, f"{{{name}: the server answers after}} s", f"{{{name}: memory beside moert run's}} MB"))
+    crowd = "8 clients at once"
+    little = f"{crowd}, half of the experts in memory, 500 MB/s"
+    more = [
+        ("OLMoE's shape", ""),
+        (little, f"{{{little}}} tokens/s"),
+        ("of the same one after another", f"{{{crowd}, of one after another}} ×"),
+        ("first token behind 8,000 tokens", "{first token behind 8000 tokens, first turn} s"),
+        ("the same in the second turn", "{first token behind 8000 tokens, second turn} s"),
+        ("of the first", "{second turn, of the first} ×"),
+    ]  # fmt: skip
+    return [speeds, more, starts]
+
+
 def many_parts(result: Result) -> Sequence[Part]:
     head = (
         "",
