@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Collection, Iterator, Sequence
-from contextlib import AbstractContextManager
 from importlib.util import find_spec
-from typing import TYPE_CHECKING, Any, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import numpy as np
-from numpy.typing import NDArray
 
+from moert.engine.constraint import JSON_SPACES, Grammar, Room
 from moert.errors import SettingInvalid
 from moert.machine import return_freed
 from moert.pack.fence import Broken, Unfinished, fenced, unbroken
@@ -21,35 +20,17 @@ if TYPE_CHECKING:
     from tokenizers import Tokenizer
 
 T = TypeVar("T")
-Bools = NDArray[np.bool_]
 _PURPOSE = "arrange the vocabulary for grammars"
 _LONGEST_S = 20.0  # until the tokens that may begin an answer are known
 _REASON = 240  # letters of a reason
 _TOKEN_BYTES = 800  # of memory for each token while the vocabulary is arranged
 _LEXER_STATES = 50_000  # of 1 to 2 KB
 _ANY_OBJECT = '{"type": "object"}'
-_SPACES = r"( |\n{1,2}[ \t]{0,40})?"
-"""White space in JSON: enough for lines with indents, and never without end."""
 _WHOLE = {"ByteLevel", "ByteFallback", "Metaspace", "Replace", "Fuse", "Strip"}
 """Decoders that change no text but its beginning, so that an answer is the bytes of its tokens."""
 
 
-class GrammarText(Protocol):
-    """See moert.engine.constraint.Grammar."""
-
-    @property
-    def kind(self) -> str: ...
-    @property
-    def text(self) -> str: ...
-    @property
-    def setting(self) -> str: ...
-
-
-Room = Callable[[int, str], AbstractContextManager[object]]
-"""See moert.engine.constraint.Room."""
-
-
-def check_grammar(grammar: GrammarText) -> None:
+def check_grammar(grammar: Grammar) -> None:
     """Raises SettingInvalid for a grammar that can't be, whatever the tokenizer, or where llguidance is missing."""
     _check_installed(grammar)
     from llguidance import LLMatcher
@@ -68,13 +49,13 @@ class Matchers:
         self._tokenizer, self._vocab_size, self._ends = tokenizer, vocab_size, frozenset(ends)
         self._arranged: LLTokenizer | None = None
 
-    def of(self, grammar: GrammarText, room: Room) -> TokenMatcher:
+    def of(self, grammar: Grammar, room: Room) -> TokenMatcher:
         """Returns the matcher of a grammar at its beginning. `room`: makes room for the arranged vocabulary.
 
         Raises SettingInvalid for a grammar that llguidance can't do or that the vocabulary has no tokens for, and
         TokenizerMissing or BudgetTooSmall.
         """
-        check_grammar(grammar)
+        _check_installed(grammar)
         if self._arranged is None:
             tokenizer = self._tokenizer()
             with room(_TOKEN_BYTES * self._vocab_size, _PURPOSE):
@@ -94,7 +75,7 @@ class Matchers:
             raise SettingInvalid(grammar.setting, "can't be written with the tokens that the pack's tokenizer has")
         return made
 
-    def _vocabulary(self, grammar: GrammarText, tokenizer: Tokenizer) -> LLTokenizer:
+    def _vocabulary(self, grammar: Grammar, tokenizer: Tokenizer) -> LLTokenizer:
         from llguidance import LLTokenizer, TokenizerWrapper
 
         kinds = decoders_of(tokenizer)
@@ -261,14 +242,14 @@ def _unknown(tokenizer: Tokenizer) -> Iterator[str]:
         yield name
 
 
-def _source(grammar: GrammarText) -> str:
+def _source(grammar: Grammar) -> str:
     """Returns a grammar as llguidance takes it. Raises SettingInvalid."""
     from llguidance import LLMatcher
 
     try:
         if grammar.kind in ("json_schema", "json_object"):
             schema = _ANY_OBJECT if grammar.kind == "json_object" else "{}" if grammar.text == "true" else grammar.text
-            ways: Any = {"whitespace_pattern": _SPACES} if schema.startswith("{") else None
+            ways: Any = {"whitespace_pattern": JSON_SPACES} if schema.startswith("{") else None
             made: str = LLMatcher.grammar_from_json_schema(schema, overrides=ways)
         elif grammar.kind == "regex":
             made = LLMatcher.grammar_from_regex(grammar.text)
@@ -279,7 +260,7 @@ def _source(grammar: GrammarText) -> str:
     return made
 
 
-def _check_installed(grammar: GrammarText) -> None:
+def _check_installed(grammar: Grammar) -> None:
     if find_spec("llguidance") is None:
         raise SettingInvalid(
             grammar.setting, "needs the package llguidance: pip install 'moert[serve]', or leave it out"
@@ -292,7 +273,7 @@ def _limits() -> Any:
     return LLParserLimits(max_lexer_states=_LEXER_STATES, verbose_errors=False)
 
 
-def _within_time(grammar: GrammarText, work: Callable[[], T]) -> T:
+def _within_time(grammar: Grammar, work: Callable[[], T]) -> T:
     """Returns the result of llguidance's work. Raises SettingInvalid where it takes too long or breaks off."""
     try:
         return fenced(work, _LONGEST_S)
@@ -300,7 +281,7 @@ def _within_time(grammar: GrammarText, work: Callable[[], T]) -> T:
         raise SettingInvalid(grammar.setting, _refusal(grammar, str(error))) from None
 
 
-def _refusal(grammar: GrammarText, reason: str) -> str:
+def _refusal(grammar: Grammar, reason: str) -> str:
     names = {"json_schema": "schema", "regex": "expression"}
     return f"has a {names.get(grammar.kind, 'grammar')} that can't be followed ({_in_line(reason)}): change it"
 

@@ -17,6 +17,8 @@ from moert.pack.codec import F32
 
 MAX_GRAMMAR_BYTES = 1 << 18
 """Bytes of a grammar or of a schema; the longest in use have some ten thousands."""
+JSON_SPACES = r"( |\n{1,2}[ \t]{0,40})?"
+"""White space inside of JSON: enough for lines with indents, and never without end."""
 _LEAST = float(np.finfo(np.float32).min)
 Bools = NDArray[np.bool_]
 Kind = Literal["json_schema", "json_object", "regex", "lark"]

@@ -411,7 +411,8 @@ class Engine:
     @cached_property
     def _matching(self) -> Matching:
         """A function that makes matchers of grammars for the pack's tokenizer."""
-        return matching(lambda: self.text.tokenizer, self.spec)
+        text = self.text  # and not this engine, which would then hold itself
+        return matching(lambda: text.tokenizer, self.spec)
 
     @cached_property
     def speaker(self) -> Speaker:

@@ -120,6 +120,8 @@ class CallReader:
                 next(self._scan)
             except StopIteration:
                 self._done = self._source.over
+        if self._source.between:
+            self._source.forget()
         events, self._source.events = self._source.events, []
         return events
 
@@ -173,8 +175,9 @@ def _replies(source: Source, format: Format) -> Scan[None]:
     if format.first is not None and not (yield from format.first(source, format, "")):
         source.at = 0
     while True:
-        source.forget()
+        source.between = True
         mark = yield from until(source, format.opens, source.say)
+        source.between = False
         if not mark:
             return
         source.forget()

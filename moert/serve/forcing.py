@@ -8,12 +8,12 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from moert.engine.constraint import MAX_GRAMMAR_BYTES, Grammar
+from moert.engine.constraint import JSON_SPACES, MAX_GRAMMAR_BYTES, Grammar
 from moert.serve.calls import Format, schemas_of
-from moert.serve.scanning import Schemas, types_of
+from moert.serve.scanning import Schemas, listed, resolved, types_of
 
-_SPACES = {"whitespace_pattern": r"( |\n{1,2}[ \t]{0,40})?"}
 _MOST_CALLS = 16
+_DEEPEST = 8  # values of Gemma inside each other
 _NAME = re.compile(r"[\w.-]+")
 
 
@@ -43,7 +43,8 @@ class Written:
     """A form of calls, to be written. `begin` and `end` stand around all calls, `between` between two of them; `call`
     and `call_end` around the arguments of each, with $NAME for the tool's name and $NUMBER for a digit. `parameter` and
     `parameter_end` stand around each value where arguments are not JSON, with $KEY for its name and $ISTEXT for true or
-    false; `comma` between two of them. `single`: there is never a second call."""
+    false; `comma` between two of them. `single`: there is never a second call. `quote`: around texts, where values are
+    written as Gemma writes them."""
 
     call: str
     call_end: str
@@ -54,6 +55,7 @@ class Written:
     parameter_end: str = ""
     comma: str = ""
     single: bool = False
+    quote: str = ""
 
 
 _OBJECT = ('{"name": "$NAME", "arguments": ', "}")
@@ -92,6 +94,12 @@ FORMS: Mapping[str, Written] = {
     "qwen_coder": Written(
         "<tool_call>\n<function=$NAME>\n", "</function>\n</tool_call>", "", "", "\n", *_QWEN,
     ),
+    "gemma4": Written(
+        "<|tool_call>call:$NAME{", "}<tool_call|>", parameter="$KEY:", comma=",", quote='<|"|>',
+    ),
+    "functiongemma": Written(
+        "<start_function_call>call:$NAME{", "}<end_function_call>", parameter="$KEY:", comma=",", quote="<escape>",
+    ),
     "lfm2": Written(*_LISTED, "<|tool_call_start|>[", "]<|tool_call_end|>", ", ", "$KEY=", "", ", "),
     "pythonic": Written(*_LISTED, "[", "]", ", ", "$KEY=", "", ", "),
     "cohere": Written(
@@ -106,7 +114,7 @@ FORMS: Mapping[str, Written] = {
     "hermes": Written('<tool_call>\n{"name": "$NAME", "arguments": ', "}\n</tool_call>", between="\n"),
     "llama": Written('{"name": "$NAME", "parameters": ', "}", single=True),
 }  # fmt: skip
-"""How calls are written in each form of moert.serve.calls, but for Gemma's."""
+"""How calls are written in each form of moert.serve.calls."""
 _AROUND: Mapping[str, tuple[str, str]] = {
     "harmony": ("<|channel|>analysis<|message|>", "<|end|><|start|>assistant"),
     "cohere": ("<|START_THINKING|>", "<|END_THINKING|>"),
@@ -119,16 +127,20 @@ def forced(
 ) -> Forced | None:  # fmt: skip
     """Returns a grammar of calls in a form. `special`: ids of the tokenizer's special tokens by their names.
 
-    None where the form has no grammar (Gemma's), where no tool has that name, where a name can't be written in the
-    form, or where the tools' schemas are too large. Arguments between tags obey types and enums; patterns and lengths
-    of texts there do not count. A schema that can't be followed is found when the request is added: SettingInvalid.
+    None where no tool has that name, where a name or a required argument can't be written in the form (for Gemma values
+    without a type or with several), or where the tools' schemas are too large. Arguments between tags obey types and
+    enums, as Gemma's do; patterns and lengths of texts there do not count. A schema that can't be followed is found
+    when the request is added: SettingInvalid.
     """
     schemas = schemas_of(tools)
     chosen = {name: schema for name, schema in schemas.items() if choice.name in (None, name)}
     form = FORMS.get(format.name)
     if form is None or not chosen or not all(_can_be_named(form, *each) for each in chosen.items()):
         return None
-    text = _Lark(form, special).text(chosen, choice, _AROUND.get(format.name))
+    try:
+        text = _Lark(form, special).text(chosen, choice, _AROUND.get(format.name))
+    except (_Unwritable, RecursionError):
+        return None
     if len(text.encode()) > MAX_GRAMMAR_BYTES:
         return None
     return Forced(Grammar("lark", text), not format.whole_reply)
@@ -136,10 +148,18 @@ def forced(
 
 def _can_be_named(form: Written, name: str, schema: Mapping[str, Any]) -> bool:
     """Returns whether names of a tool and of its parameters can stand in a form as they are."""
-    listed = schema.get("properties")
-    keys = listed if form.parameter and isinstance(listed, Mapping) else {}
-    fits = r"[A-Za-z_]\w*" if form.comma else r"[\w.-]+"
+    keys = _properties(schema) if form.parameter else {}
+    fits = r"[A-Za-z_]\w*" if form.comma and not form.quote else r"[\w.-]+"
     return _NAME.fullmatch(name) is not None and all(re.fullmatch(fits, key) for key in keys)
+
+
+def _properties(schema: Mapping[str, Any]) -> Mapping[str, Any]:
+    found = schema.get("properties")
+    return found if isinstance(found, Mapping) else {}
+
+
+class _Unwritable(Exception):
+    """A value of that schema can't be written in the form."""
 
 
 @dataclass
@@ -204,33 +224,64 @@ class _Lark:
 
     def _parameters(self, number: int, schema: Mapping[str, Any]) -> str:
         """Returns the parameters of a tool in the order of its schema, those that are not required perhaps left out."""
-        listed = schema.get("properties")
-        properties = listed if isinstance(listed, Mapping) else {}
-        required = schema.get("required") or ()
-        beside = {name: schema[name] for name in ("$defs", "definitions") if name in schema}
-        rules = list[tuple[str, bool]]()
-        for place, (key, each) in enumerate(properties.items()):
-            rule = f"p_{number}_{place}"
-            self.rules.append(
-                f"{rule}: {self._parameter(rule, key, each if isinstance(each, Mapping) else {}, beside)}"
-            )
+        required, rules = listed(schema.get("required")), list[tuple[str, bool]]()
+        properties = _properties(schema)
+        for place, key in enumerate(sorted(properties) if self.form.quote else properties):
+            rule, each = f"p_{number}_{place}", properties[key]
+            try:
+                found = self._parameter(rule, key, resolved(each if isinstance(each, Mapping) else {}, schema), schema)
+            except _Unwritable:
+                if key in required:
+                    raise
+                continue
+            self.rules.append(f"{rule}: {found}")
             rules.append((rule, key in required))
         if not self.form.comma:
             return " ".join(f"{rule}{'' if needed else '?'}" for rule, needed in rules)
-        return self._with_commas(number, rules)
+        return self._with_commas(str(number), rules)
 
-    def _with_commas(self, number: int, rules: Sequence[tuple[str, bool]]) -> str:
+    def _with_commas(self, name: str, rules: Sequence[tuple[str, bool]]) -> str:
         """Returns a rule for parameters with commas between those that come."""
         comma = self._literal(self.form.comma)
         for place, (rule, needed) in enumerate(rules):
             for kind, before in (("a", ""), ("b", f"{comma} ")):
-                skip = "" if needed else f" | {kind}_{number}_{place + 1}"
-                self.rules.append(f"{kind}_{number}_{place}: {before}{rule} b_{number}_{place + 1}{skip}")
-        self.rules += [f'{kind}_{number}_{len(rules)}: ""' for kind in "ab"]
-        return f"a_{number}_0"
+                skip = "" if needed else f" | {kind}_{name}_{place + 1}"
+                self.rules.append(f"{kind}_{name}_{place}: {before}{rule} b_{name}_{place + 1}{skip}")
+        self.rules += [f'{kind}_{name}_{len(rules)}: ""' for kind in "ab"]
+        return f"a_{name}_0"
 
-    def _parameter(self, rule: str, key: str, schema: Mapping[str, Any], beside: Mapping[str, Any]) -> str:
+    def _braced(self, rule: str, schema: Mapping[str, Any], root: Mapping[str, Any], depth: int = 0) -> str:
+        """Returns a rule for a value as Gemma writes it. Raises _Unwritable."""
+        types, quote = types_of(schema), self._literal(self.form.quote)
+        if types == {"string"} and (words := _words(schema)):
+            return f"{quote} ({' | '.join(map(_quoted, words))}) {quote}"
+        if types == {"string"}:
+            return f"{quote} {self._until(f'{rule}_text', self.form.quote)}"
+        if types and types <= {"integer", "number", "boolean", "null"}:
+            return _json(schema)
+        if depth > _DEEPEST:
+            raise _Unwritable
+        if types == {"array"} and isinstance(schema.get("items"), Mapping):
+            item, comma = f"{rule}_i", self._literal(self.form.comma)
+            self.rules.append(f"{item}: {self._braced(item, resolved(schema['items'], root), root, depth + 1)}")
+            return f'"[" ({item} ({comma} {item}){{0,{_MOST_CALLS}}})? "]"'
+        if types == {"object"} and _properties(schema):
+            required, rules = listed(schema.get("required")), list[tuple[str, bool]]()
+            for place, (key, each) in enumerate(sorted(_properties(schema).items())):
+                if not isinstance(each, Mapping) or not _NAME.fullmatch(key):
+                    raise _Unwritable
+                inner = f"{rule}_{place}"
+                value = self._braced(inner, resolved(each, root), root, depth + 1)
+                self.rules.append(f"{inner}: {self._literal(f'{key}:')} {value}")
+                rules.append((inner, key in required))
+            return f'"{{" {self._with_commas(rule, rules)} "}}"'
+        raise _Unwritable
+
+    def _parameter(self, rule: str, key: str, schema: Mapping[str, Any], root: Mapping[str, Any]) -> str:
         form, types = self.form, types_of(schema)
+        if form.quote:
+            return f"{self._literal(form.parameter.replace('$KEY', key))} {self._braced(rule, schema, root)}"
+        beside = {name: root[name] for name in ("$defs", "definitions") if name in root}
         is_text = types == {"string"}
         before = form.parameter.replace("$ISTEXT", "true" if is_text else "false").replace("$KEY", key)
         words = _words(schema) if is_text else []
@@ -280,10 +331,10 @@ def _quoted(text: str) -> str:
 
 
 def _json(schema: Mapping[str, Any]) -> str:
-    return f"%json {json.dumps({**schema, 'x-guidance': _SPACES}, ensure_ascii=False)}"
+    return f"%json {json.dumps({**schema, 'x-guidance': {'whitespace_pattern': JSON_SPACES}}, ensure_ascii=False)}"
 
 
 def _words(schema: Mapping[str, Any]) -> list[str]:
     """Returns the texts that a schema lists."""
-    listed = schema.get("enum", [schema["const"]] if "const" in schema else [])
-    return [each for each in listed if isinstance(each, str)] if isinstance(listed, Sequence) else []
+    found = schema.get("enum", [schema["const"]] if "const" in schema else [])
+    return [each for each in listed(found) if isinstance(each, str)]

@@ -14,6 +14,8 @@ from moert.serve.forcing import FORMS, Written
 Message = Mapping[str, Any]
 _JOINED = re.compile(r"\+\s*[\w.\[\]'\"]*\barguments\b['\"\]]*\s*\+")
 """Templates that put arguments between other texts, and so take them as text; others take tables, or both."""
+_ROLE = re.compile(r"role['\"\]]* == ['\"]tool_response")
+"""Templates that know results of tools by that role."""
 _NUMBERED, _SHORT = "kimi", ("mistral", "mistral_names")
 _LETTERS = 9  # of an id in Mistral's templates, which refuse others
 
@@ -39,6 +41,8 @@ def _message(
     made = {**message, "content": _content(message.get("content"))}
     if made.get("role") == "developer" and "developer" not in template:
         made["role"] = "system"
+    if made.get("role") == "tool" and _ROLE.search(template) is not None:
+        made["role"] = "tool_response"
     if message.get("role") == "tool":
         number = str(message.get("tool_call_id"))
         made |= {"tool_call_id": ids.get(number, number)}
@@ -123,6 +127,17 @@ def written(format: Format, message: Message) -> str:
     return f"{form.begin}{form.between.join(calls)}{form.end}" if calls else ""
 
 
+def _value(value: Any, quote: str) -> str:
+    """Returns a value as JSON, or with a `quote` as Gemma writes it."""
+    if not quote or not isinstance(value, (str, list, dict)):
+        return json.dumps(value, ensure_ascii=False)
+    if isinstance(value, str):
+        return f"{quote}{value}{quote}"
+    if isinstance(value, list):
+        return f"[{','.join(_value(each, quote) for each in value)}]"
+    return f"{{{','.join(f'{key}:{_value(each, quote)}' for key, each in value.items())}}}"
+
+
 def _arguments(form: Written, arguments: Mapping[str, Any]) -> str:
     if not form.parameter:
         return json.dumps(arguments, ensure_ascii=False)
@@ -130,6 +145,6 @@ def _arguments(form: Written, arguments: Mapping[str, Any]) -> str:
     for key, value in arguments.items():
         is_text = isinstance(value, str)
         before = form.parameter.replace("$ISTEXT", "true" if is_text else "false").replace("$KEY", key)
-        text = value if is_text and not form.comma else json.dumps(value, ensure_ascii=False)
+        text = value if is_text and not form.comma else _value(value, form.quote)
         found.append(f"{before}{text}{form.parameter_end}")
     return form.comma.join(found)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import ast
 import json
-from collections.abc import Callable, Collection, Generator, Mapping, Sequence
+from collections.abc import Callable, Collection, Generator, Mapping
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
@@ -76,6 +76,8 @@ class Source:
     """Whether the last call is as its format demands."""
     after_call: bool = False
     """Whether a call came last: white space behind it is dropped."""
+    between: bool = False
+    """Whether the text before `at` is done with: no call is being read."""
     spaces: str = ""
     """White space that belongs to the text only if text follows."""
 
@@ -431,28 +433,50 @@ def tagged_arguments(source: Source, name: str, tags: Tags) -> Scan[None]:
             source.end(False)
             return
         key = key.strip()
-        made = typed(text, property_of(schema, key), 'string="true"' in named)
+        made = typed(text, resolved(property_of(schema, key), schema), 'string="true"' in named)
         source.write(f"{', ' if written else '{'}{json.dumps(key, ensure_ascii=False)}: {made}")
         written = True
 
 
 def property_of(schema: Mapping[str, Any], name: str) -> Mapping[str, Any]:
     """Returns the schema of a property; an empty one where there is none."""
-    listed = schema.get("properties")
-    found = listed.get(name) if isinstance(listed, Mapping) else None
+    properties = schema.get("properties")
+    found = properties.get(name) if isinstance(properties, Mapping) else None
     return found if isinstance(found, Mapping) else {}
 
 
-def types_of(schema: Mapping[str, Any]) -> set[str]:
+def listed(value: Any) -> list[Any]:
+    """Returns a list as it is, and nothing of anything else."""
+    return value if isinstance(value, list) else []
+
+
+def resolved(schema: Mapping[str, Any], root: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Returns the schema that a schema refers to inside of `root`, with the fields beside the reference; an empty one
+    where there is none."""
+    for _ in range(_DEEPEST):
+        alone = listed(schema.get("allOf"))
+        if len(alone) == 1 and isinstance(alone[0], Mapping):
+            schema = {**{name: each for name, each in schema.items() if name != "allOf"}, **alone[0]}
+        named = schema.get("$ref")
+        if not isinstance(named, str):
+            return schema
+        found: Any = root
+        for step in named.removeprefix("#").strip("/").split("/") if named != "#" else ():
+            found = found.get(step.replace("~1", "/").replace("~0", "~")) if isinstance(found, Mapping) else None
+        if not isinstance(found, Mapping):
+            return {}
+        schema = {**{name: each for name, each in schema.items() if name != "$ref"}, **found}
+    return {}
+
+
+def types_of(schema: Mapping[str, Any], depth: int = 0) -> set[str]:
     """Returns the names of the types that a schema allows; none where it allows all."""
     found = schema.get("type")
-    named = {found} if isinstance(found, str) else {each for each in found or () if isinstance(each, str)}
-    for way in ("anyOf", "oneOf"):
-        listed = schema.get(way)
-        for each in listed if isinstance(listed, Sequence) and not isinstance(listed, str) else ():
-            named |= types_of(each) if isinstance(each, Mapping) else set()
-    values = schema.get("enum") or ([schema["const"]] if "const" in schema else [])
-    if not named and isinstance(values, Sequence) and values and all(isinstance(each, str) for each in values):
+    named = {each for each in (found, *listed(found)) if isinstance(each, str)}
+    for each in [*listed(schema.get("anyOf")), *listed(schema.get("oneOf"))] if depth < _DEEPEST else ():
+        named |= types_of(each, depth + 1) if isinstance(each, Mapping) else set()
+    values = listed(schema.get("enum")) or ([schema["const"]] if "const" in schema else [])
+    if not named and values and all(isinstance(each, str) for each in values):
         return {"string"}
     return named
 

@@ -69,6 +69,11 @@ def test_templates_that_know_no_calls_get_them_as_text() -> None:
     )
 
 
+def test_results_by_another_role() -> None:
+    template = "{% if message['role'] == 'tool_response' %}"
+    assert [each["role"] for each in for_template(TALK, template, BY_NAME["granite"])[3:]] == ["tool_response"] * 2
+
+
 def test_ids_that_families_know() -> None:
     kimi = for_template(TALK, "tool_calls", BY_NAME["kimi"])
     assert [each["id"] for each in kimi[2]["tool_calls"]] == ["functions.get_weather:0", "functions.now:1"]

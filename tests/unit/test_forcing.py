@@ -12,6 +12,8 @@ import jsonschema
 import numpy as np
 import pytest
 from grammar_packs import byte_level, write_grammar_pack
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from tokenizers import AddedToken, Tokenizer
 from transcripts import TOOLS, TRANSCRIPTS
 
@@ -128,7 +130,7 @@ def test_all_that_is_allowed_is_calls(form: Format, special: bool) -> None:
     "name",
     [
         "hermes", "qwen3-coder", "seed", "glm 4.5", "deepseek v3", "deepseek v3.1", "deepseek v3.2", "kimi", "minimax",
-        "mistral, names", "nemotron", "hunyuan", "granite 3", "cohere", "gpt-oss",
+        "mistral, names", "functiongemma", "nemotron", "hunyuan", "granite 3", "cohere", "gpt-oss",
     ],
 )  # fmt: skip
 @pytest.mark.parametrize("special", [False, True])
@@ -138,8 +140,8 @@ def test_what_each_family_writes_is_allowed(name: str, special: bool) -> None:
     form = BY_NAME[transcript.form]
     tokenizer = tokenizer_of(form, special)
     text = transcript.written[transcript.written.index(form.opens[0]) :].removesuffix("<|call|>")
-    for given, plain in (("['x', \"y\"]", '["x", "y"]'), ("\\u00f6", "ö"), ("[CALL_ID]abc", "")):
-        text = text.replace(given, plain)  # other ways to write the same
+    for other, plain in (("['x', \"y\"]", '["x", "y"]'), ("\\u00f6", "ö"), ("[CALL_ID]abc", "")):
+        text = text.replace(other, plain)  # other ways to write the same
     known = specials(tokenizer) if special else {}
     required, optional = (forced(form, TOOLS, each, known) for each in (Choice(), Choice(optional=True)))
     assert required is not None
@@ -183,7 +185,7 @@ def test_texts_between_tags_end_with_their_tag() -> None:
 @pytest.mark.parametrize(
     ("form", "tools", "choice"),
     [
-        ("functiongemma", STRICT, Choice()),
+        ("gemma4", [{"function": {"name": "a", "parameters": {"properties": {"b": {}}, "required": ["b"]}}}], Choice()),
         ("hermes", STRICT, Choice("other")),
         ("hermes", [], Choice()),
         ("hermes", [{"function": {"name": 'a"b'}}], Choice()),
@@ -194,6 +196,56 @@ def test_texts_between_tags_end_with_their_tag() -> None:
 )
 def test_where_there_is_no_grammar(form: str, tools: list[dict[str, Any]], choice: Choice) -> None:
     assert forced(BY_NAME[form], tools, choice, {}) is None
+
+
+_VALUES = st.recursive(
+    st.none() | st.booleans() | st.integers(-9, 9) | st.sampled_from(["string", "object", "a", "#", "#/$defs/a", ""]),
+    lambda inner: st.lists(inner, max_size=3)
+    | st.dictionaries(
+        st.sampled_from(
+            ["type", "properties", "required", "enum", "anyOf", "items", "$ref", "$defs", "allOf", "const", "a"]
+        ),
+        inner, max_size=4,
+    ),
+    max_leaves=12,
+)  # fmt: skip
+
+
+@settings(max_examples=300, deadline=None)
+@given(st.sampled_from(FORMATS), _VALUES, st.sampled_from(sorted(TRANSCRIPTS)), st.booleans())
+def test_tools_of_any_kind_raise_no_error(form: Format, schema: Any, name: str, optional: bool) -> None:
+    tools = [{"type": "function", "function": {"name": "get_weather", "parameters": schema}}]
+    forced(form, tools, Choice(optional=optional), {})
+    reader = CallReader(BY_NAME[TRANSCRIPTS[name].form], schemas_of(tools))
+    reader.push(TRANSCRIPTS[name].written)
+    reader.flush()
+
+
+def test_references_are_followed() -> None:
+    """As pydantic writes enums and models inside of models."""
+    schema = {
+        "type": "object", "required": ["a"],
+        "properties": {"a": {"$ref": "#/$defs/A"}, "b": {"allOf": [{"$ref": "#/$defs/B"}]}},
+        "$defs": {"A": {"enum": ["12", "x"]}, "B": {"type": "object", "properties": {"c": {"type": "integer"}}}},
+    }  # fmt: skip
+    tools = [{"type": "function", "function": {"name": "f", "parameters": schema}}]
+    for name, text in (
+        (
+            "qwen_coder",
+            '<tool_call>\n<function=f>\n<parameter=a>\n12\n</parameter>\n<parameter=b>\n{"c": 3}\n</parameter>\n'
+            "</function>\n</tool_call>",
+        ),
+        ("gemma4", '<|tool_call>call:f{a:<|"|>12<|"|>,b:{c:3}}<tool_call|>'),
+    ):  # fmt: skip
+        form = BY_NAME[name]
+        tokenizer = tokenizer_of(form, False)
+        found = forced(form, tools, Choice(), {})
+        assert found is not None
+        assert allows(tokenizer, found.grammar, text)
+        assert not allows(tokenizer, found.grammar, text.replace("12", "13"))
+        reader = CallReader(form, schemas_of(tools))
+        texts = [each.text for each in [*reader.push(text), *reader.flush()] if isinstance(each, Arguments)]
+        assert json.loads("".join(texts)) == {"a": "12", "b": {"c": 3}}
 
 
 def test_a_model_is_made_to_call(tmp_path: Path) -> None:

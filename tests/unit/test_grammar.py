@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import json
 import re
+import threading
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import nullcontext
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -21,10 +23,12 @@ from tokenizers.models import Unigram
 
 from moert.beside import grammar as grammars
 from moert.beside.grammar import Matchers, token_bytes
+from moert.chat.conversation import opening_of
 from moert.engine.constraint import Constrained, Grammar, Opening
 from moert.engine.engine import Engine
 from moert.engine.generation import GenerationSettings
 from moert.errors import SettingInvalid
+from moert.pack.text import ChatFormat
 from tests.refusing import one_line
 
 NEW = {"max_new_tokens": 300, "temperature": 1.0}
@@ -374,6 +378,48 @@ def test_the_opening_is_free() -> None:
     answers.take(ids("1").ids[0], "1")
     assert not answers.allowed[4]
     assert constrained(begins=True, ends=True).allowed[1]
+
+
+@pytest.mark.parametrize(
+    ("template", "prompt", "expected"),
+    [
+        ("no thinking", "user\nassistant\n", None),
+        ("<think>", "assistant\n<think>\n", Opening(("</think>",), True)),
+        ("<think>", "assistant\n<think>\n\n</think>\n\n", None),
+        ("<think>", "assistant\n", Opening(("</think>",), False, frozenset({4}))),
+        ("<|channel|>analysis", "<|start|>assistant", Opening(("<|channel|>final<|message|>",), True)),
+        ("<|channel|>", "<|start|>assistant<|channel|>final<|message|>", None),
+        ("<|END_THINKING|>", "<|CHATBOT_TOKEN|>", Opening(("<|START_RESPONSE|>",), True)),
+        ("[THINK][/THINK]", "[/INST]", None),  # no token for the mark
+    ],
+)
+def test_openings_of_chats(bytes_engine: Engine, template: str, prompt: str, expected: Opening | None) -> None:
+    text = bytes_engine.text
+    breaks = frozenset(text.tokenizer.token_to_id(name) for name in ("Ċ", "ĊĊ"))
+    found = opening_of(prompt, ChatFormat(template, {}), text)
+    assert found == (expected and replace(expected, breaks=breaks))
+    called = opening_of(prompt, ChatFormat(template, {}), text, calls=True)
+    assert called == (expected and replace(expected, breaks=breaks, ends=True))
+
+
+def test_requests_come_from_other_threads_while_one_runs(tmp_path: Path) -> None:
+    """The first arranges the vocabulary, in little memory, while the session belongs to this thread."""
+    pack = write_grammar_pack(tmp_path / "p", byte_level())
+    with Engine.open(pack, predict="none", threads=1, memory="50%") as engine, engine.session() as session:
+        session.add("ab", max_new_tokens=2000)
+        added = list[Any]()
+
+        def add(seed: int) -> None:
+            added.append(session.add("ab", json_schema=SCHEMAS["nested"], seed=seed, **NEW))
+
+        threads = [threading.Thread(target=add, args=(seed,)) for seed in range(4)]
+        for thread in threads:
+            thread.start()
+        while any(thread.is_alive() for thread in threads) or session.unfinished:
+            session.turn()
+        for request in added:
+            jsonschema.validate(json.loads(request.answer.text), SCHEMAS["nested"])
+        assert len(added) == 4
 
 
 TEMPLATE = (
