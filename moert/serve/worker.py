@@ -26,6 +26,7 @@ from moert.errors import (
     TemplateFailed,
     TokenizerMissing,
 )
+from moert.machine import return_freed
 from moert.pack.errors import PackError
 from moert.serve import scanning
 from moert.serve.calls import ReplyReader, schemas_of
@@ -275,6 +276,7 @@ class Worker:
             self._fail(error)
         finally:
             self._open = None
+            return_freed()
         return over
 
     def _took(self, item: Callable[[], None] | Ticket | None) -> bool:
