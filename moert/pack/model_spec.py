@@ -319,6 +319,12 @@ class ModelSpec:
         the tokens of a prompt see each other."""
         return self.encoder is None and self.tokens.prefix_end is None
 
+    @property
+    def stream_width(self) -> int:
+        """Returns the number of features of a token between two layers, in all of its streams together."""
+        streams = self.decoder.streams
+        return self.d_model if streams is None else streams.n * self.d_model
+
     def stack(self, name: StackName) -> Stack | None:
         return self.encoder if name == "encoder" else self.decoder
 
