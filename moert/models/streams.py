@@ -43,16 +43,18 @@ class StreamMixer:
         tokens, n, d_model = streams.shape
         x = np.empty((tokens, d_model), np.float32)
         weights = np.empty((tokens, self._part.weights), np.float32)
-        for rows in _pieces(tokens):
-            weights[rows] = self._weights(streams[rows].reshape(-1, n * d_model))
-            np.einsum("ti,tid->td", weights[rows, :n], streams[rows], out=x[rows])
+        with np.errstate(all="ignore"):  # whoever reads logits looks for numbers that are not finite
+            for rows in _pieces(tokens):
+                weights[rows] = self._weights(streams[rows].reshape(-1, n * d_model))
+                np.einsum("ti,tid->td", weights[rows, :n], streams[rows], out=x[rows])
         made = x.copy()
         half(made)
-        made -= x
-        for rows in _pieces(tokens):
-            mixed = np.einsum("tij,tid->tjd", weights[rows, 2 * n :].reshape(-1, n, n), streams[rows])
-            mixed += weights[rows, n : 2 * n, None] * made[rows, None]
-            streams[rows] = mixed
+        with np.errstate(all="ignore"):
+            made -= x
+            for rows in _pieces(tokens):
+                mixed = np.einsum("tij,tid->tjd", weights[rows, 2 * n :].reshape(-1, n, n), streams[rows])
+                mixed += weights[rows, n : 2 * n, None] * made[rows, None]
+                streams[rows] = mixed
 
     def _weights(self, flat: F32) -> F32:
         """Returns the weights of tokens [tokens, weights], of their streams one after the other [tokens, n · d_model]:
