@@ -65,21 +65,12 @@ class StreamMixer:
         gates = self._backend.sigmoid(np.ascontiguousarray(found[:, : 2 * n]))
         found[:, :n] = gates[:, :n] + floor
         found[:, n : 2 * n] = 2 * gates[:, n:]
-        matrix = np.ascontiguousarray(found[:, 2 * n :].T).reshape(n, n, -1)  # [from, to, tokens]
-        matrix = np.exp(matrix - matrix.max(axis=1, keepdims=True))
-        matrix = matrix / _summed(matrix.swapaxes(0, 1))[:, None] + floor
-        matrix /= _summed(matrix) + floor
-        for _ in range(part.rounds - 1):
-            matrix /= (_summed(matrix.swapaxes(0, 1)) + floor)[:, None]
-            matrix /= _summed(matrix) + floor
-        found[:, 2 * n :] = matrix.reshape(n * n, -1).T
+        matrices = found[:, 2 * n :].reshape(-1, n, n)  # [tokens, from, to]
+        matrices = np.exp(matrices - matrices.max(axis=2, keepdims=True))
+        matrices = matrices / reduce(np.add, np.moveaxis(matrices, 2, 0))[:, :, None] + floor
+        self._backend.balance(matrices, part.rounds, part.floor)
+        found[:, 2 * n :] = matrices.reshape(-1, n * n)
         return found
-
-
-def _summed(parts: F32) -> F32:
-    """Returns the sum over the first axis, added up one after the other whatever the other axes are."""
-    found: F32 = reduce(np.add, parts)
-    return found
 
 
 def _pieces(tokens: int) -> list[slice]:

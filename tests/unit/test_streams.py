@@ -113,6 +113,18 @@ def test_a_half_is_that_of_transformers(part: Streams, make: Any) -> None:
     np.testing.assert_allclose(case.around(case.streams), expected[0].numpy(), rtol=2e-5, atol=2e-5)
 
 
+@pytest.mark.skipif(library.load() is None, reason="no native kernels")
+@pytest.mark.parametrize("n", [2, 4, 9, 64])
+def test_native_kernels_balance_as_the_reference_does(n: int) -> None:
+    matrices = np.random.default_rng(n).uniform(1e-6, 1, (150, n, n)).astype(np.float32)
+    expected = matrices.copy()
+    ReferenceBackend().balance(expected, 20, 1e-6)
+    open_backend().balance(matrices, 20, 1e-6)
+    assert matrices.tobytes() == expected.tobytes()
+    assert np.allclose(matrices.sum(axis=1), 1, atol=1e-4)
+    assert np.allclose(matrices.sum(axis=2), 1, atol=0.1)
+
+
 def test_streams_begin_alike_and_end_with_their_mean() -> None:
     x = np.arange(6, dtype=np.float32).reshape(2, 3)
     streams = begun(x, 4)
