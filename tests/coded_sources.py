@@ -41,6 +41,7 @@ SIZES = {
     "deepseek_v3": {"hidden_size": 136, "moe_intermediate_size": 132},  # more than a block each way
     "qwen3_next": {"hidden_size": 136, "moe_intermediate_size": 132},
     "qwen3_5_moe": {"hidden_size": 136, "moe_intermediate_size": 132},
+    "glm5_next": {"hidden_size": 136, "moe_intermediate_size": 132},
     "gpt_oss": {"hidden_size": 64, "intermediate_size": 32},
 }
 

@@ -15,6 +15,7 @@ from moert.pack.layout import Neurons, group_of
 from moert.pack.manifest import (
     EXTENDED_MINOR,
     PARALLEL_MINOR,
+    STREAMS_MINOR,
     WIDTHS_OF,
     LossEstimate,
     Manifest,
@@ -40,6 +41,7 @@ from moert.pack.parts import (
     Rope,
     Router,
     ShortConv,
+    Streams,
     Stretch,
 )
 from moert.pack.reader import Pack, Projection
@@ -121,6 +123,22 @@ MIXERS = ModelSpec(
 )  # fmt: skip
 """Every mixer with a state of fixed size, and layers that lack a half."""
 
+_STREAMS = Streams(3, 5, 1e-6)
+STREAMING = ModelSpec(
+    family="streaming", vocab_size=11, d_model=10, encoder=None,
+    decoder=stack_of(
+        [
+            Layer(_LAYER_NORM, replace(_LATENT, rope=None), None, _EXPERTS, Join(), Join(_NORM), streams=_STREAMS),
+            Layer(_NORM, _DELTA, None, _SQUARED, Join(_NORM), Join(None, 0.5), streams=_STREAMS),
+            Layer(_NORM, None, None, replace(_EXPERTS, beside=None, shared=_EXPERT), streams=_STREAMS),
+            Layer(_NORM, Attention(2, 1, 6, 0.408, "head", None, 0, None), None, None, streams=_STREAMS),
+        ],
+        _NORM,
+    ),
+    ropes=(Rope(6),), head=Head(True, 1.0), tokens=Tokens(None, (1,), 0, None), max_positions=64,
+)  # fmt: skip
+"""Several streams around every kind of half, and layers that lack one."""
+
 _LATE = Join(_LAYER_NORM)
 _PLAIN_HEADS = Attention(2, 2, 5, 0.447, None, None, None, None)
 _FULL = Experts(
@@ -160,7 +178,10 @@ FIRING = replace(
 NEURON_SPECS = {"encoder-decoder": ENCODER_DECODER, "late": LATE, "firing": FIRING}
 """Of which packs can have experts in blocks of neurons."""
 
-SPECS = {"decoder": DECODER, "encoder-decoder": ENCODER_DECODER, "rich": RICH, "mixers": MIXERS, "late": LATE}
+SPECS = {
+    "decoder": DECODER, "encoder-decoder": ENCODER_DECODER, "rich": RICH, "mixers": MIXERS, "streaming": STREAMING,
+    "late": LATE,
+}  # fmt: skip
 QUANTIZATION = Quantization(quantizer="group", group_size=4, dtype16="F16", seed=7)
 QUALITY = Quality(
     metric="exact_match", target_loss=0.05, calibration=LossEstimate(0.5, 0.49, 0.02, 0.01, 0.03, 100), heldout=None,
@@ -282,6 +303,8 @@ def minor_of(spec: ModelSpec, without: int) -> int:
     """Returns the minor version of a model's pack; `without`: the one that it would have without parallel layers and
     later fields of parts."""
     kinds = [kind for stack in spec.stacks.values() for kind in stack.kinds]
+    if any(kind.streams is not None for kind in kinds):
+        return STREAMS_MINOR
     if any(f'"{name}": ' in json.dumps(plain(kinds)) for name in ("by_feature", "gate_by_head", "bound")):
         return EXTENDED_MINOR
     return PARALLEL_MINOR if any(kind.parallel for kind in kinds) else without

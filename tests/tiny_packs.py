@@ -40,6 +40,7 @@ from moert.pack.parts import (
     PositionTable,
     Router,
     ShortConv,
+    Streams,
 )
 from moert.pack.paths import PATHS, build
 from moert.pack.reader import Pack, Projection
@@ -84,7 +85,16 @@ LATE = replace(
     tokens=replace(DECODER.tokens, prefix_end=15),
 )  # fmt: skip
 """Norms behind each half and none before it, and tokens before a prompt's first l that see each other."""
-SPECS = {"decoder": DECODER, "switch": SWITCH, "mixers": MIXERS, "late": LATE}
+
+
+def streaming(spec: ModelSpec) -> ModelSpec:
+    """A decoder with three streams around each half."""
+    kinds = tuple(replace(kind, streams=Streams(3, 6, 1e-6)) for kind in spec.decoder.kinds)
+    return replace(spec, family="streams", decoder=replace(spec.decoder, kinds=kinds))
+
+
+STREAMS = streaming(MIXERS)
+SPECS = {"decoder": DECODER, "switch": SWITCH, "mixers": MIXERS, "late": LATE, "streams": STREAMS}
 
 
 def with_ends(spec: ModelSpec, eos: tuple[int, ...]) -> ModelSpec:
@@ -93,6 +103,8 @@ def with_ends(spec: ModelSpec, eos: tuple[int, ...]) -> ModelSpec:
 
 def with_capacity(name: str, capacity: int | None) -> ModelSpec:
     """One of SPECS, whose experts take so many tokens."""
+    if name == "streams":
+        return streaming(with_capacity("mixers", capacity))
     if name != "late":
         return SHAPES[name].but(capacity=capacity).spec
     part = replace(_FULL, router=Router(1, False, capacity, overflow="nothing" if capacity is None else "itself"))

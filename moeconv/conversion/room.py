@@ -124,7 +124,7 @@ def work_bytes(material: Material, coding: Coding) -> int:
     """Returns the most bytes that passes layer by layer keep in the work directory: states between layers, gradients,
     codes."""
     spec, settings = coding.spec, material.settings
-    a_token = spec.d_model * _FLOAT
+    a_token = spec.stream_width * _FLOAT
     widths = [bits for bits in settings.bits if bits < 16]
     kept = 2 * (len(spec.decoder) + 1) * material.ranked.decoder_tokens * a_token
     back = 2 * DRAWS * material.ranked.decoder_tokens * a_token

@@ -58,16 +58,19 @@ class Leaving:
 
 
 class Passage:
-    """The states [rows, tokens, d_model] of a text between layers, in float32: a file for each layer that they enter,
+    """The states [rows, tokens, features] of a text between layers, in float32: a file for each layer that they enter,
     with a checksum of each row at its end. Files are mapped, so that they take memory only if some is free. `keeps`:
-    all files stay, else the latest alone.
+    all files stay, else the latest alone. `other`: a layer, and the number of features of states that enter it, if that
+    differs from the one in `shape`.
 
     Every method raises ConversionError, in one line, if the disk refuses, and for a file that was changed since it was
     made.
     """
 
-    def __init__(self, folder: Path, shape: tuple[int, int, int], keeps: bool = False) -> None:
-        self.folder, self.shape, self.keeps = folder, shape, keeps
+    def __init__(
+        self, folder: Path, shape: tuple[int, int, int], keeps: bool = False, other: tuple[int, int] | None = None
+    ) -> None:  # fmt: skip
+        self.folder, self.shape, self.keeps, self.other = folder, shape, keeps, other
         self._believed: set[int] = set()  # layers whose file this object has written, or checked
         with self._using():
             folder.mkdir(parents=True, exist_ok=True)
@@ -76,20 +79,27 @@ class Passage:
     def reached(self) -> int:
         """Returns the last layer whose input is on disk (with `keeps`, together with all inputs before it); 0 if there
         is none yet, and tokens enter."""
-        there = {int(path.stem) for path in self.folder.glob("*.states") if path.stat().st_size == self.nbytes}
+        files = self.folder.glob("*.states")
+        there = {at for path in files if path.stat().st_size == self._nbytes(at := int(path.stem))}
         if not self.keeps:
             return max(there, default=0)
         return next(layer for layer in count() if layer + 1 not in there)
 
-    @property
-    def nbytes(self) -> int:
-        """Returns the bytes of a file: the states between two layers, and their checksums."""
-        return states_bytes(*self.shape) + self.shape[0] * _SUM.itemsize
+    def shape_of(self, layer: int) -> tuple[int, int, int]:
+        """Returns the shape of the states that enter a layer."""
+        if self.other is None or self.other[0] != layer:
+            return self.shape
+        return (*self.shape[:2], self.other[1])
+
+    def _nbytes(self, layer: int) -> int:
+        """Returns the bytes of a file: the states that enter a layer, and their checksums."""
+        return states_bytes(*self.shape_of(layer)) + self.shape[0] * _SUM.itemsize
 
     def entering(self, layer: int) -> Tensor:
         """Returns the states that enter a layer, read from the file as they are used."""
+        shape = self.shape_of(layer)
         with self._using():
-            mapped = np.memmap(self._file(layer), np.float32, "c", shape=self.shape)  # "c": never written back
+            mapped = np.memmap(self._file(layer), np.float32, "c", shape=shape)  # "c": never written back
             if layer not in self._believed:
                 self._check(layer, mapped)
         return torch.from_numpy(mapped)
@@ -101,14 +111,15 @@ class Passage:
         fresh = self._file(layer).with_suffix(".fresh")
         with self._using():
             with fresh.open("wb") as file:
-                os.posix_fallocate(file.fileno(), 0, self.nbytes)  # a full disk is said here, and not by a signal
-            mapped = np.memmap(fresh, np.float32, "r+", shape=self.shape)
+                # a full disk is said here, and not by a signal
+                os.posix_fallocate(file.fileno(), 0, self._nbytes(layer))
+            mapped = np.memmap(fresh, np.float32, "r+", shape=self.shape_of(layer))
         left = Leaving(torch.from_numpy(mapped), self._begin(layer))
         yield left
         with self._using():
             mapped.flush()
             with fresh.open("rb+") as file:
-                file.seek(states_bytes(*self.shape))
+                file.seek(states_bytes(*self.shape_of(layer)))
                 file.write(left.sums.tobytes())
                 file.flush()
                 os.fsync(file.fileno())
@@ -120,7 +131,7 @@ class Passage:
     def _check(self, layer: int, states: np.ndarray) -> None:
         """Raises ConversionError unless every row has its checksum."""
         path, begin = self._file(layer), self._begin(layer)
-        sums = np.fromfile(path, _SUM, offset=states_bytes(*self.shape))
+        sums = np.fromfile(path, _SUM, offset=states_bytes(*self.shape_of(layer)))
         found = [crc32(row.reshape(-1).view(np.uint8).data, begin) for row in states]
         if found != sums.tolist():
             raise ConversionError(f"{path} was changed since it was made: delete it, and it is made again")
@@ -226,7 +237,8 @@ class Shelf:
 
 # Passes: all text goes through one layer before the next layer is read.
 
-_STATES = 16  # of d_model numbers each, alive for a token at once while a batch goes through a layer, beside experts
+_STATES = 16  # of all streams' numbers, alive for a token at once while a batch goes through a layer, beside experts
+
 PASSAGES = ("kept", "original", "plans")
 """Folders of passages: those that stay, those of the unquantized model, and those of a model on trial."""
 LEAST_TOKENS = 2048  # in a batch
@@ -253,7 +265,7 @@ def token_bytes(spec: ModelSpec) -> int:
     """Returns the bytes that a token takes while its batch goes through a layer: each of its experts has a state of it,
     and all tokens may go to the same expert."""
     inside = spec.moe.ffn.d_ff * len(spec.moe.ffn.projections)
-    return 4 * (spec.d_model * (_STATES + 2 * spec.moe.router.top_k) + inside)
+    return 4 * (spec.stream_width * _STATES + spec.d_model * 2 * spec.moe.router.top_k + inside)
 
 
 @dataclass(frozen=True)
@@ -320,7 +332,8 @@ class Passes:
         about = json.dumps([list(ids.shape), self.weights_digest])
         digest = hashlib.sha256(ids.numpy().tobytes() + about.encode()).hexdigest()[:16]
         kind = PASSAGES[0 if keeps else 1 if self.are_original else 2]
-        return Passage(self.room.folder / kind / digest, (*ids.shape, self.spec.d_model), keeps)
+        ends = len(self.skeleton.layers), self.spec.d_model
+        return Passage(self.room.folder / kind / digest, (*ids.shape, self.spec.stream_width), keeps, ends)
 
     def through(self, passage: Passage, ids: Tensor, real: Tensor, what: str) -> None:
         """Runs the layers that are left of a passage; its states behind the last layer are normed."""
@@ -380,7 +393,7 @@ class Passes:
         self, passage: Passage, at: int, ids: Tensor, real: Tensor, batch: Tensor, entering: Tensor | None = None
     ) -> tuple[Tensor, Tensor]:
         """Returns a layer's output for some rows, and this output normed as the model's last states are, both [rows,
-        tokens, d_model]. `entering`: the layer's input, in place of the passage's states of these rows."""
+        tokens, features]. `entering`: the layer's input, in place of the passage's states of these rows."""
         if at and entering is None:
             entering = passage.entering(at)[batch]
         inputs = {"inputs_embeds": entering} if at else {"input_ids": ids[batch]}

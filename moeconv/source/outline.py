@@ -192,6 +192,8 @@ def _stream(spec: ModelSpec, layers: Sequence[Layer]) -> Iterator[str]:
     norms = [layer.norm or layer.mixer_join.after or layer.ffn_join.after for layer in layers]
     if any(norm is not None and norm.kind == "layer" for norm in norms):
         yield "LayerNorms"
+    if (streams := spec.decoder.streams) is not None:
+        yield f"{streams.n} streams in place of one"
     if any(layer.parallel for layer in layers):
         yield "attention and feed-forward side by side"
     if any(layer.norm is None for layer in layers):

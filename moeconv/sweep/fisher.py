@@ -74,7 +74,8 @@ class LayerScales:
         model.original_experts()
         states = model.passage(self.all_ids, keeps=True)
         count = len(self.at_work) * len(self.patterns)
-        moving = Passage(model.room.folder / "scales" / name[:16], (count * many, *states.shape[1:]))
+        folder = model.room.folder / "scales" / name[:16]
+        moving = Passage(folder, (count * many, *states.shape[1:]), other=states.other)
         bar.update(moving.reached)
         for at in range(moving.reached, self.n_layers):
             with moving.leaving(at + 1) as left:
@@ -141,7 +142,7 @@ class LayerScales:
 
 DRAWS = 16
 _STATES_A_DRAW = (
-    6  # gradients of d_model numbers, alive at once for a token and a draw while a layer is gone back through
+    6  # gradients of all streams' numbers, alive at once for a token and a draw while a layer is gone back through
 )
 
 
@@ -262,7 +263,8 @@ class Gradients:
         states = model.passage(self.ids, keeps=True)
         with torch.inference_mode():
             model.through(states, self.ids, self.real, "what enters each layer")
-        back = Passage(model.room.folder / "gradients" / name[:16], (self.draws * len(self.ids), *states.shape[1:]))
+        folder, rows = model.room.folder / "gradients" / name[:16], self.draws * len(self.ids)
+        back = Passage(folder, (rows, *states.shape[1:]), other=(1, model.spec.d_model))
         if not back.reached:
             self._begin(states, back)
         bar.update(back.reached - 1)
@@ -271,7 +273,7 @@ class Gradients:
                 layer = _Layer(self, at)
                 if layer.key is not None:
                     layer.totals.code(layer.key)
-                for batch in model.batches(self.ids, _STATES_A_DRAW * self.draws * 4 * model.spec.d_model):
+                for batch in model.batches(self.ids, _STATES_A_DRAW * self.draws * 4 * model.spec.stream_width):
                     layer.back(states, batch, self._part(back.entering(self.n_layers - at), batch), fresh)
                 if layer.key is not None and journal.get(identity(name, str(layer.key))) is None:
                     journal.add(identity(name, str(layer.key)), layer.found())

@@ -576,7 +576,7 @@ _FLOAT = 4
 def kept_bytes(spec: ModelSpec, volume: Volume) -> int:
     """Returns the bytes kept of a base run: for each token and layer, the states that leave the layer and the inputs of
     its experts; and the scored states."""
-    a_layer = (spec.d_model + spec.expert_width) * _FLOAT + 16 * spec.moe.router.top_k
+    a_layer = (spec.stream_width + spec.expert_width) * _FLOAT + 16 * spec.moe.router.top_k
     encoder_layers = len(spec.encoder) if spec.encoder else 0
     layers = volume.encoder_tokens * encoder_layers + volume.decoder_tokens * len(spec.decoder)
     scored = volume.decoder_tokens * (2 * spec.d_model * _FLOAT + 32)
@@ -586,7 +586,7 @@ def kept_bytes(spec: ModelSpec, volume: Volume) -> int:
 def batch_bytes(spec: ModelSpec) -> int:
     """Returns the most bytes that the running batch takes. While text is written, every decoder layer keeps its keys
     and values of the inputs, twice when finished rows leave the batch."""
-    states = BATCH_TOKENS * spec.d_model * _FLOAT * _STATES_A_TOKEN + 3 * LOGIT_BYTES
+    states = BATCH_TOKENS * spec.stream_width * _FLOAT * _STATES_A_TOKEN + 3 * LOGIT_BYTES
     if spec.encoder is None:
         return states
     heads = [spec.decoder[layer].attention for layer in range(len(spec.decoder))]

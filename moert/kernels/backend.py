@@ -348,6 +348,11 @@ class BackendOf(Protocol[M, E]):
         """Returns the sigmoid of each number, in any shape."""
         ...
 
+    def balance(self, matrices: F32, rounds: int, floor: float) -> None:
+        """Divides in place the columns of matrices [tokens, n, n] by floor + their sum, then `rounds` - 1 times their
+        rows by floor + theirs, and their columns again (Sinkhorn and Knopp)."""
+        ...
+
     def gated(self, x: F32, gate: F32, norm: NormWeights | None = None, groups: int = 1, last: bool = False) -> F32:
         """Returns x [rows, n] · silu(gate [rows, n]). A norm [n] without a bias is of each of `groups` parts of a row
         alone, of x or, if it comes `last`, of the product."""

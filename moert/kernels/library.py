@@ -239,7 +239,7 @@ class Read(Structure):
     ]  # fmt: skip
 
 
-ABI = 20
+ABI = 21
 PATH = Path(__file__).with_name("_native.so")
 
 
@@ -299,6 +299,7 @@ _FUNCTIONS = {
     "moert_attend_sparsely": (c_int, [_POOL, _DATA]),
     "moert_softplus": (None, [_POOL, c_int, c_int, _DATA, _DATA, _Array]),
     "moert_sigmoid": (None, [_POOL, c_int64, _DATA, _Array]),
+    "moert_balance": (None, [_POOL, c_int, c_int, c_int, c_float, _Array]),
     "moert_gated": (None, [_POOL, _DATA, c_int, c_int, c_int, c_int, _DATA, _DATA, _Array]),
     "moert_crc32": (c_uint32, [c_uint32, _DATA, c_int64]),
     "moert_crc32_fast": (c_int, []),

@@ -536,6 +536,10 @@ class NativeBackend:
         self._compute(4 * x.size, "moert_sigmoid", x.size, _at(x), out)
         return out
 
+    def balance(self, matrices: F32, rounds: int, floor: float) -> None:
+        tokens, n, _ = matrices.shape
+        self._compute(2 * matrices.size * rounds, "moert_balance", tokens, n, rounds, floor, matrices)
+
     def gated(self, x: F32, gate: F32, norm: NormWeights | None = None, groups: int = 1, last: bool = False) -> F32:
         x, gate, out = np.ascontiguousarray(x), np.ascontiguousarray(gate), np.empty(x.shape, np.float32)
         place = None if norm is None else self._norms[norm][0]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from functools import cache
+from functools import cache, reduce
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -444,6 +444,19 @@ def softplus(x: F32) -> F32:
     return made
 
 
+def balance(matrices: F32, rounds: int, floor: np.float32) -> None:
+    """Computes Backend.balance. Sums are added up one number after the other."""
+    for turn in range(rounds):
+        if turn:
+            matrices /= (_added(np.moveaxis(matrices, 2, 0)) + floor)[:, :, None]
+        matrices /= (_added(np.moveaxis(matrices, 1, 0)) + floor)[:, None]
+
+
+def _added(parts: F32) -> F32:
+    found: F32 = reduce(np.add, parts)
+    return found
+
+
 def swish(x: F32) -> F32:
     return x * sigmoid(x)
 
@@ -685,6 +698,9 @@ class ReferenceBackend:
 
     def sigmoid(self, x: F32) -> F32:
         return sigmoid(x)
+
+    def balance(self, matrices: F32, rounds: int, floor: float) -> None:
+        balance(matrices, rounds, np.float32(floor))
 
     def gated(self, x: F32, gate: F32, norm: NormWeights | None = None, groups: int = 1, last: bool = False) -> F32:
         return gated(x, gate, norm, groups, last)

@@ -10,7 +10,7 @@ from moert.kernels.backend import ROWS
 from moert.kernels.pages import KvBits
 from moert.models.kv import BLOCK_TOKENS, fixed_bytes, growth_bytes, recent_bytes, state_bytes
 from moert.pack.model_spec import Layer, ModelSpec
-from moert.pack.parts import Attention, Experts, Ffn, FixedState, GatedDelta, Latent, Mamba, Mamba2, ShortConv
+from moert.pack.parts import Attention, Experts, Ffn, FixedState, GatedDelta, Latent, Mamba, Mamba2, ShortConv, Streams
 
 _ROUNDED = 16
 """The bytes that one number takes in the native kernels: as float32, rounded in up to three orders with the scales, and
@@ -35,6 +35,7 @@ def _layer_bytes(spec: ModelSpec, tokens: int, widened: bool) -> int:
         tokens * _whole_row_bytes(spec.d_model, kind)
         + _mixture_bytes(spec.d_model, kind.ffn, tokens, widened)
         + _mixer_bytes(spec.d_model, kind, tokens, name == "encoder" or whole, widened)
+        + _streams_bytes(spec.d_model, kind.streams, tokens)
         for name, stack in spec.stacks.items()
         for kind in stack.kinds
     )
@@ -51,6 +52,16 @@ def _whole_row_bytes(d_model: int, kind: Layer) -> int:
     apart += (router.weigh == "input") + (router.overflow == "itself")
     made = (3 + apart + kind.parallel) * d_model + (0 if narrow is None else 3 * d_model + 3 * narrow.features)
     return 4 * made + 16 * kind.ffn.n + 48 * kind.ffn.router.top_k
+
+
+def _streams_bytes(d_model: int, part: Streams | None, tokens: int) -> int:
+    """Returns the bytes of several streams: the streams and their weights of all tokens, a half's input and output
+    beside the layer's, and for a piece of them the copies that mix them, with the native kernels' scratch."""
+    if part is None:
+        return 0
+    width, rows = part.n * d_model, min(tokens, ROWS)
+    kept = tokens * 4 * (width + part.weights + 2 * d_model)
+    return kept + rows * (4 * (2 * width + 6 * part.weights) + _ROUNDED * _padded(width) // 2)
 
 
 def _mixture_bytes(d_model: int, part: Ffn | Experts | None, tokens: int, widened: bool) -> int:

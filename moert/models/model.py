@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from itertools import accumulate, chain, pairwise
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 
@@ -38,6 +39,7 @@ from moert.models.ffn import (
 )
 from moert.models.kv import Heard, Kept, Recent, State, remembered
 from moert.models.mixers import MIXES, AddedPositions, DistanceBias, FixedMixer, Rotary, query_scales
+from moert.models.streams import StreamMixer, begun, ended
 from moert.pack.codec import F32
 from moert.pack.manifest import Preference
 from moert.pack.model_spec import Layer, LayerKey, ModelSpec, Stack, StackName
@@ -143,6 +145,15 @@ class Builder:
         after = None if join.after is None else self.norm(join.after, f"{name}.mixer_after")
         return FixedMixer(MIXES[type(part)](part, f"{name}.mixer", self), norm, after, join.add, self.backend)
 
+    def streams(self, layer: Layer, name: str) -> StreamMixer | None:
+        """Returns the mixer of streams around a half of a layer; None for one stream."""
+        if layer.streams is None:
+            return None
+        assert layer.norm is not None
+        weight, bias, scale = self.stored(f"{name}.weight"), self.floats(f"{name}.bias"), self.floats(f"{name}.scale")
+        norm = NormWeights(np.ones(weight.data.shape[1], np.float32), None, layer.norm.eps)
+        return StreamMixer(layer.streams, self.backend.matrix(weight), bias, scale, norm, self.backend)
+
     def ffn(self, layer: Layer, at: LayerKey, runner: ExpertRunner, routers: Routers) -> MoeFfn | DenseFfn | None:
         name, join = f"{at.stack}.{at.layer}", layer.ffn_join
         if layer.ffn is None:
@@ -213,7 +224,8 @@ def _named(tensors: Iterable[Tensor], at: str, suffix: str) -> list[str]:
 
 class _Layer:
     """A layer with its weights. `attention` and `mixer`: one of them, or none. `mutual`: the attention of tokens that
-    see each other. `routed`: its place among the layers with experts, if it has some."""
+    see each other. `routed`: its place among the layers with experts, if it has some. `to_mixer`, `to_ffn`: the mixers
+    of streams around its halves."""
 
     def __init__(self, part: Layer, at: LayerKey, builder: Builder, runner: ExpertRunner, routers: Routers) -> None:
         name, decoding, mixer = f"{at.stack}.{at.layer}", at.stack == "decoder", part.mixer
@@ -233,6 +245,23 @@ class _Layer:
         below = sum(other.stack == at.stack for other in routers)
         self.ffn = builder.ffn(part, at, runner, routers)
         self.routed = below if at in routers else None
+        self.to_mixer = None if mixer is None else builder.streams(part, f"{name}.mixer_streams")
+        self.to_ffn = None if self.ffn is None else builder.streams(part, f"{name}.ffn_streams")
+
+
+class _Reading(NamedTuple):
+    """Sequences that are read in one pass, of `lengths` tokens one after the other. `prefixes`: for each sequence, how
+    many of its first tokens see each other, where nothing was read before. `known`: the positions that layers of this
+    pass have used."""
+
+    lengths: Sequence[int]
+    states: Sequence[State]
+    prefixes: Sequence[int]
+    known: dict[object, Positions]
+
+    def split(self, x: F32) -> list[F32]:
+        """Returns views of the rows of each sequence of x [tokens, ...]."""
+        return [x[start:end] for start, end in pairwise(accumulate(self.lengths, initial=0))]
 
 
 class _Tower:
@@ -242,7 +271,7 @@ class _Tower:
         self, name: StackName, stack: Stack, ropes: Sequence[Rotary], builder: Builder, runner: ExpertRunner,
         routers: Routers, pad: int | None,
     ) -> None:  # fmt: skip
-        self.backend, self.ropes = builder.backend, ropes
+        self.part, self.backend, self.ropes = stack, builder.backend, ropes
         self.positions = None
         if (part := stack.positions) is not None:
             added = builder.stored(f"{name}.positions.weight")
@@ -257,35 +286,44 @@ class _Tower:
         ]
 
     def read(self, x: F32, lengths: Sequence[int], states: Sequence[State], prefixes: Sequence[int]) -> None:
-        """Runs all layers on x [tokens, d_model] in place, sequences of `lengths` tokens one after the other.
-        `prefixes`: for each sequence, how many of its first tokens see each other, where nothing was read before."""
-        sequences = [x[start:end] for start, end in pairwise(accumulate(lengths, initial=0))]
-        known: dict[object, Positions] = {}
+        """Runs all layers on x [tokens, d_model] in place; see _Reading for the rest."""
+        reading = _Reading(lengths, states, prefixes, {})
+        streams = None if self.part.streams is None else begun(x, self.part.streams.n)
         for place, layer in enumerate(self.layers):
             if layer.positions is not None:
-                for rows, state in zip(sequences, states, strict=True):
+                for rows, state in zip(reading.split(x), states, strict=True):
                     layer.positions.add_from(rows, state.own[place].length)
             entered = x.copy() if layer.part.parallel else None
-            for rows, state, prefix in zip(sequences, states, prefixes, strict=True):
-                own = state.own[place]
-                if isinstance(own, Kept):
-                    self._attend(layer, rows, own, prefix, known)
-                elif layer.mixer is not None:
-                    layer.mixer.read(rows, own)
+            halves = ((layer.to_mixer, partial(self._mix, place, reading)),
+                      (layer.to_ffn, partial(_feed, layer, reading, entered)))  # fmt: skip
+            for mixer, half in halves:
+                if streams is None or mixer is None:
+                    half(x)
                 else:
-                    own.extend(len(rows))
-                if layer.cross is not None:
-                    for piece in _pieces(rows):
-                        self.backend.attend(layer.cross, piece, state.cross[place], 0, Positions())
-            if layer.ffn is not None:
-                routed = layer.routed if states[0].recent else None
-                layer.ffn(x, lengths, () if routed is None else [state.recent[routed] for state in states], entered)
+                    mixer.around(streams, half)
             if layer.scale is not None:
                 x *= layer.scale
+        if streams is not None:
+            x[:] = ended(streams)
+
+    def _mix(self, place: int, reading: _Reading, x: F32) -> None:
+        """Runs a layer's mixer, and its attention to an encoder's output, on x [tokens, d_model] in place."""
+        layer = self.layers[place]
+        for rows, state, prefix in zip(reading.split(x), reading.states, reading.prefixes, strict=True):
+            own = state.own[place]
+            if isinstance(own, Kept):
+                self._attend(layer, rows, own, prefix, reading.known)
+            elif layer.mixer is not None:
+                layer.mixer.read(rows, own)
+            else:
+                own.extend(len(rows))
+            if layer.cross is not None:
+                for piece in _pieces(rows):
+                    self.backend.attend(layer.cross, piece, state.cross[place], 0, Positions())
 
     def _attend(self, layer: _Layer, rows: F32, kept: Kept, prefix: int, known: dict[object, Positions]) -> None:
         """Runs attention on a sequence's rows in place, piece by piece. Of tokens that see each other, all keys are
-        there before the first query looks. `known`: the positions that layers of this pass have used."""
+        there before the first query looks."""
         assert layer.attention is not None
         assert layer.mutual is not None
         end, prefix = 0, prefix if layer.attention.causal else len(rows)
@@ -308,6 +346,14 @@ class _Tower:
         bias, zero = (None, 0) if self.bias is None else self.bias.by_distance(start + tokens)
         scales = None if layer.stretch is None else query_scales(layer.stretch, start, tokens)
         return Positions(turns, bias, zero, scales)
+
+
+def _feed(layer: _Layer, reading: _Reading, entered: F32 | None, x: F32) -> None:
+    """Runs a layer's feed-forward part on x [tokens, d_model] in place; for `entered` see MoeFfn."""
+    if layer.ffn is None:
+        return
+    states, routed = reading.states, layer.routed if reading.states[0].recent else None
+    layer.ffn(x, reading.lengths, () if routed is None else [state.recent[routed] for state in states], entered)
 
 
 def _heard(states: Sequence[State]) -> list[Heard]:

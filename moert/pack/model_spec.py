@@ -10,6 +10,7 @@ from typing import Annotated, ClassVar, Literal, NamedTuple, TypeVar
 from moert.pack.documents import MAX_COUNT, Within, extended
 from moert.pack.parts import (
     MOST,
+    MOST_FEATURES,
     ROLES,
     Attention,
     Buckets,
@@ -24,6 +25,7 @@ from moert.pack.parts import (
     PositionTable,
     Role,
     Rope,
+    Streams,
     Tensor,
     matrix,
 )
@@ -61,6 +63,7 @@ class Layer:
     scaled: bool = False
     positions: PositionTable | None = None
     parallel: bool = False
+    streams: Streams | None = None
 
     @property
     def attention(self) -> Attention | Latent | None:
@@ -82,7 +85,7 @@ class Layer:
         experts = self.ffn
         if not isinstance(experts, Experts) or experts.beside is not None or experts.narrow is not None:
             return False
-        if experts.bypass or experts.router.overflow == "itself":
+        if experts.bypass or experts.router.overflow == "itself" or self.streams is not None:
             return False
         return self.ffn_join.after is None and not self.scaled
 
@@ -96,6 +99,7 @@ class Layer:
         if self.positions is not None:
             yield from self.positions.tensors(at, d_model)
         if self.mixer is not None:
+            yield from self._streams(f"{at}.mixer_streams", d_model)
             yield from self._norm(f"{at}.mixer_norm", d_model)
             yield from self.mixer.tensors(f"{at}.{'mixer' if self.attention is None else 'attn'}", d_model)
             yield from self.mixer_join.tensors(f"{at}.mixer_after", d_model)
@@ -103,6 +107,7 @@ class Layer:
             yield from self._norm(f"{at}.cross_norm", d_model)
             yield from self.cross.tensors(f"{at}.cross", d_model)
         if self.ffn is not None:
+            yield from self._streams(f"{at}.ffn_streams", d_model)
             yield from self._norm(f"{at}.ffn_norm", d_model)
             yield from self.ffn.tensors(f"{at}.ffn" if isinstance(self.ffn, Ffn) else at, d_model)
             yield from self.ffn_join.tensors(f"{at}.ffn_after", d_model)
@@ -112,6 +117,10 @@ class Layer:
     def _norm(self, at: str, d_model: int) -> Iterator[Tensor]:
         if self.norm is not None:
             yield from self.norm.tensors(at, d_model)
+
+    def _streams(self, at: str, d_model: int) -> Iterator[Tensor]:
+        if self.streams is not None:
+            yield from self.streams.tensors(at, d_model)
 
     def contradictions(self) -> Iterator[str]:
         if self.mixer is None and self.ffn is None:
@@ -134,6 +143,14 @@ class Layer:
             yield "the positions of a layer skip the pad token, which only those of a stack do"
         if self.parallel and (self.mixer is None or self.ffn is None or self.cross is not None):
             yield "a parallel layer needs a mixer and a feed-forward, and has no attention to an encoder"
+        if self.streams is not None:
+            yield from self._unfit_for_streams()
+
+    def _unfit_for_streams(self) -> Iterator[str]:
+        if self.norm is None:
+            yield "a layer has streams whose weights have the eps of the layer's norm, which it has not"
+        if self.parallel or self.scaled or self.positions is not None or self.cross is not None:
+            yield "a layer with streams is parallel or scaled, or has positions or attention to an encoder"
 
     @property
     def _norms_heads(self) -> bool:
@@ -161,6 +178,11 @@ class Stack:
     def buckets(self) -> Buckets | None:
         """Returns the buckets of its layers' own attention, which share one table."""
         return next((kind.buckets for kind in self.kinds if kind.buckets is not None), None)
+
+    @property
+    def streams(self) -> Streams | None:
+        """Returns the streams that all its layers have."""
+        return self.kinds[0].streams
 
     def n_tensors(self, d_model: int) -> int:
         """Returns the number of its layers' tensors, without naming each."""
@@ -190,6 +212,8 @@ class Stack:
         biased = {(kind.buckets, kind.attention.n) for kind in self.kinds if kind.buckets and kind.attention}
         if len(biased) > 1:
             yield "its layers have distance biases of several sizes, but share one table"
+        if len({kind.streams for kind in self.kinds}) > 1:
+            yield "its layers differ in their streams, which go through all of them"
 
 
 def stack_of(layers: Sequence[Layer], norm: Norm | None) -> Stack:
@@ -295,6 +319,12 @@ class ModelSpec:
         the tokens of a prompt see each other."""
         return self.encoder is None and self.tokens.prefix_end is None
 
+    @property
+    def stream_width(self) -> int:
+        """Returns the number of features of a token between two layers, in all of its streams together."""
+        streams = self.decoder.streams
+        return self.d_model if streams is None else streams.n * self.d_model
+
     def stack(self, name: StackName) -> Stack | None:
         return self.encoder if name == "encoder" else self.decoder
 
@@ -377,6 +407,13 @@ class ModelSpec:
         count = sum(stack.n_tensors(self.d_model) for stack in self.stacks.values())
         if count > MOST_TENSORS:
             yield f"it has {count} tensors outside the experts, it should have at most {MOST_TENSORS}"
+            return
+        if (streams := self.decoder.streams) is not None and streams.n * self.d_model > MOST_FEATURES:
+            most = MOST_FEATURES // self.d_model
+            yield f"it has {streams.n} streams of {self.d_model} features, it should have at most {most}"
+            return
+        if self.encoder is not None and self.encoder.streams is not None:
+            yield "in the encoder, a layer has streams, which only decoders have"
             return
         if self.encoder is not None and (why := _unfit(self.encoder)) is not None:
             yield f"in the encoder, a layer has {why}, which only decoders have"

@@ -11,6 +11,8 @@ from moert.pack.documents import MAX_COUNT, Within
 MOST = 65535
 """The most heads, features of a head, experts, and other things that a part counts."""
 MOST_FEATURES = 1 << 24
+MOST_STREAMS = 64
+MOST_ROUNDS = 1000
 
 # Bounds of numbers that are not whole, so that float32 has them, and products of them, in every kernel alike. All known
 # models are well inside: the least and the largest number in use stand beside each.
@@ -247,6 +249,30 @@ class Latent:
         most = self.n * max(self.dim, self.nope, self.v)
         if most > MOST_FEATURES:
             yield f"its heads have {most} features together, it should be at most {MOST_FEATURES}"
+
+
+@dataclass(frozen=True)
+class Streams:
+    """`n` streams in place of one, which the two halves of a layer mix (manifold-constrained hyper-connections, arXiv
+    2512.24880). Each half gets a weighted sum of the streams, and its output joins each stream by a weight of its own,
+    beside a weighted sum of the streams before. The weights follow from the token's streams: `n` to enter, `n` to join,
+    and a matrix [n, n] of which rows and columns are divided by their sums in turn, `rounds` times. `floor` is added to
+    weights and sums that divide."""
+
+    KIND: ClassVar[str] = "sinkhorn"
+    n: Annotated[int, Within(2, MOST_STREAMS)]
+    rounds: Annotated[int, Within(1, MOST_ROUNDS)]
+    floor: Eps
+
+    @property
+    def weights(self) -> int:
+        """Returns the number of weights of a token."""
+        return (2 + self.n) * self.n
+
+    def tensors(self, at: str, d_model: int) -> Iterator[Tensor]:
+        yield Tensor(f"{at}.weight", (self.weights, self.n * d_model))
+        yield Tensor(f"{at}.bias", (self.weights,))
+        yield Tensor(f"{at}.scale", (3,))
 
 
 @dataclass(frozen=True)

@@ -50,6 +50,7 @@ from moert.pack.manifest import (
     PLAIN_MINOR,
     POWERS_MINOR,
     PREFERRING_MINOR,
+    STREAMS_MINOR,
     TOGETHER_MINOR,
     TRELLIS_MINOR,
     ExpertEntry,
@@ -256,6 +257,8 @@ class PackWriter:
 
     def _minor(self, preferences: tuple[Preference, ...]) -> int:
         dense, kinds = self.quantization.dense, [kind for stack in self.spec.stacks.values() for kind in stack.kinds]
+        if any(kind.streams is not None for kind in kinds):
+            return STREAMS_MINOR
         if any(kind.extended for kind in kinds):
             return EXTENDED_MINOR
         if any(kind.parallel for kind in kinds):

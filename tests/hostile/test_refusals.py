@@ -32,7 +32,7 @@ from moert.pack.errors import (
 )
 from moert.pack.layout import Neurons
 from moert.pack.manifest import parse_manifest, seal
-from moert.pack.parts import Latent, Norm
+from moert.pack.parts import Latent, Norm, Streams
 from moert.pack.reader import Pack
 from moert.pack.writer import file_entry
 
@@ -501,6 +501,10 @@ MODELS: dict[str, list[tuple[str, Callable[[dict[str, Any]], Any]]]] = {
         ("see each other, and there is an encoder", lambda d: d["model"]["tokens"].update(prefix_end=3)),
         ("latent attention, which only decoders",
          lambda d: layer(d, 0, "encoder").update(mixer=latent(2))),
+        ("in the encoder, a layer has streams, which only decoders",
+         lambda d: [kind.update(streams=plain(Streams(2, 5, 1e-6))) for kind in d["model"]["encoder"]["kinds"]]),
+        ("a layer with streams is parallel or scaled, or has positions or attention",
+         lambda d: layer(d).update(streams=plain(Streams(2, 5, 1e-6)))),
         ("a layer has no mixer, which only decoders", lambda d: layer(d, 0, "encoder").update(mixer=None)),
         ("a state of fixed size, which only",
          lambda d: layer(d, 0, "encoder").update(mixer={"kind": "conv", "taps": 3})),
@@ -573,6 +577,25 @@ MODELS: dict[str, list[tuple[str, Callable[[dict[str, Any]], Any]]]] = {
         ("a parallel layer needs a mixer and a feed-forward", lambda d: layer(d, 3).update(parallel=True)),
         ("mixer should be a JSON object", lambda d: layer(d).update(mixer="none")),
         ("see each other, and a layer has a mixer with a state", lambda d: d["model"]["tokens"].update(prefix_end=3)),
+    ],
+    "streaming": [
+        ("n should be between 2 and 64, found 1", lambda d: layer(d)["streams"].update(n=1)),
+        ("n should be between 2 and 64, found 65", lambda d: layer(d)["streams"].update(n=65)),
+        ("rounds should be between 1 and 1000, found 0", lambda d: layer(d)["streams"].update(rounds=0)),
+        ("rounds should be between 1 and 1000, found 1000000", lambda d: layer(d)["streams"].update(rounds=10**6)),
+        ("floor should be between 1e-30 and 1, found 0", lambda d: layer(d)["streams"].update(floor=0)),
+        ("kind should be one of sinkhorn", lambda d: layer(d)["streams"].update(kind="plain")),
+        ("streams lacks the field 'kind'", lambda d: layer(d)["streams"].pop("kind")),
+        ("streams has the field 'end'", lambda d: layer(d)["streams"].update(end="mean")),
+        ("streams should be a JSON object, found 4", lambda d: layer(d).update(streams=4)),
+        ("its layers differ in their streams", lambda d: layer(d, 1).update(streams=None)),
+        ("its layers differ in their streams", lambda d: layer(d, 1)["streams"].update(rounds=4)),
+        ("have the eps of the layer's norm", lambda d: layer(d, 1).update(norm=None)),
+        ("a layer with streams is parallel or scaled", lambda d: layer(d, 1).update(parallel=True)),
+        ("a layer with streams is parallel or scaled", lambda d: layer(d, 1).update(scaled=True)),
+        ("a layer with streams is parallel or scaled", lambda d: layer(d, 1).update(positions={"n": 64})),
+        ("it has 3 streams of 8388608 features, it should have at most 2",
+         lambda d: d["model"].update(d_model=1 << 23)),
     ],
     "late": [
         ("prefix_end should be between 0", lambda d: d["model"]["tokens"].update(prefix_end=-1)),

@@ -144,6 +144,7 @@ int main(int count, char **arguments) {
     run("lstm", lstm_cases);
     run("sparse", sparse_cases);
     run("softplus", softplus_cases);
+    run("balance", balance_cases);
     run("gated", gated_cases);
     run("wild", wild_cases);
     run("exact", exact_cases);

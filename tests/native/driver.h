@@ -51,6 +51,7 @@ void scan_cases(void);
 void lstm_cases(void);
 void sparse_cases(void);
 void softplus_cases(void);
+void balance_cases(void);
 void gated_cases(void);
 void wild_cases(void);
 void exact_cases(void);

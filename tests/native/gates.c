@@ -1,4 +1,4 @@
-/* moert_softplus, moert_sigmoid, moert_gated, and what mixers with a state do with numbers that are none. */
+/* moert_softplus, moert_sigmoid, moert_balance, moert_gated, and what mixers with a state do with numbers that are none. */
 #include <math.h>
 #include <stdlib.h>
 #include <string.h>
@@ -54,6 +54,37 @@ static void one_sigmoid(int length) {
     }
     estimate_free(&expected);
     free(x), free(y), free(first);
+}
+
+static void one_balance(int n, int rounds, int tokens) {
+    static const float floor = 1e-3f;
+    const int length = tokens * n * n;
+    float *x = draw_floats(length), *y = claim((size_t)length * sizeof *y), *first = claim((size_t)length * sizeof *first);
+    double *plain = claim((size_t)length * sizeof *plain);
+    estimate expected = estimate_make(length);
+    describe("balance: %d matrices of %d rows, %d rounds", tokens, n, rounds);
+    for (int i = 0; i < length; i++) x[i] = fabsf(x[i]) + floor, plain[i] = x[i];
+    for (int token = 0; token < tokens; token++)
+        for (int step = 0; step < 2 * rounds - 1; step++)
+            for (int one = 0; one < n; one++) {
+                double *from = plain + token * n * n + one * (step % 2 ? n : 1), sum = (double)floor;
+                const int apart = step % 2 ? 1 : n;
+                for (int i = 0; i < n; i++) sum += from[i * apart];
+                for (int i = 0; i < n; i++) from[i * apart] /= sum;
+            }
+    for (int i = 0; i < length; i++) expected.value[i] = plain[i], expected.error[i] = 2e-7 * (n + 2) * rounds * plain[i];
+    for (int e = 0; e < engine_count; e++) {
+        memcpy(y, x, (size_t)length * sizeof *y);
+        moert_balance(engines[e].pool, tokens, n, rounds, floor, y);
+        check(&engines[e], "output", y, &expected, length);
+        agree(&engines[e], "output", y, first, length, EVERYWHERE);
+        memcpy(y, x, (size_t)length * sizeof *y);
+        for (int token = 0; token < tokens; token++)
+            moert_balance(engines[e].pool, 1, n, rounds, floor, y + token * n * n);
+        again(&engines[e], "output of one token", y, first, length);
+    }
+    estimate_free(&expected);
+    free(x), free(y), free(first), free(plain);
 }
 
 static void plain_gated(const moert_norm *norm, int groups, int last, int n, const float *x, const float *gate, estimate *y) {
@@ -133,6 +164,14 @@ void softplus_cases(void) {
         seed(10300 + (uint64_t)number);
         one_softplus(widths[number % 12], 1 + number / 12 * 20);
         one_sigmoid(widths[number % 12] * (1 + number / 12));
+    }
+}
+
+void balance_cases(void) {
+    static const int sizes[] = {2, 3, 4, 5, 8, 17, 64};
+    for (int number = 0; number < 28; number++) {
+        seed(10450 + (uint64_t)number);
+        one_balance(sizes[number % 7], PICK(4, 1, 2, 5, 20), 1 + number / 7 * 40);
     }
 }
 

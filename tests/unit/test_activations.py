@@ -16,7 +16,19 @@ from moert.kernels import library
 from moert.models.footprint import activation_bytes
 from moert.models.kv import state_bytes
 from moert.pack.model_spec import Join, Layer, ModelSpec, stack_of
-from moert.pack.parts import Attention, Experts, FixedState, GatedDelta, Mamba, Mamba2, Narrow, Norm, Router, ShortConv
+from moert.pack.parts import (
+    Attention,
+    Experts,
+    FixedState,
+    GatedDelta,
+    Mamba,
+    Mamba2,
+    Narrow,
+    Norm,
+    Router,
+    ShortConv,
+    Streams,
+)
 from recipes.bench.shaped import OLMOE_SHAPE, write_pack
 from tests.pairs import Case, each, thinned
 from tests.shapes import every
@@ -62,9 +74,11 @@ def shapes(d_model: int, d_ff: int) -> dict[str, ModelSpec]:
     fixed = {name: decoder.but(mixers=((0, part),)).spec for name, part in parts.items()}
     narrow = decoder.but(narrow=Narrow(d_model // 2)).spec
     parallel = replace(decoder.spec, decoder=stack_of([replace(decoder.spec.decoder[0], parallel=True)], norm))
+    layer = replace(decoder.spec.decoder[0], streams=Streams(4, 20, 1e-6))
+    streams = replace(decoder.spec, decoder=stack_of([layer], norm))
     return {
         "decoder": decoder.spec, "switch": switch.spec, "narrow": narrow, "late": _late(decoder.spec),
-        "parallel": parallel, **fixed,
+        "parallel": parallel, "streams": streams, **fixed,
     }  # fmt: skip
 
 
@@ -91,7 +105,7 @@ def few(case: Case) -> Iterator[Hashable]:
 @thinned(
     "kernels, name, d_model, lengths",
     ["auto", "reference"],
-    ["decoder", "switch", "narrow", "late", "parallel", "conv", "delta", "kda", "mamba2", "mamba"],
+    ["decoder", "switch", "narrow", "late", "parallel", "streams", "conv", "delta", "kda", "mamba2", "mamba"],
     [(768, [300, 1500]), (256, [5000])],
     facts=few,
 )

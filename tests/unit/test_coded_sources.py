@@ -55,7 +55,7 @@ def pack_of(path: Path, out: Path) -> dict[str, str]:
     ("family", "code", "coding"),
     [
         ("deepseek_v3", in_fp8, FP8), ("qwen3_next", in_fp8, FP8), ("qwen3_5_moe", in_fp8, FP8),
-        ("kimi_k2", in_int4, INT4), ("gpt_oss", in_mxfp4, MXFP4),
+        ("glm5_next", in_fp8, FP8), ("kimi_k2", in_int4, INT4), ("gpt_oss", in_mxfp4, MXFP4),
         ("mixtral", in_gptq, GPTQ), ("qwen3_moe", in_fp8_rows, FP8_ROWS),
         ("qwen3_moe", in_packed_mxfp4, PACKED_MXFP4),
     ],

@@ -20,7 +20,9 @@ from moert.pack.model_spec import LayerKey
 
 TinyModel = Callable[[str, str], Path]
 BAR = SimpleNamespace(update=lambda n: None)
-FAMILIES = ("olmoe", "deepseek_v3", "qwen3_5_moe_text", "gpt_oss", "llama4_text", "gemma4_text", "nemotron_h")
+FAMILIES = (
+    "olmoe", "deepseek_v3", "qwen3_5_moe_text", "gpt_oss", "llama4_text", "gemma4_text", "nemotron_h", "glm5_next",
+)  # fmt: skip
 DRAWS = 3
 
 

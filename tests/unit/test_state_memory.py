@@ -13,7 +13,7 @@ from weakref import WeakSet
 
 import numpy as np
 import pytest
-from tiny_packs import DECODER_SHAPE, MIXERS, write_pack
+from tiny_packs import DECODER_SHAPE, MIXERS, streaming, write_pack
 
 from moert.engine.engine import Engine
 from moert.models.kv import Fixed
@@ -86,6 +86,14 @@ def test_texts_are_scored_in_the_smallest_memory_that_is_named(
     pack, text = write(name), "one small step " * 25
     said, _ = in_the_smallest("score", pack, text, *more)
     assert json.loads(said)["scored_tokens"] > 200
+
+
+@pytest.mark.skipif(missing() is not None, reason=str(missing()))
+def test_several_streams_run_in_the_smallest_memory_that_is_named(tmp_path: Path) -> None:
+    shape = DECODER_SHAPE.but(d_model=512, n_heads=8, n_kv_heads=4, head_dim=64, eos=())
+    pack, text = write_pack(tmp_path / "streams.pack", streaming(shape.spec), paths=False), "one small step " * 25
+    said, limit = in_the_smallest("run", pack, text, "--max-new-tokens", 8)
+    assert json.loads(said)["stats"]["peak_rss_bytes"] <= limit
 
 
 def test_no_more_states_are_there_than_beams(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -30,7 +30,7 @@ from moeconv.source.archs.gpt_oss import GptOss
 from moeconv.source.archs.gptsan_japanese import GptsanJapanese
 from moeconv.source.archs.granite import GraniteMoe, GraniteMoeShared
 from moeconv.source.archs.hybrids import GraniteMoeHybrid, Jamba, Lfm2Moe, NemotronH
-from moeconv.source.archs.kda import BailingHybrid, KimiLinear
+from moeconv.source.archs.kda import BailingHybrid, Glm5Next, KimiLinear
 from moeconv.source.archs.llama4 import Llama4, Llama4Text
 from moeconv.source.archs.mimo import MiMoV2Flash
 from moeconv.source.archs.nllb_moe import NllbMoe
@@ -74,7 +74,7 @@ FAMILIES: Mapping[str, Family] = {
         Phi3(), Gemma3(), Gemma3Text(), Olmo2(), Olmo3(), FlexOlmo(), Qwen3VlMoe(), KimiK25(), Mistral4(),
         SolarOpen(), HyV3(), Afmoe(), Ernie45VlMoe(), Cohere2Vision(), Step3p5(), Step3p7(), Glm4vMoe(),
         DeepseekV32(), GlmMoeDsa(), MiMoV2Flash(), MiniMaxM3Vl(), Cohere2(), Cohere2Moe(),
-        Qwen3Vl(), Qwen35(), Qwen35Text(), KimiLinear(), BailingHybrid(),
+        Qwen3Vl(), Qwen35(), Qwen35Text(), KimiLinear(), BailingHybrid(), Glm5Next(),
     )
 }  # fmt: skip
 """model_type of config.json → its family."""
@@ -83,13 +83,12 @@ _NOT_COMPARED = "transformers lacks it, so that no pack of it could be compared 
 REFUSED: Mapping[str, str] = {
     "bailing_moe": _NOT_COMPARED, "bailing_moe_v2": _NOT_COMPARED,
     "deepseek_ref": "transformers knows DeepSeek-V4 as deepseek_v4, of which packs lack parts",
-    "deepseek_v4": "packs have no streams mixed between layers (hyper-connections), and no keys of many tokens",
-    "glm5_next": "packs have no streams mixed between layers (hyper-connections)",
+    "deepseek_v4": "packs have no keys of several tokens, and no experts that follow from a token's number",
     "kimi_k3": _NOT_COMPARED,
     "longcat_flash": "packs have no layers with two attentions, and no experts that return their input",
     "mimo": _NOT_COMPARED,
     "minimax_m3": "transformers knows MiniMax-M3 as minimax_m3_vl alone: take a checkpoint of that form",
     "nemotron-nas": _NOT_COMPARED,
-    "qwen4_exp": "packs have no streams mixed between layers (hyper-connections), and no embeddings of several words",
+    "qwen4_exp": "packs have no streams that low-rank gates mix, and no embeddings of several words",
 }  # fmt: skip
 """model_type of a known family that can't be packed → the reason."""

@@ -245,7 +245,7 @@ class Mistral4(DeepseekV3):
         return limited(described, short, note)
 
 
-_OF_INDEXERS = (
+OF_INDEXERS = (
     "index_head_dim", "index_n_heads", "indexer_types", "index_share_for_mtp_iteration", "index_skip_topk_offset",
     "index_topk_freq", "index_topk_pattern", "indexer_rope_interleave",
 )  # fmt: skip
@@ -260,7 +260,7 @@ class DeepseekV32(DeepseekV3):
     left_out: Mapping[str, str] = {r"model\.layers\.\d+\.self_attn\.indexer\.": INDEXERS_LEFT_OUT}
 
     def describe(self, config: Config, tokens: Tokens) -> Description:
-        config.without_effect(*_OF_INDEXERS, "moe_router_dtype", "head_dim")  # routers have 32 bits in a pack
+        config.without_effect(*OF_INDEXERS, "moe_router_dtype", "head_dim")  # routers have 32 bits in a pack
         config.must_be("mlp_bias", False, "networks with biases can't be packed for this family")
         config.of_layers("layer_types", {"indexed_attention": None})
         kept = config.count("index_topk")

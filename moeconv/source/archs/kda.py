@@ -1,17 +1,40 @@
 """Families with Kimi Delta Attention in most layers: gated delta rules in which each feature of a key decays by itself;
-and latent attention in the others."""
+and latent attention in the others, in one family between several streams."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Set
+from contextlib import contextmanager
 from dataclasses import replace
+from typing import TYPE_CHECKING, Any
 
-from moeconv.source.archs.config import Config, UnsupportedModel
-from moeconv.source.archs.deepseek import experts, latent, latent_names, no_more_predicted, sigmoid_router
-from moeconv.source.archs.description import EXPERTS_W123, ROUTED, Description, Inside, Names, Place, decoder
+from moeconv.source.archs.config import Config, UnsupportedModel, text_settings
+from moeconv.source.archs.deepseek import (
+    IMAGES_LEFT_OUT,
+    INDEXERS_LEFT_OUT,
+    OF_INDEXERS,
+    experts,
+    latent,
+    latent_names,
+    no_more_predicted,
+    sigmoid_router,
+)
+from moeconv.source.archs.description import (
+    EXPERTS_W123,
+    ROUTED,
+    Description,
+    Inside,
+    Names,
+    Place,
+    decoder,
+    limited,
+)
 from moeconv.source.archs.family import Family
-from moert.pack.model_spec import Layer, Tokens
-from moert.pack.parts import Experts, Ffn, GatedDelta, Latent, Norm
+from moert.pack.model_spec import Layer, StackName, Tokens
+from moert.pack.parts import Experts, Ffn, GatedDelta, Latent, Norm, Streams
+
+if TYPE_CHECKING:
+    from torch import nn
 
 _SAID_OF_LINEAR = {"head_dim", "num_heads", "short_conv_kernel_size", "full_attn_layers", "kda_layers"}
 
@@ -74,6 +97,23 @@ def _delta(config: Config) -> GatedDelta:
     )  # fmt: skip
 
 
+def _check_said_of_linear(config: Config, known: Set[str]) -> None:
+    """Raises UnsupportedModel if linear_attn_config has a setting that is not known."""
+    if strange := sorted(set(config.get("linear_attn_config") or {}) - known):
+        raise UnsupportedModel(
+            f"config.json sets {strange[0]} in linear_attn_config, which is not known for this family: it may "
+            "change what the model computes, and a pack could not say so"
+        )
+
+
+def _bound(config: Config, name: str) -> float:
+    """Returns the bound on decays that a setting gives as the lowest of their logarithms. Raises UnsupportedModel."""
+    lowest = config.number(name)
+    if lowest > 0:
+        raise UnsupportedModel(f"config.json sets {name} {lowest!r}: it should be below 0")
+    return -lowest
+
+
 class KimiLinear(Family):
     """Kimi Linear: delta rules by feature, and between them latent attention without positions; DeepSeek-V3's routers
     and a shared expert, the first layer without experts."""
@@ -84,11 +124,7 @@ class KimiLinear(Family):
     def describe(self, config: Config, tokens: Tokens) -> Description:
         config.without_effect("head_dim", "rope_theta", "rope_scaling")
         config.only(mla_use_nope=(True,), use_grouped_topk=(True,), moe_router_activation_func=("sigmoid",))
-        if strange := sorted(set(config.get("linear_attn_config") or {}) - _SAID_OF_LINEAR):
-            raise UnsupportedModel(
-                f"config.json sets {strange[0]} in linear_attn_config, which is not known for this family: it may "
-                "change what the model computes, and a pack could not say so"
-            )
+        _check_said_of_linear(config, _SAID_OF_LINEAR)
         delta = _delta(config)
         delta = replace(delta, rank=delta.dim)
         layers = _layers(config, delta, latent(config, None, rope=None), delta.norm)
@@ -112,11 +148,9 @@ class BailingHybrid(Family):
         config.must_be("q_lora_rank", None, "transformers makes queries of this family without it")
         config.only(rope_interleave=(True,))
         delta, attention = _delta(config), replace(latent(config, None), gate=True)
-        lowest = config.number("kda_lower_bound")
+        config.number("kda_lower_bound")
         if config.get("kda_safe_gate"):
-            if lowest > 0:
-                raise UnsupportedModel(f"config.json sets kda_lower_bound {lowest!r}: it should be below 0")
-            delta = replace(delta, bound=-lowest)
+            delta = replace(delta, bound=_bound(config, "kda_lower_bound"))
         in_memory = {
             **latent_names(config, pairs=True), "attn.o": "self_attn.o_proj", "attn.gate": "self_attn.g_proj",
             **_in_memory(delta, (delta.n,)), **ROUTED, "embed": "embed_tokens",
@@ -126,3 +160,125 @@ class BailingHybrid(Family):
             _stored(delta, in_memory, "attention", **others), in_memory, left_out=no_more_predicted(config)
         )  # fmt: skip
         return decoder(self.model_type, config, tokens, _layers(config, delta, attention, delta.norm), names)
+
+
+_SAID_OF_NEXT = {"head_dim", "num_heads", "short_conv_kernel_size", "gate_lower_bound", "safe_gate"}
+_UNTURNED = 2
+"""Features of queries and keys that turn, of which a pack has some: zeros stand for them where a model has none."""
+_ZEROS = ("attn.q_turn.weight", "attn.k_turn.weight", "attn.k_turn.bias")
+
+
+def _streams(pattern: str) -> Inside:
+    """Returns the places of the streams' tensors, whose names have the words for a half and a tensor in `pattern`."""
+    return {
+        f"{half}_streams.{name}": pattern.format(at, called)
+        for half, at in (("mixer", "attn"), ("ffn", "ffn"))
+        for name, called in (("weight", "fn"), ("bias", "base"), ("scale", "scale"))
+    }
+
+
+def _unturned(config: Config, norm: Norm) -> Latent:
+    """Returns latent attention without positions, all of whose features meet those of `keys`. Raises
+    UnsupportedModel."""
+    heads, nope = config.count("num_attention_heads"), config.count("qk_nope_head_dim")
+    config.must_be("num_key_value_heads", heads, "latent attention has as many heads of keys as of queries")
+    config.must_be("qk_rope_head_dim", None, "transformers turns no features of this family")
+    config.only(qk_head_dim=(nope,))
+    return Latent(
+        heads, config.count("q_lora_rank"), config.count("kv_lora_rank"), nope, _UNTURNED, config.count("v_head_dim"),
+        nope**-0.5, norm, None, bool(config.get("attention_bias")),
+    )  # fmt: skip
+
+
+def _within(limit: float, config: Config) -> Mapping[str, Ffn | Experts]:
+    """Returns the networks of a layer, whose gates are within `limit`, by the words for them. Raises
+    UnsupportedModel."""
+
+    def within(network: Ffn) -> Ffn:
+        return replace(network, act=replace(network.act, limit=limit))
+
+    routed = experts(config, sigmoid_router(config))
+    shared = None if routed.shared is None else within(routed.shared)
+    dense = within(config.network("intermediate_size"))
+    return {"dense": dense, "sparse": replace(routed, ffn=within(routed.ffn), shared=shared)}
+
+
+class Glm5Next(Family):
+    """GLM-5.3: several streams; delta rules by feature whose decays have a bound, and between them latent attention
+    without positions to the tokens that an indexer chooses; DeepSeek-V3's routers and a shared expert. Texts of a pack
+    are no longer than an indexer chooses tokens."""
+
+    model_type = "glm5_next"
+    config_type = "glm5_next_text"
+    model_class = "Glm5NextForConditionalGeneration"
+    loads_by_names = False
+    more_results = 1
+    beside = frozenset({
+        "vision_config", "image_token_id", "video_token_id", "image_start_token_id", "image_end_token_id",
+        "video_start_token_id", "video_end_token_id",
+    })  # fmt: skip
+    sees: Mapping[str, Any] = {
+        "depth": 1, "hidden_size": 8, "num_heads": 1, "intermediate_size": 4, "out_hidden_size": 4,
+        "projection_intermediate_size": 4,
+    }  # fmt: skip
+    towers: Mapping[StackName, str] = {"decoder": "model.language_model"}
+    experts: Mapping[StackName, str] = {"decoder": "model.language_model.layers.{layer}.mlp.experts"}
+
+    def own(self, config: Mapping[str, Any]) -> Mapping[str, Any]:
+        return text_settings(config, tied=False)
+
+    def describe(self, config: Config, tokens: Tokens) -> Description:
+        config.without_effect(*OF_INDEXERS, "head_dim")
+        config.only(first_k_dense_replace=(config.get("mlp_layer_types").count("dense"),))
+        _check_said_of_linear(config, _SAID_OF_NEXT)
+        config.must_be("index_kpool_always_select_tail", True, "tokens of a group that is not full would see nothing")
+        heads, dim, taps = (config.count(f"linear_{name}") for name in ("num_heads", "head_dim", "conv_kernel_dim"))
+        config.one_of("hidden_act", ("silu", "swish"))  # also of the convolutions
+        norm = Norm(config.get("rms_norm_eps"))
+        bound = None if config.get("linear_lower_bound") is None else _bound(config, "linear_lower_bound")
+        delta = GatedDelta(
+            heads, heads, dim, dim, taps, norm, by_feature=True, rank=dim, gate="sigmoid", bound=bound
+        )  # fmt: skip
+        streams = Streams(
+            config.count("hc_mult", least=2), config.count("hc_sinkhorn_iters"), config.number("hc_eps")
+        )  # fmt: skip
+        mixers: Mapping[str, GatedDelta | Latent] = {
+            "linear_attention": delta, "indexed_attention": _unturned(config, norm),
+        }  # fmt: skip
+        networks = _within(config.number("swiglu_limit"), config)
+        kinds = config.of_layers("layer_types", mixers), config.of_layers("mlp_layer_types", networks)
+        layers = [Layer(norm, mixer, None, ffn, streams=streams) for mixer, ffn in zip(*kinds, strict=True)]
+        root = "model.language_model."
+        in_memory = {**latent_names(config, pairs=False), **_in_memory(delta, (heads,)), **_streams("{}_hc.{}")}
+        left_out = {
+            r"model\.visual\.": IMAGES_LEFT_OUT, r".*\.self_attn\.indexer\.": INDEXERS_LEFT_OUT,
+            **no_more_predicted(config, root),
+        }  # fmt: skip
+        inside = {**_stored(delta, in_memory, "self_attn"), **_streams("hc_{}_{}")}
+        names = Names(inside, in_memory, left_out=left_out, root=root, model=root, zeros=_ZEROS)
+        kept = config.count("index_topk", "index_kpool")
+        note = f"texts are at most {kept} tokens long: in longer ones an indexer chooses tokens, which a pack can't say"
+        return limited(decoder(self.model_type, config, tokens, layers, names, ropes=[]), kept, note)
+
+    def prepared(self, model: nn.Module) -> nn.Module:
+        """Puts a module that chooses all tokens in place of each indexer, and all streams of a token into one vector
+        between layers."""
+        from moeconv.source.archs.modules import TokensBefore, join_streams
+
+        tower = self.tower(model, "decoder")
+        for layer in tower.get_submodule(self.layer_list).children():
+            attention: Any = layer.get_submodule("self_attn")
+            if hasattr(attention, "indexer"):
+                attention.indexer = TokensBefore(attention.layer_idx)
+        join_streams(tower.get_submodule(self.layer_list).children(), tower.get_submodule("hc_head"))
+        return model
+
+    @contextmanager
+    def resuming(self, tower: nn.Module) -> Iterator[None]:
+        """Keeps the tower from repeating hidden states as it repeats embeddings, inside a with block."""
+        config: Any = tower.config
+        before, config.hc_mult = config.hc_mult, 1
+        try:
+            yield
+        finally:
+            config.hc_mult = before

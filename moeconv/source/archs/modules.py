@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+from functools import partial
 from typing import Any
 
 import torch
@@ -56,3 +58,50 @@ class AllTokens(nn.Module):
         """Returns the places of all keys for each query, [sequences, queries, keys]; mask [..., keys]."""
         keys = torch.arange(mask.shape[-1], dtype=torch.int32)
         return keys.expand(*hidden.shape[:2], -1)
+
+
+class TokensBefore(nn.Module):
+    """An indexer's stand-in, which chooses for each token itself and all tokens before it."""
+
+    def __init__(self, layer: int) -> None:
+        super().__init__()
+        self.layer = layer
+
+    def forward(
+        self, hidden_states: Tensor, q_resid: Tensor, attention_mask: Tensor, past_key_values: Any
+    ) -> Tensor:  # fmt: skip
+        """Returns the places of keys for each query, [sequences, queries, keys], -1 where there is none; attention_mask
+        [sequences, queries] says which queries are tokens."""
+        sequences, queries = hidden_states.shape[:2]
+        n = queries if past_key_values is None else past_key_values.layers[self.layer].get_seq_length()
+        keys = torch.arange(n, dtype=torch.int32)
+        places = torch.where(keys <= keys[n - queries :, None], keys, -1).expand(sequences, -1, -1)
+        if n == queries:
+            places = places.masked_fill(~attention_mask[:, None], -1)
+        return places.masked_fill(~attention_mask[..., None], -1)
+
+
+def join_streams(layers: Iterable[Any], end: nn.Module) -> None:
+    """Makes layers whose hidden states are several streams [..., streams, d_model] take and give them one after the
+    other [..., streams · d_model], and the module behind them take them so."""
+    n = 0
+    for layer in layers:
+        n = layer.attn_hc.hc_mult
+        layer.register_forward_pre_hook(partial(_apart, n))
+        layer.register_forward_hook(_together)
+    end.register_forward_pre_hook(partial(_apart, n))
+
+
+def _apart(n: int, _: nn.Module, given: tuple[Any, ...]) -> tuple[Any, ...]:
+    """Returns the arguments of a module with n streams apart. Hidden states that enter as embeddings are [sequences,
+    tokens, 1, n · d_model]."""
+    hidden, *others = given
+    if hidden.dim() == 4 and hidden.shape[2] == 1:
+        hidden = hidden[:, :, 0]
+    return (hidden if hidden.dim() == 4 else hidden.unflatten(-1, (n, -1)), *others)
+
+
+def _together(_: nn.Module, __: Any, made: Any) -> Any:
+    if isinstance(made, Tensor):
+        return made.flatten(2)
+    return (made[0].flatten(2), *made[1:])

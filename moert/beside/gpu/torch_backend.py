@@ -522,6 +522,7 @@ class TorchBackend:
         self._made: dict[tuple[int, str], tuple[object, Any]] = {}
         self._bias: tuple[F32, Tensor] | None = None
         self.norm, self.softplus, self.sigmoid, self.gated = host.norm, host.softplus, host.sigmoid, host.gated
+        self.balance = host.balance
         self.conv, self.delta, self.scan = host.conv, host.delta, host.scan
         self.lstm, self.attend_sparsely = host.lstm, host.attend_sparsely
         self.expert, self.add_parts, self.fire, self.project = host.expert, host.add_parts, host.fire, host.project

@@ -12,7 +12,7 @@
 
 #include <stdint.h>
 
-#define MOERT_ABI 20
+#define MOERT_ABI 21
 #define MOERT_KEYS 64 /* keys that lie together */
 
 /* Kinds of matrix beside the widths 2, 3, 4 and 8. Of MXFP4, scale is 8-bit powers of two, minimum is not there, and group is
@@ -315,6 +315,12 @@ void moert_softplus(moert_pool *pool, int rows, int n, const float *x, const flo
 
 /* y [n] = 1 / (1 + e^-x) */
 void moert_sigmoid(moert_pool *pool, int64_t n, const float *x, float *y);
+
+#define MOERT_MOST_STREAMS 64
+
+/* The columns of each matrix [tokens, n, n], n at most MOERT_MOST_STREAMS, are divided by floor + their sum, then
+ * `rounds` - 1 times its rows by floor + theirs, and its columns again. */
+void moert_balance(moert_pool *pool, int tokens, int n, int rounds, float floor, float *matrices);
 
 /* y [rows, n] = x * silu(gate). A norm without a bias is of each of `groups` parts of a row alone, of x or with `last` of
  * the product; NULL for none. */

@@ -1,0 +1,77 @@
+"""Several streams in place of one between the halves of a decoder's layers (see moert.pack.parts.Streams)."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import reduce
+
+import numpy as np
+
+from moert.kernels.backend import ROWS, Backend, Matrix, NormWeights
+from moert.pack.codec import F32
+from moert.pack.parts import Streams
+
+Half = Callable[[F32], None]
+"""A half of a layer, which changes x [tokens, d_model] in place: its output joins x."""
+
+
+def begun(x: F32, n: int) -> F32:
+    """Returns n streams of each token, [tokens, n, d_model], all of them x [tokens, d_model]."""
+    return np.repeat(x[:, None], n, axis=1)
+
+
+def ended(streams: F32) -> F32:
+    """Returns the mean of each token's streams, [tokens, d_model]."""
+    n = streams.shape[1]
+    found: F32 = reduce(np.add, (streams[:, at] for at in range(n))) / np.float32(n)
+    return found
+
+
+class StreamMixer:
+    """The weights by which a half of a layer gets its input from the streams, and joins them."""
+
+    def __init__(
+        self, part: Streams, matrix: Matrix, bias: F32, scale: F32, norm: NormWeights, backend: Backend
+    ) -> None:  # fmt: skip
+        """bias [weights], scale [3]; `norm`: of all of a token's streams, one after the other."""
+        self._part, self._matrix, self._norm, self._backend = part, matrix, norm, backend
+        self._bias, self._scale = bias, scale.repeat([part.n, part.n, part.n * part.n])
+
+    def around(self, streams: F32, half: Half) -> None:
+        """Runs a half of a layer on streams [tokens, n, d_model], which are changed in place. Each token's numbers are
+        the same bits alone and among others."""
+        tokens, n, d_model = streams.shape
+        x = np.empty((tokens, d_model), np.float32)
+        weights = np.empty((tokens, self._part.weights), np.float32)
+        with np.errstate(all="ignore"):  # whoever reads logits looks for numbers that are not finite
+            for rows in _pieces(tokens):
+                weights[rows] = self._weights(streams[rows].reshape(-1, n * d_model))
+                np.einsum("ti,tid->td", weights[rows, :n], streams[rows], out=x[rows])
+        made = x.copy()
+        half(made)
+        with np.errstate(all="ignore"):
+            made -= x
+            for rows in _pieces(tokens):
+                mixed = np.einsum("tij,tid->tjd", weights[rows, 2 * n :].reshape(-1, n, n), streams[rows])
+                mixed += weights[rows, n : 2 * n, None] * made[rows, None]
+                streams[rows] = mixed
+
+    def _weights(self, flat: F32) -> F32:
+        """Returns the weights of tokens [tokens, weights], of their streams one after the other [tokens, n · d_model]:
+        those to enter, those to join, and the matrix [from, to] between the streams before and after."""
+        part, n = self._part, self._part.n
+        found = self._backend.linear(self._backend.norm(flat, self._norm), self._matrix) * self._scale + self._bias
+        floor = np.float32(part.floor)
+        gates = self._backend.sigmoid(np.ascontiguousarray(found[:, : 2 * n]))
+        found[:, :n] = gates[:, :n] + floor
+        found[:, n : 2 * n] = 2 * gates[:, n:]
+        matrices = found[:, 2 * n :].reshape(-1, n, n)  # [tokens, from, to]
+        matrices = np.exp(matrices - matrices.max(axis=2, keepdims=True))
+        matrices = matrices / reduce(np.add, np.moveaxis(matrices, 2, 0))[:, :, None] + floor
+        self._backend.balance(matrices, part.rounds, part.floor)
+        found[:, 2 * n :] = matrices.reshape(-1, n * n)
+        return found
+
+
+def _pieces(tokens: int) -> list[slice]:
+    return [slice(start, min(start + ROWS, tokens)) for start in range(0, tokens, ROWS)]
