@@ -563,7 +563,9 @@ class Generation:
             self.logprobs.append(self._logprobs(logits[0], token, self.settings.logprobs))
         self.tokens.append(token)
         text = "" if self.detokenizer is None else self.detokenizer.push(token)
-        reason = self._reason_to_stop(token) or self._go_on_constrained(token, text)
+        reason = self._reason_to_stop(token)
+        if reason is None and self._constrained is not None:
+            reason = self._go_on_constrained(token, text)
         if reason is not None and self.detokenizer is not None:
             text += self.detokenizer.flush()
         text, found = self._before_stop_string(text, last=reason is not None)

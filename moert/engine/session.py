@@ -192,6 +192,7 @@ class Request:
         self._generation, self._prefix = generation, prefix
         self._states: list[State] = []  # of its sequences; none: waits without a prefix, or has ended
         self._unread: list[Sequence[int]] = []  # by each of them
+        self._long = False  # whether these are more than a pass reads
         self._kept_tokens = self._read_tokens = 0
         self._added_s = now()
         self._first_s = self._total_s = 0.0
@@ -228,19 +229,11 @@ class Request:
             noted_bytes=noted_bytes,
         )  # fmt: skip
 
-    @property
-    def _reads(self) -> bool:
-        """Whether tokens of the prompt are still to be read."""
-        return any(len(ids) > self._most for ids in self._unread)
-
-    def _part(self) -> list[Sequence[int]]:
-        """Returns the tokens that each sequence reads in the next pass."""
-        return [ids[: self._most] for ids in self._unread]
-
     def _read_on(self) -> None:
         """Goes on to the next part of its prompt."""
         self._read_tokens += self._most
         self._unread = [ids[self._most :] for ids in self._unread]
+        self._long = len(self._unread[0]) > self._most
 
     @property
     def _held(self) -> Load:
@@ -256,6 +249,7 @@ class Request:
             state, self._kept_tokens = self._prefix.take(ids, expected)
             if state is not None:
                 self._states, self._unread = [state], [ids[self._kept_tokens :]]
+                self._long = len(self._unread[0]) > self._most
             self._read_tokens = self._kept_tokens
 
     def _mark(self) -> None:
@@ -386,7 +380,7 @@ class Session:
             self._gate.before([*self._loads, twin._load])
             with memory_shortage():
                 twin._states = [state.copy() for state in request._states]
-                twin._unread = list(request._unread)
+                twin._unread, twin._long = list(request._unread), request._long
             twin._kept_tokens, twin._read_tokens = request._kept_tokens, request._read_tokens
             twin._added_s, twin._first_s = request._added_s, request._first_s
             self._running.append(twin)
@@ -429,7 +423,7 @@ class Session:
         pieces, row, reading = list[tuple[Request, Piece]](), 0, False
         for request in running:
             first, row = row, row + len(request._states)
-            if request._reads:
+            if request._long:
                 request._read_on()
                 reading = True
                 continue
@@ -452,7 +446,8 @@ class Session:
         """Returns the logits [sequences, vocab] of the next tokens. Keeps no reference to the states: some end before
         the turn does."""
         states = [state for each in running for state in each._states]
-        return self._model.read(states, [ids for each in running for ids in each._part()])
+        unread = [ids for each in running for ids in each._unread]
+        return self._model.read(states, unread if self._most == WHOLE else [ids[: self._most] for ids in unread])
 
     def _begin(self) -> None:
         """Begins the waiting requests that fit, beside the running ones."""
@@ -471,6 +466,7 @@ class Session:
             self._running = [*self._running, *new]
         for request, (state, unread) in zip(fresh, begun, strict=True):
             request._states, request._unread = [state], [unread]
+            request._long = len(unread) > self._most
 
     def _settle(self, request: Request) -> None:
         """Frees the state of a request, or gives it back, and counts the tokens that were read and written."""

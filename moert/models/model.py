@@ -250,18 +250,14 @@ class _Layer:
 
 
 class _Reading(NamedTuple):
-    """Sequences that are read in one pass, of `lengths` tokens one after the other. `prefixes`: for each sequence, how
-    many of its first tokens see each other, where nothing was read before. `known`: the positions that layers of this
-    pass have used."""
+    """Sequences that are read in one pass: the rows of each, one sequence after the other, and its state. `prefixes`:
+    for each sequence, how many of its first tokens see each other, where nothing was read before. `known`: the
+    positions that layers of this pass have used."""
 
-    lengths: Sequence[int]
+    spans: Sequence[slice]
     states: Sequence[State]
     prefixes: Sequence[int]
     known: dict[object, Positions]
-
-    def split(self, x: F32) -> list[F32]:
-        """Returns views of the rows of each sequence of x [tokens, ...]."""
-        return [x[start:end] for start, end in pairwise(accumulate(self.lengths, initial=0))]
 
 
 class _Tower:
@@ -286,21 +282,27 @@ class _Tower:
         ]
 
     def read(self, x: F32, lengths: Sequence[int], states: Sequence[State], prefixes: Sequence[int]) -> None:
-        """Runs all layers on x [tokens, d_model] in place; see _Reading for the rest."""
-        reading = _Reading(lengths, states, prefixes, {})
+        """Runs all layers on x [tokens, d_model] in place, sequences of `lengths` tokens one after the other; for
+        `prefixes` see _Reading."""
+        spans = [slice(start, end) for start, end in pairwise(accumulate(lengths, initial=0))]
+        reading = _Reading(spans, states, prefixes, {})
         streams = None if self.part.streams is None else begun(x, self.part.streams.n)
         for place, layer in enumerate(self.layers):
             if layer.positions is not None:
-                for rows, state in zip(reading.split(x), states, strict=True):
-                    layer.positions.add_from(rows, state.own[place].length)
+                for rows, state in zip(spans, states, strict=True):
+                    layer.positions.add_from(x[rows], state.own[place].length)
             entered = x.copy() if layer.part.parallel else None
-            halves = ((layer.to_mixer, partial(self._mix, place, reading)),
-                      (layer.to_ffn, partial(_feed, layer, reading, entered)))  # fmt: skip
-            for mixer, half in halves:
-                if streams is None or mixer is None:
-                    half(x)
+            if streams is None or layer.to_mixer is None:
+                self._mix(place, reading, x)
+            else:
+                layer.to_mixer.around(streams, partial(self._mix, place, reading))
+            if layer.ffn is not None:
+                routed = layer.routed if states[0].recent else None
+                recent = () if routed is None else [state.recent[routed] for state in states]
+                if streams is None or layer.to_ffn is None:
+                    layer.ffn(x, lengths, recent, entered)
                 else:
-                    mixer.around(streams, half)
+                    layer.to_ffn.around(streams, partial(_feed, layer.ffn, lengths, recent))
             if layer.scale is not None:
                 x *= layer.scale
         if streams is not None:
@@ -309,8 +311,8 @@ class _Tower:
     def _mix(self, place: int, reading: _Reading, x: F32) -> None:
         """Runs a layer's mixer, and its attention to an encoder's output, on x [tokens, d_model] in place."""
         layer = self.layers[place]
-        for rows, state, prefix in zip(reading.split(x), reading.states, reading.prefixes, strict=True):
-            own = state.own[place]
+        for span, state, prefix in zip(reading.spans, reading.states, reading.prefixes, strict=True):
+            rows, own = x[span], state.own[place]
             if isinstance(own, Kept):
                 self._attend(layer, rows, own, prefix, reading.known)
             elif layer.mixer is not None:
@@ -348,12 +350,9 @@ class _Tower:
         return Positions(turns, bias, zero, scales)
 
 
-def _feed(layer: _Layer, reading: _Reading, entered: F32 | None, x: F32) -> None:
-    """Runs a layer's feed-forward part on x [tokens, d_model] in place; for `entered` see MoeFfn."""
-    if layer.ffn is None:
-        return
-    states, routed = reading.states, layer.routed if reading.states[0].recent else None
-    layer.ffn(x, reading.lengths, () if routed is None else [state.recent[routed] for state in states], entered)
+def _feed(ffn: MoeFfn | DenseFfn, lengths: Sequence[int], recent: Sequence[Recent], x: F32) -> None:
+    """Runs a feed-forward part on x [tokens, d_model] in place."""
+    ffn(x, lengths, recent, None)
 
 
 def _heard(states: Sequence[State]) -> list[Heard]:
