@@ -155,7 +155,7 @@ class Builder:
         scaled = (weighs_input or experts.narrow is not None) and join.add != 1
         apart = after is not None or experts.beside is not None or experts.bypass or scaled
         routers[at] = self._router(experts, name, norm, 1.0 if apart else join.add)
-        joined = MoeJoin(after, join.add, apart, weighs_input, experts.router.overflow == "itself")
+        joined = MoeJoin(after, join.add, apart, weighs_input, experts.router.keeps, experts.shortcut)
         shared, beside, narrow = self._shared(experts, name), self._beside(experts, name), self._narrow(experts, name)
         bypass = self.matrix(f"{name}.bypass") if experts.bypass else None
         return MoeFfn(at, routers, runner, self.backend, joined, shared, beside, narrow, bypass)
@@ -261,6 +261,7 @@ class _Tower:
         `prefixes`: for each sequence, how many of its first tokens see each other, where nothing was read before."""
         sequences = [x[start:end] for start, end in pairwise(accumulate(lengths, initial=0))]
         known: dict[object, Positions] = {}
+        shortcut: F32 | None = None  # the output of the last layer's experts, where it joins behind this layer
         for place, layer in enumerate(self.layers):
             if layer.positions is not None:
                 for rows, state in zip(sequences, states, strict=True):
@@ -277,11 +278,16 @@ class _Tower:
                 if layer.cross is not None:
                     for piece in _pieces(rows):
                         self.backend.attend(layer.cross, piece, state.cross[place], 0, Positions())
+            made = None
             if layer.ffn is not None:
                 routed = layer.routed if states[0].recent else None
-                layer.ffn(x, lengths, () if routed is None else [state.recent[routed] for state in states], entered)
+                recent = () if routed is None else [state.recent[routed] for state in states]
+                made = layer.ffn(x, lengths, recent, entered)
             if layer.scale is not None:
                 x *= layer.scale
+            if shortcut is not None:
+                x += shortcut
+            shortcut = made
 
     def _attend(self, layer: _Layer, rows: F32, kept: Kept, prefix: int, known: dict[object, Positions]) -> None:
         """Runs attention on a sequence's rows in place, piece by piece. Of tokens that see each other, all keys are

@@ -121,6 +121,8 @@ class Layer:
                 yield from part.contradictions()
             elif join != Join():
                 yield "a layer says how something joins that it has not"
+        if isinstance(self.ffn, Experts) and self.ffn.shortcut and self.ffn_join != Join():
+            yield "experts take a shortcut, and do not join by a plain sum"
         if self.cross is not None:
             yield from self.cross.contradictions()
             if (self.cross.rope, self.cross.buckets, self.cross.stretch) != (None, None, None):
@@ -190,6 +192,9 @@ class Stack:
         biased = {(kind.buckets, kind.attention.n) for kind in self.kinds if kind.buckets and kind.attention}
         if len(biased) > 1:
             yield "its layers have distance biases of several sizes, but share one table"
+        last = self[len(self) - 1].ffn
+        if isinstance(last, Experts) and last.shortcut:
+            yield "the experts of the last layer take a shortcut past the next layer, and there is none"
 
 
 def stack_of(layers: Sequence[Layer], norm: Norm | None) -> Stack:

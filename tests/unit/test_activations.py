@@ -10,7 +10,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from tiny_packs import SWITCH_SHAPE
+from tiny_packs import SWITCH_SHAPE, with_shortcut
 
 from moert.kernels import library
 from moert.models.footprint import activation_bytes
@@ -62,9 +62,10 @@ def shapes(d_model: int, d_ff: int) -> dict[str, ModelSpec]:
     fixed = {name: decoder.but(mixers=((0, part),)).spec for name, part in parts.items()}
     narrow = decoder.but(narrow=Narrow(d_model // 2)).spec
     parallel = replace(decoder.spec, decoder=stack_of([replace(decoder.spec.decoder[0], parallel=True)], norm))
+    shortcut = with_shortcut(decoder.but(decoder=(True, True)).spec, 0, 3)
     return {
         "decoder": decoder.spec, "switch": switch.spec, "narrow": narrow, "late": _late(decoder.spec),
-        "parallel": parallel, **fixed,
+        "parallel": parallel, "shortcut": shortcut, **fixed,
     }  # fmt: skip
 
 
@@ -91,7 +92,7 @@ def few(case: Case) -> Iterator[Hashable]:
 @thinned(
     "kernels, name, d_model, lengths",
     ["auto", "reference"],
-    ["decoder", "switch", "narrow", "late", "parallel", "conv", "delta", "kda", "mamba2", "mamba"],
+    ["decoder", "switch", "narrow", "late", "parallel", "shortcut", "conv", "delta", "kda", "mamba2", "mamba"],
     [(768, [300, 1500]), (256, [5000])],
     facts=few,
 )
