@@ -82,10 +82,12 @@ def check_names_and_shapes(described: Description, path: Path) -> None:
 
 
 def check_frequencies(described: Description, model: Any) -> None:
-    [module] = [module for module in model.modules() if "RotaryEmbedding" in type(module).__name__] or [None]
+    modules = {name: part for name, part in model.named_modules() if "RotaryEmbedding" in type(part).__name__}
+    of_layers = [part for name, part in modules.items() if "rotary_embs." in name]
     ours = [value for name, value in described.computed.items() if name.startswith("rope.")]
-    theirs = [] if module is None else [
+    theirs = [
         (_in_order(module, b), module.config.rope_parameters.get("short_mscale") or _factor(module, name))
+        for module in (of_layers if "GraniteMoeSWA" in type(model).__name__ else modules.values())
         for name, b in module.named_buffers() if not name.endswith("original_inv_freq")
     ]  # fmt: skip
     assert len(described.spec.ropes) == len(ours) == len(theirs)

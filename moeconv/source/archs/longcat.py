@@ -58,7 +58,7 @@ class LongcatFlash(Family):
         return decoder(self.model_type, config, tokens, both * config.count("num_layers"), names)
 
     def prepared(self, model: nn.Module) -> nn.Module:
-        """Makes each router call the module of its matrix, so that others hear what it gets."""
+        """Makes each router call the module of its matrix, so that others hear its input."""
         for module in model.modules():
             if type(module).__name__ == "LongcatFlashTopkRouter":
                 module.register_forward_pre_hook(_announced)
