@@ -284,9 +284,9 @@ def test_predictors_are_told_what_the_routers_of_this_pass_selected(packs, name)
             scores = situation.scores()
             assert (scores is None) == (situation.at in first.values())
             if scores is not None:
-            assert scores.shape == (SPECS[name].moe.n,)
-            assert scores.sum() < 1.01
-            assert scores.sum() > 0.99 or SPECS[name].experts[situation.at].router.identities
+                assert scores.shape == (SPECS[name].moe.n,)
+                assert scores.sum() < 1.01
+                assert scores.sum() > 0.99 or SPECS[name].experts[situation.at].router.identities
             return []
 
     pack = Pack.open(packs[name])
