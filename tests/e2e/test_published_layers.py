@@ -171,7 +171,7 @@ FEW = {
     "Gemma-4-26B-A4B", "gpt-oss-120b", "Phi-3-mini-4k", "FlexOlmo-7x7B-1T", "Jamba-1.5-Mini", "MiMo-V2-Flash",
     "Mistral-Small-4", "Nemotron-3-Super-120B-A12B", "Phi-3.5-MoE", "switch-xxl-128", "DeepSeek-V2",
     "Llama-4-Scout", "GLM-5", "MiniMax-M3", "DeepSeek-V3",
-    "Kimi-Linear-48B-A3B", "Ling-3.0-Flash", "LongCat-Flash", "Step-3.7-Flash",
+    "Kimi-Linear-48B-A3B", "Ling-3.0-Flash", "LongCat-Flash", "Step-3.7-Flash", "granite-swash-3b-a600m",
 }  # fmt: skip
 """Models that have between them each setting that any has; fields with more values than VALUES are lengths."""
 VALUES = 8
