@@ -1,4 +1,4 @@
-"""The metadata of a GGUF file that say what its model is."""
+"""The metadata of a GGUF file that describe its model."""
 
 from __future__ import annotations
 
