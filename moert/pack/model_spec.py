@@ -89,7 +89,7 @@ class Layer:
     @property
     def extended(self) -> bool:
         """Returns whether a part has a field that its class names in LEFT_OUT: gates of heads, decays by feature,
-        bounds behind activations."""
+        bounds behind activations, shortcuts, choices that return their input."""
         return any(extended(getattr(self, field.name)) for field in fields(self))
 
     def tensors(self, at: str, d_model: int) -> Iterator[Tensor]:
