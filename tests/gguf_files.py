@@ -29,6 +29,7 @@ ARCHS = {
     "qwen3_vl": "QWEN3VL", "qwen3_5_text": "QWEN35",
     "cohere2": "COHERE2", "mistral4": "MISTRAL4", "glm_moe_dsa": "GLM_DSA", "deepseek_v32": "GLM_DSA", "hy_v3": "DOTS1",
     "qwen3_5_moe_text": "QWEN35MOE", "granitemoehybrid": "GRANITE_HYBRID", "nemotron_h": "NEMOTRON_H_MOE",
+    "kimi_linear": "KIMI_LINEAR", "step3p5": "STEP35",
 }  # fmt: skip
 """model_type → the architecture's name in the package."""
 NEWER = {"deepseek_v32": "deepseek32", "hy_v3": "hy_v3"}
@@ -49,7 +50,8 @@ AS_LLAMA_CPP: Mapping[str, dict[str, Any]] = {
 }  # fmt: skip
 """Settings of tiny models that llama.cpp takes for granted, so that no file says them."""
 _ALWAYS_F32 = (
-    "ffn_gate_inp.weight", "ffn_gate_inp_shexp.weight", "ssm_conv1d.weight", "shortconv.conv.weight", "_norm.weight",
+    "ffn_gate_inp.weight", "ffn_gate_inp_shexp.weight", "ssm_conv1d.weight", "ssm_conv1d_q.weight",
+    "ssm_conv1d_k.weight", "ssm_conv1d_v.weight", "shortconv.conv.weight", "_norm.weight",
     "indexer.proj.weight",
 )  # fmt: skip
 
@@ -74,7 +76,7 @@ def write_gguf(folder: Path, file: Path, kind: str | None = None, **metadata: An
     """Writes a checkpoint's GGUF file. `kind`: the type of matrices other than routers, as the package calls it (None:
     as they are); `metadata`: more keys, or other values (None: without the key)."""
     config = _config(folder)
-    known = gguf.MODEL_ARCH_NAMES[gguf.MODEL_ARCH[ARCHS[config["model_type"]]]]
+    known = gguf.MODEL_ARCH_NAMES[_arch(config)]
     writer = gguf.GGUFWriter(file, NEWER.get(config["model_type"], known))
     tokens = json.loads((folder / "tokenizer.json").read_text())
     for key, value in {**_metadata(config), **_tokenizer(tokens), **metadata}.items():
@@ -113,6 +115,12 @@ def _config(folder: Path) -> Config:
     found: Config = json.loads((folder / "config.json").read_text())
     inner = {**found.get("text_config", {}), **found}
     return {**inner, "model_type": RELATIVES.get(found["model_type"], found["model_type"])}
+
+
+def _arch(config: Config) -> gguf.MODEL_ARCH:
+    """Returns the architecture; Nemotron-H without experts has one of its own."""
+    dense = "moe" not in config.get("layers_block_type", ["moe"])
+    return gguf.MODEL_ARCH["NEMOTRON_H" if dense else ARCHS[config["model_type"]]]
 
 
 def _layers(config: Config) -> int:
@@ -184,6 +192,32 @@ def _deepseek(c: Config) -> Config:
     }  # fmt: skip
 
 
+def _kimi_linear(c: Config) -> Config:
+    attends = [kind == "full_attention" for kind in c["layer_types"]]
+    kept = ("expert_weights_norm", "expert_gating_func")  # which it does not write
+    return {
+        **_deepseek({**c, "first_k_dense_replace": c["mlp_layer_types"].index("sparse")}), **dict.fromkeys(kept),
+        "attention.head_count_kv": [int(each) for each in attends], "ssm.conv_kernel": c["linear_conv_kernel_dim"],
+        "kda.head_dim": c["linear_head_dim"], "context_length": c["model_max_length"],
+        "expert_used_count": c["num_experts_per_token"], "expert_group_count": None, "rope.freq_base": None,
+    }  # fmt: skip
+
+
+def _step(c: Config) -> Config:
+    slides = [kind == "sliding_attention" for kind in c["layer_types"]]
+    heads = [c["num_sliding_attention_heads"] if each else c["num_attention_heads"] for each in slides]
+    return {
+        "attention.head_count": heads, "attention.head_count_kv": [c["num_key_value_heads"]] * len(heads),
+        "attention.sliding_window": c["sliding_window"], "attention.sliding_window_pattern": slides,
+        "attention.value_length": c["head_dim"], "expert_feed_forward_length": c["moe_intermediate_size"],
+        "expert_shared_feed_forward_length": c["share_expert_dim"], "expert_weights_norm": True,
+        "expert_weights_scale": c["moe_router_scaling_factor"],
+        "leading_dense_block_count": c["mlp_layer_types"].index("sparse"), "moe_every_n_layers": 1,
+        "rope.freq_base_swa": c["rope_parameters"]["sliding_attention"]["rope_theta"],
+        "swiglu_clamp_exp": c["swiglu_limits"], "swiglu_clamp_shexp": c["swiglu_limits_shared"],
+    }  # fmt: skip
+
+
 def _indexed(c: Config) -> Config:
     names = {"head_count": "n_heads", "key_length": "head_dim", "top_k": "topk"}
     return {**_deepseek(c), **{f"attention.indexer.{key}": c[f"index_{name}"] for key, name in names.items()}}
@@ -243,10 +277,12 @@ def _gemma4(c: Config) -> Config:
     own = next(iter((c.get("per_layer_config") or {}).values()), {})
     whole = c.get("num_global_key_value_heads") or own["num_key_value_heads"]
     kv = [c["num_key_value_heads"] if each else whole for each in slides]
+    without = {} if c["enable_moe_block"] else dict.fromkeys(("expert_count", "expert_used_count"))
     return {
+        **without,
         "attention.sliding_window": c["sliding_window"], "attention.sliding_window_pattern": slides,
         "attention.key_length": c.get("global_head_dim", own["head_dim"]), "attention.key_length_swa": c["head_dim"],
-        "expert_feed_forward_length": c["moe_intermediate_size"], "attention.head_count_kv": kv,
+        "expert_feed_forward_length": None if without else c["moe_intermediate_size"], "attention.head_count_kv": kv,
         "rope.freq_base_swa": c["rope_parameters"]["sliding_attention"]["rope_theta"],
         "embedding_length_per_layer_input": 0, "attention.shared_kv_layers": 0,
         "final_logit_softcapping": c["final_logit_softcapping"],
@@ -287,7 +323,7 @@ _OF_FAMILY: Mapping[str, Callable[[Config], Config]] = {
     "gpt_oss": lambda c: {"attention.sliding_window": c["sliding_window"],
                           "expert_feed_forward_length": c["intermediate_size"]},
     "deepseek_v2": _deepseek, "deepseek_v3": _deepseek, "mistral4": _deepseek, "glm_moe_dsa": _indexed,
-    "deepseek_v32": _indexed,
+    "deepseek_v32": _indexed, "kimi_linear": _kimi_linear, "step3p5": _step,
     "hy_v3": lambda c: {
         "expert_feed_forward_length": c["moe_intermediate_size"], "expert_weights_norm": True, "expert_gating_func": 2,
         "expert_shared_feed_forward_length": c["moe_intermediate_size"] * c["num_shared_experts"],
@@ -325,7 +361,7 @@ _OF_FAMILY: Mapping[str, Callable[[Config], Config]] = {
         "attention.layer_norm_rms_epsilon": None, "attention.layer_norm_epsilon": c["layer_norm_epsilon"],
         "expert_shared_feed_forward_length": c["moe_shared_expert_intermediate_size"],
         "moe_latent_size": c["moe_latent_size"], "rope.freq_base": None,
-        "feed_forward_length": [20 * (kind == "moe") for kind in c["layers_block_type"]]},
+        "feed_forward_length": [20 * (kind in ("moe", "mlp")) for kind in c["layers_block_type"]]},
     "llama4_text": lambda c: {"expert_feed_forward_length": c["intermediate_size"],
                               "feed_forward_length": c["intermediate_size_mlp"]},
     "lfm2_moe": lambda c: {**_kv(c), "shortconv.l_cache": c["conv_L_cache"], "expert_gating_func": 2,
@@ -342,14 +378,14 @@ _PARTS = {"gate_proj": "gate", "up_proj": "up", "down_proj": "down", "w1": "gate
 
 
 def _names(config: Config) -> gguf.TensorNameMap:
-    return gguf.get_tensor_name_map(gguf.MODEL_ARCH[ARCHS[config["model_type"]]], _layers(config))
+    return gguf.get_tensor_name_map(_arch(config), _layers(config))
 
 
 def _mapped(names: gguf.TensorNameMap, name: str) -> str:
     renamed = (
         name.replace("model.language_model.", "model.").removeprefix("language_model.")
         .replace(".dt_bias", ".dt_proj.bias")
-        .replace("e_score_correction_bias", "e_score_correction.bias")
+        .replace("e_score_correction_bias", "e_score_correction.bias").replace(".router_bias", ".router_bias.bias")
         .replace(".expert_bias", ".expert_bias.bias").replace(".layer_scalar", ".layer_scalar.weight")
         .replace(".sinks", ".sinks.weight").replace("attention_sink_bias", "attention_sink_bias.weight")
     )  # fmt: skip
@@ -427,6 +463,8 @@ def _changed(config: Config, name: str, tensor: Tensor) -> Tensor:
     if kind in _PERMUTED and (found := re.search(r"\.([qk])_proj\.(weight|bias)$", name)):
         heads = config["num_attention_heads" if found[1] == "q" else "num_key_value_heads"]
         tensor = tensor.unflatten(0, (heads, 2, -1)).transpose(1, 2).flatten(0, 2)
+    if kind == "kimi_linear" and "conv1d.weight" in name:
+        return tensor[None]
     if "conv1d.weight" in name or "conv.conv.weight" in name:
         tensor = tensor.squeeze(1)
     if name.endswith("A_log"):
@@ -436,7 +474,13 @@ def _changed(config: Config, name: str, tensor: Tensor) -> Tensor:
             return tensor[:, None]
         if name.endswith(("mamba.norm.weight", "mixer.norm.weight")):
             return tensor.unflatten(0, (config.get("n_groups", config.get("mamba_n_groups")), -1))
-    less_one = ("qwen3_next", "qwen3_5_moe_text", "qwen3_5_text", "gemma3_text")  # norms, which a file has as they are
+    less_one = (
+        "qwen3_next",
+        "qwen3_5_moe_text",
+        "qwen3_5_text",
+        "gemma3_text",
+        "step3p5",
+    )  # norms, which a file has as they are
     if kind in less_one and "norm.weight" in name and "linear_attn" not in name:
         return tensor + 1
     return tensor

@@ -103,6 +103,9 @@ RICH = ModelSpec(
 _SQUARED = Ffn(9, Act("relu2"), gated=False)
 _DELTA = GatedDelta(4, 2, 5, 6, 4, _NORM)
 _FEW = Experts(3, Ffn(7, Act("silu"), gated=True), Router(2, True, None, "sigmoid", choice_bias=True))
+_IDENTITIES = replace(
+    _FEW, router=replace(_FEW.router, identities=2), shared=Ffn(9, Act("silu"), gated=True), shortcut=True
+)
 MIXERS = ModelSpec(
     family="mixers", vocab_size=11, d_model=10, encoder=None,
     decoder=stack_of(
@@ -112,7 +115,7 @@ MIXERS = ModelSpec(
             Layer(_LAYER_NORM, Mamba2(4, 3, 2, 5, 4, _NORM, bias=True), None, _SQUARED),
             Layer(_NORM, None, None, _FEW, Join(), Join(_NORM, 0.5)),
             Layer(_NORM, Mamba(12, 5, 6, 4, _NORM, bias=True), None, _FEW, scaled=True),
-            Layer(_NORM, Attention(2, 1, 6, 0.408, "head", None, 0, None), None, _FEW),
+            Layer(_NORM, Attention(2, 1, 6, 0.408, "head", None, 0, None), None, _IDENTITIES),
             Layer(_NORM, replace(_PLAIN_MAMBA, taps=1), None, _FEW),
             Layer(_NORM, replace(_DELTA, by_feature=True, rank=4, gate="sigmoid", bound=5.0), None, None),
             Layer(_NORM, replace(_LATENT, rope=None, gate=True), None, None),
@@ -121,7 +124,7 @@ MIXERS = ModelSpec(
     ),
     ropes=(Rope(6),), head=Head(True, 1.0), tokens=Tokens(None, (1,), 0, None), max_positions=64,
 )  # fmt: skip
-"""Every mixer with a state of fixed size, and layers that lack a half."""
+"""Every mixer with a state of fixed size, layers that lack a half, and experts with a shortcut."""
 
 _STREAMS = Streams(3, 5, 1e-6)
 STREAMING = ModelSpec(
@@ -305,7 +308,7 @@ def minor_of(spec: ModelSpec, without: int) -> int:
     kinds = [kind for stack in spec.stacks.values() for kind in stack.kinds]
     if any(kind.streams is not None for kind in kinds):
         return STREAMS_MINOR
-    if any(f'"{name}": ' in json.dumps(plain(kinds)) for name in ("by_feature", "gate_by_head", "bound")):
+    if any(f'"{name}": ' in json.dumps(plain(kinds)) for name in ("by_feature", "gate_by_head", "bound", "shortcut")):
         return EXTENDED_MINOR
     return PARALLEL_MINOR if any(kind.parallel for kind in kinds) else without
 

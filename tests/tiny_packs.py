@@ -27,7 +27,7 @@ from moert.pack.codec import (
 )
 from moert.pack.layout import Neurons, group_of
 from moert.pack.manifest import Files, Preference, Quantization
-from moert.pack.model_spec import ExpertKey, Head, Join, Layer, LayerKey, ModelSpec, Stack
+from moert.pack.model_spec import ExpertKey, Head, Join, Layer, LayerKey, ModelSpec, Stack, stack_of
 from moert.pack.parts import (
     Act,
     Attention,
@@ -69,7 +69,19 @@ MIXERS_SHAPE = DECODER_SHAPE.but(
 )  # fmt: skip
 """Every mixer with a state of fixed size, layers that lack a half, and one with attention."""
 SHAPES = {"decoder": DECODER_SHAPE, "switch": SWITCH_SHAPE, "mixers": MIXERS_SHAPE}
-DECODER, SWITCH, MIXERS = DECODER_SHAPE.spec, SWITCH_SHAPE.spec, MIXERS_SHAPE.spec
+
+
+def with_shortcut(spec: ModelSpec, layer: int, identities: int) -> ModelSpec:
+    """The experts of a layer take a shortcut, and its router has so many numbers that stand for none."""
+    layers = [spec.decoder[at] for at in range(len(spec.decoder))]
+    experts = layers[layer].ffn
+    assert isinstance(experts, Experts)
+    part = replace(experts, router=replace(experts.router, identities=identities), shortcut=True)
+    layers[layer] = replace(layers[layer], ffn=part)
+    return replace(spec, decoder=stack_of(layers, spec.decoder.norm))
+
+
+DECODER, SWITCH, MIXERS = DECODER_SHAPE.spec, SWITCH_SHAPE.spec, with_shortcut(MIXERS_SHAPE.spec, 2, 6)
 _AFTER = Join(Norm(1e-5))
 _HEADS = Attention(4, 4, 6, 0.408, None, None, rope=None, buckets=None)
 _FULL = Experts(6, Ffn(28, Act("relu"), gated=False), Router(1, False, 5, overflow="itself"), bypass=True)
@@ -93,7 +105,7 @@ def streaming(spec: ModelSpec) -> ModelSpec:
     return replace(spec, family="streams", decoder=replace(spec.decoder, kinds=kinds))
 
 
-STREAMS = streaming(MIXERS)
+STREAMS = streaming(MIXERS_SHAPE.spec)
 SPECS = {"decoder": DECODER, "switch": SWITCH, "mixers": MIXERS, "late": LATE, "streams": STREAMS}
 
 

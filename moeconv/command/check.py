@@ -134,6 +134,7 @@ def as_json(found: Checked) -> dict[str, Any]:
         "experts": {
             "per_layer": experts.n,
             "top_k": experts.router.top_k,
+            "identities": experts.router.identities,
             "all": len(spec.expert_keys()),
             "weights_each": spec.weights_per_expert(),
             "shared": experts.shared is not None,
@@ -159,11 +160,12 @@ def lines(found: Checked) -> list[str]:
     )
     sure = "" if found.certain else ", if the checkpoint has them"
     shared = "" if experts.shared is None else ", and a shared one"
+    most = "up to " if experts.router.identities else ""
     coded = found.quantizer + ("" if found.layout == DEFAULT_LAYOUT else f" and --layout {found.layout}")
     return [
         f"{found.model}: {spec.family}, supported",
         f"  layers      {layers}",
-        f"  experts     {len(spec.expert_keys()):,}: {experts.n} a layer, {experts.router.top_k} for each token"
+        f"  experts     {len(spec.expert_keys()):,}: {experts.n} a layer, {most}{experts.router.top_k} for each token"
         f"{shared}; {spec.weights_per_expert():,} weights each",
         f"  parameters  {many(numbers.total)}, of them {many(numbers.active)} for each token",
         *_wrapped("features", features(spec)),

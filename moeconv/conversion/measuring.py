@@ -443,7 +443,8 @@ def swept_by_gradients(bench: Bench, widths: Sequence[Width], account: Account) 
 
 def _by_layers(bench: Bench, patterns: Sequence[Bits], about: str, account: Account) -> Ranked:
     """Returns the costs of a model that continues text."""
-    settings, model, layers = bench.settings, bench.layered, len(bench.spec.decoder)
+    settings, model = bench.settings, bench.layered
+    layers = len(model.skeleton.layers)
     scorer = bench.material.scorer(model, bench.material.ranking, settings.sweep_samples)
     assert isinstance(scorer, TextScorer), "it continues text"
     model.coded({bits for pattern in patterns for bits in pattern if bits < 16})

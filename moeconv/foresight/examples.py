@@ -276,11 +276,11 @@ def foretold(x: Tensor, layer: RouterWeights) -> Tensor:
     """Returns the numbers that the network is to learn of a layer [tokens, experts]: the router's weight · x for its
     input x [tokens, d_model], or where experts are chosen by more than this, numbers in the order of the choice."""
     numbers = numbers_of(x, layer)
-    part = layer.part
+    part, experts = layer.part, numbers.shape[1] - layer.part.identities
     if part.score == "softmax" or (layer.choice_bias is None and part.groups is None):
-        return numbers
+        return numbers[:, :experts]
     deciding = torch.from_numpy(deciding_of(scores_of(numbers, layer).numpy(), layer))
-    return deciding.clamp(min=_LEAST).log()
+    return deciding[:, :experts].clamp(min=_LEAST).log()
 
 
 # Examples for predictors of neurons on disk: the inputs of experts, and their firing neurons.

@@ -277,7 +277,7 @@ def collect_beside(model: LayeredModel, texts: Texts, names: Sequence[str], path
     states = model.passage(ids, keeps=True)
     model.through(states, ids, real, "what enters each layer")
     linears = linears_of(model.model, model.checkpoint.description, names)
-    layers = {name: int(name.split(".")[1]) for name in linears}
+    layers = {name: model.family.place(int(name.split(".")[1])) for name in linears}
     of_layer: dict[str, Tensor] = {}  # sums that are not written yet
 
     def sums(name: str) -> Tensor:

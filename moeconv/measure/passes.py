@@ -369,7 +369,7 @@ class Passes:
             weights.append(call.weights)
             return torch.zeros_like(call.x)
 
-        self.answered(passage, at.layer, ids, real, answer)
+        self.answered(passage, self.family.place(at.layer), ids, real, answer)
         return Call(x, torch.cat(chosen), torch.cat(weights))
 
     def answered(

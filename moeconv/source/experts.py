@@ -209,16 +209,25 @@ class ExpertCalls:
             x, weights = x * weights, torch.ones_like(weights)
         if now.active is not None:
             chosen = chosen.masked_fill(~now.active.reshape(-1, 1), -1)
+        n = self.spec.moe.n
+        if not self.spec.experts[place].router.identities:
+            return self._made(place, Call(x, chosen, weights))
+        kept = weights.masked_fill(chosen < n, 0).sum(-1, keepdim=True)
+        return self._made(place, Call(x, chosen.masked_fill(chosen >= n, -1), weights)) + kept * x
+
+    def _made(self, place: LayerKey, call: Call) -> Tensor:
+        """Returns the output of a layer's experts for a call, as the present pass has it. [tokens, d_model]"""
+        now = self.now
         if now.watch is not None:
-            now.watch(place, Call(x, chosen, weights))
-        if now.answer is not None and (answer := now.answer(place, Call(x, chosen, weights))) is not None:
+            now.watch(place, call)
+        if now.answer is not None and (answer := now.answer(place, call)) is not None:
             return answer
         keys, given = [place.expert(number) for number in range(self.spec.moe.n)], {}
         if now.substitute is not None and now.substitute.place == place:
-            chosen = _substituted(chosen, now.substitute, len(keys))
+            call = replace(call, chosen=_substituted(call.chosen, now.substitute, len(keys)))
             given = dict(enumerate(now.substitute.weights, len(keys)))
             keys += map(place.expert, now.substitute.expert_of_probe.tolist())
-        return self._grouped(Call(x, chosen, weights), keys, given)
+        return self._grouped(call, keys, given)
 
     def _grouped(self, call: Call, keys: Sequence[ExpertKey], given: Mapping[int, Weights]) -> Tensor:
         """Returns the output of experts for a call [tokens, d_model]. Rows are sorted by expert, so that each expert

@@ -151,6 +151,8 @@ def _experts(spec: ModelSpec, layers: Sequence[Layer]) -> Iterator[str]:
             yield f"experts that see {part.narrow.features} features in place of {spec.d_model}"
         if part.bypass:
             yield "a projection beside the experts"
+        if part.shortcut:
+            yield "experts whose output takes a shortcut past the next layer"
         if part.beside is not None:
             yield f"a network of width {part.beside.ffn.d_ff} beside the experts"
         yield from _network(part.ffn)
@@ -171,6 +173,8 @@ def _router(part: Router) -> Iterator[str]:
     if part.capacity is not None:
         kept = ", of which others keep what they are" if part.overflow == "itself" else ""
         yield f"at most {part.capacity} tokens an expert{kept}"
+    if part.identities:
+        yield f"{part.identities} choices that return their input"
     if part.own_norm:
         yield "a norm of the routers' own"
     if part.weigh == "input":

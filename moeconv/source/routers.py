@@ -137,12 +137,12 @@ I64 = npt.NDArray[np.int64]
 
 
 class Recency:
-    """The last uses of one layer's experts by some sequences: stamps [sequences, experts], the larger the later, below
-    0 for no use."""
+    """The last uses of one layer's experts by some sequences: stamps [sequences, choices], the larger the later, below
+    0 for no use, and for all choices behind the `experts`, which stand for none."""
 
-    def __init__(self, sequences: int, experts: int) -> None:
-        self.stamps: I64 = np.full((sequences, experts), -1, np.int64)
-        self._clock = 0
+    def __init__(self, sequences: int, choices: int, experts: int) -> None:
+        self.stamps: I64 = np.full((sequences, choices), -1, np.int64)
+        self._clock, self._experts = 0, experts
 
     def among_last(self, k: int) -> npt.NDArray[np.bool_]:
         """Returns, as booleans [sequences, experts], the k experts used last; among those of one token, smaller numbers
@@ -157,6 +157,7 @@ class Recency:
         stamps = self._clock * n + (n - 1 - chosen)
         rows = np.flatnonzero(going)[:, None]
         self.stamps[rows, chosen[going]] = stamps[going]
+        self.stamps[:, self._experts :] = -1
 
 
 class Preferring:
@@ -204,7 +205,7 @@ class Preferring:
     @contextmanager
     def writing(self, sequences: int) -> Iterator[Preferring]:
         """See Rerouting."""
-        self._going = {at: Recency(sequences, self._spec.moe.n) for at in self.places}
+        self._going = {at: self._unused(at, sequences) for at in self.places}
         try:
             yield self
         finally:
@@ -215,14 +216,18 @@ class Preferring:
         for recency in (self._going or {}).values():
             recency.stamps = recency.stamps[rows.numpy()]
 
+    def _unused(self, at: LayerKey, sequences: int) -> Recency:
+        return Recency(sequences, len(self._routers.layers[at].weight), self._spec.moe.n)
+
     def route(self, at: LayerKey, chosen: Tensor, weights: Tensor, real: Tensor) -> tuple[Tensor, Tensor]:
         """See Rerouting."""
         if self._preference is None or at not in self._routers.layers:
             return chosen, weights
-        layer, shape = self._routers.layers[at], (*real.shape, self._spec.moe.n)
+        layer = self._routers.layers[at]
+        shape = (*real.shape, len(layer.weight))
         scores = scores_of(numbers_of(self._routers.heard[at], layer), layer).reshape(shape).numpy()
         deciding = deciding_of(scores, layer)
-        recency = Recency(len(real), shape[-1]) if self._going is None else self._going[at]
+        recency = self._unused(at, len(real)) if self._going is None else self._going[at]
         mine = self._decide(at, deciding, recency, real.numpy())
         found = torch.from_numpy(mine.reshape(-1, mine.shape[-1]))
         return found, weights_of(torch.from_numpy(scores.reshape(-1, shape[-1])), found, layer)
@@ -239,7 +244,8 @@ class Preferring:
             recent = recency.among_last(preference.recent)
             chosen = _best(numbers, bonus * recent, top_k, preference.sure)
             lacking = ~np.take_along_axis(recent, chosen, axis=1) & going[:, None]
-            self.missed[at] += np.bincount(chosen[lacking], minlength=deciding.shape[2])
+            counts = np.bincount(chosen[lacking], minlength=deciding.shape[2])
+            self.missed[at] += counts[: len(self.missed[at])]
             self._gaps[at] += float(_gaps(numbers[going], top_k).sum())
             if at == self.places[0]:
                 self.tokens += int(going.sum())

@@ -51,6 +51,7 @@ class LayerScales:
         self.texts, self.all_ids = texts.select(self.places.tolist()), texts.ids
         self.n_layers = len(model.skeleton.layers)
         self.at_work = model.spec.moe_layers("decoder")
+        self._places = [model.family.place(one.layer) for one in self.at_work]
 
     def run(self, journal: Journal, about: str, bar: Bar) -> Measured:
         """Returns the measured costs of layers; a pass of all of the text must have kept its states. Raises
@@ -89,13 +90,13 @@ class LayerScales:
 
     def _variants(self, at: int) -> list[int]:
         """Returns the first rows of the variants that set out at a layer."""
-        before = sum(one.layer < at for one in self.at_work) * len(self.patterns)
-        here = len(self.patterns) if any(one.layer == at for one in self.at_work) else 0
+        before = sum(place < at for place in self._places) * len(self.patterns)
+        here = len(self.patterns) if at in self._places else 0
         return [(before + number) * len(self.places) for number in range(here)]
 
     def _go_on(self, moving: Passage, at: int, left: Leaving) -> None:
         """Sends the variants that set out at earlier layers through this one, with unquantized experts."""
-        rows = sum(one.layer < at for one in self.at_work) * len(self.patterns) * len(self.places)
+        rows = sum(place < at for place in self._places) * len(self.patterns) * len(self.places)
         if not rows:
             return
         self.model.original_experts()
@@ -109,7 +110,9 @@ class LayerScales:
         """Sends the windows through the layer with all of its experts at each pattern of widths."""
         for start, bits in zip(self._variants(at), self.patterns, strict=False):
             widths = uniform(self.model.spec, ORIGINAL) | {
-                key: bits for key in self.model.spec.expert_keys() if key.at == ("decoder", at)
+                key: bits
+                for key in self.model.spec.expert_keys()
+                if key.stack == "decoder" and self.model.family.place(key.layer) == at
             }
             self.model.assign(widths)
             with self.model.ready(at):
@@ -303,10 +306,11 @@ class _Layer:
 
     def __init__(self, of: Gradients, at: int) -> None:
         self.of, self.model, self.at = of, of.model, at
-        keys = {one.layer: one for one in self.model.spec.moe_layers("decoder")}
+        keys = {self.model.family.place(one.layer): one for one in self.model.spec.moe_layers("decoder")}
         self.key: LayerKey | None = keys.get(at)
         self.ffn = self.model.spec.moe.ffn
-        self.adds = self.model.spec.decoder[at].adds_experts and at + 1 < of.n_layers
+        joins = self.key is not None and self.model.spec.decoder[self.key.layer].adds_experts
+        self.adds = joins and at + 1 < of.n_layers
         """Whether gradients do not depend on the experts' outputs: they do where the outputs go through a norm."""
         self._started, self._rows = time.perf_counter(), of.model.calls.rows
         self.totals = Totals(self.model.calls, self.model.coder, of.patterns)

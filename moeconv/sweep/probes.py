@@ -227,7 +227,7 @@ class TextProber:
         kls = self.kls.sum(dim=1).repeat(len(probes), 1)
         for pairs in pairs_of(found, BATCH_TOKENS // self.texts.ids.shape[1]):
             leaving = partial(entering, found=found) if adds else partial(self._leaving, key.at, probes)
-            self._measure(key.layer, pairs, found, leaving, nats, kls)
+            self._measure(self.scorer.stack.family.place(key.layer), pairs, found, leaving, nats, kls)
         flops = self.trial.calls.flops(self.trial.calls.rows - rows_before) // len(probes)
         return [
             Found(probe, self.scorer.scores_of(nats[number], kls[number]), flops, 0)
@@ -240,16 +240,17 @@ class TextProber:
         weights = [self.trial.weights(probe.key, probe.bits) for probe in probes]
         experts = torch.tensor([probe.key.expert for probe in probes])
         left: list[Tensor] = []
+        place = self.scorer.stack.family.place(at.layer)
 
         def stop(layer: int, hidden: Tensor) -> None:
-            if layer == at.layer:
+            if layer == place:
                 left.append(hidden)
 
         inputs = {"input_ids": self.texts.ids[pairs.sequence]}
-        if at.layer:
-            inputs = {"inputs_embeds": self.after[at.layer - 1][pairs.sequence]}
+        if place:
+            inputs = {"inputs_embeds": self.after[place - 1][pairs.sequence]}
         with self.trial.calls.during(substitute=Substitute(at, pairs.probe, experts, weights)):
-            self.scorer.stack.run(inputs, at.layer, stop)
+            self.scorer.stack.run(inputs, place, stop)
         changed = torch.arange(left[0].shape[1]) >= pairs.first[:, None]
         return torch.where(changed[:, :, None], left[0], after[pairs.sequence])
 

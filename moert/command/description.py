@@ -223,6 +223,7 @@ def describe(pack: Pack) -> dict[str, Any]:
         "experts": {
             "per_layer": spec.moe.n,
             "top_k": spec.moe.router.top_k,
+            "identities": spec.moe.router.identities,
             "all": len(manifest.experts),
             "weights_each": spec.weights_per_expert(),
             "files": len({entry.path for entry in manifest.experts}),
@@ -275,10 +276,11 @@ def description_lines(pack: Pack) -> list[str]:
         f"{called.get(bits, f'{bits} bits')}: {count}" for bits, count in facts["bits_histogram"].items()
     )
     files = "" if experts["files"] == experts["all"] else f" in {experts['files']} files"
+    most = "up to " if experts["identities"] else ""
     return [
         f"pack             {facts['pack']} (by {facts['creator']})",
         f"model            {facts['family']}: {layers}",
-        f"experts          {experts['all']}: {experts['per_layer']} a layer, {experts['top_k']} for each token, "
+        f"experts          {experts['all']}: {experts['per_layer']} a layer, {most}{experts['top_k']} for each token, "
         f"{experts['weights_each']} weights each",
         f"quantizer        {facts['quantizer']}{group}{codes}",
         f"widths           {widths} (projections)",

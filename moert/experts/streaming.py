@@ -83,7 +83,7 @@ class CachedExperts:
         keys = announce(Demand(at, tuple(experts)), self.listeners, self._cache, self._ahead)
         with self._cache.lease(keys) as lease:
             if self._ahead is not None:
-                self._ahead.look(at, np.array([experts]), x)
+                self._ahead.look(at, np.array([experts], np.int64), x)
             if self._overlaps and len(ready := lease.ready()) < len(experts):
                 self._run_as_they_come(at, lease, ready, hidden, weights, out)
             elif experts:

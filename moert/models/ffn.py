@@ -45,24 +45,32 @@ class LearnedRouter:
 
     def __init__(self, weights: RouterWeights[Matrix], backend: Backend) -> None:
         self.weights, self._capacity, self._backend = weights, weights.part.capacity, backend
+        self.identities = weights.part.identities
 
     def route(self, x: F32, lengths: Sequence[int], recent: Sequence[Recent] = ()) -> Routed:
         hidden, scores = self._backend.scores(x, self.weights)
         return Routed(hidden, *self.choose(scores, lengths))
 
     def choose(self, scores: F32, lengths: Sequence[int]) -> tuple[I64, F32]:
-        """Returns experts and weights as in Routed for scores [tokens, experts]."""
+        """Returns experts and weights as in Routed for scores [tokens, experts and identities]."""
         experts, weights = self._backend.choose(scores, self.weights)
+        if self.identities:
+            return self.without_identities(experts, scores), weights
         if self._capacity is not None and max(lengths) > self._capacity:
             parts = np.split(experts, np.cumsum(lengths)[:-1])
             experts = np.concatenate([without_overflow(part, scores.shape[1], self._capacity) for part in parts])
         return experts, weights
 
+    def without_identities(self, experts: I64, scores: F32) -> I64:
+        """Returns experts [tokens, top_k] with -1 for each choice that stands for none."""
+        return np.where(experts < scores.shape[1] - self.identities, experts, -1)
+
     def guess(self, x: F32) -> F32:
         if len(x) > _GUESSED_FROM:
             x = np.ascontiguousarray(x[np.linspace(0, len(x) - 1, _GUESSED_FROM).astype(np.int64)])
         scores: F32 = self._backend.scores(x, self.weights)[1].mean(axis=0)
-        return scores if self.weights.choice_bias is None else scores + self.weights.choice_bias
+        scores = scores if self.weights.choice_bias is None else scores + self.weights.choice_bias
+        return scores[: len(scores) - self.identities]
 
 
 class PreferringRouter:
@@ -92,15 +100,25 @@ class PreferringRouter:
                 kept.add(found[0])
                 parts.append(found)
             for at in range(exact, length):
-                parts.append(
-                    self._backend.prefer(rows[at : at + 1], self._exact.weights, self._bonus, self._sure, kept.experts)
-                )
+                parts.append(self._preferred(rows[at : at + 1], kept))
                 kept.went()
             start += length
         if len(parts) == 1:
             return Routed(hidden, *parts[0])
         experts, weights = (np.concatenate(each) for each in zip(*parts, strict=True))
         return Routed(hidden, experts, weights)
+
+    def _preferred(self, scores: F32, kept: Recent) -> tuple[I64, F32]:
+        """Returns the experts and weights of one token, which become the latest of its sequence."""
+        exact, recent = self._exact, kept.experts
+        if not exact.identities:
+            return self._backend.prefer(scores, exact.weights, self._bonus, self._sure, recent)
+        roomy = np.concatenate([recent, np.full(exact.weights.part.top_k, -1, np.int32)])
+        chosen, weights = self._backend.prefer(scores, exact.weights, self._bonus, self._sure, roomy)
+        chosen = exact.without_identities(chosen, scores)
+        used = np.concatenate([chosen[chosen >= 0], recent[~np.isin(recent, chosen)]])[: len(recent)]
+        recent[: len(used)] = used
+        return chosen, weights
 
     def guess(self, x: F32) -> F32:
         """Returns the guess for sequences that each write their next token."""
@@ -174,14 +192,15 @@ class NarrowExperts:
 class MoeJoin:
     """The way in which the experts' output joins the stream, see moert.pack.parts.Join and Router. `apart`: outputs are
     put together before they join; else each joins at once, and `add` is in the router's weights. `weighs_input`: the
-    router's weights multiply the experts' input. `keeps_overflow`: a token whose expert is full keeps the expert's
-    input, times its weight."""
+    router's weights multiply the experts' input. `keeps`: a choice that is no expert, -1, adds the experts' input times
+    its weight. `shortcut`: the experts' output is returned, to join the stream later."""
 
     after: NormWeights | None
     add: float
     apart: bool
     weighs_input: bool
-    keeps_overflow: bool = False
+    keeps: bool = False
+    shortcut: bool = False
 
 
 class MoeFfn:
@@ -199,15 +218,17 @@ class MoeFfn:
 
     def __call__(
         self, x: F32, lengths: Sequence[int], recent: Sequence[Recent], entered: F32 | None = None
-    ) -> None:  # fmt: skip
+    ) -> F32 | None:  # fmt: skip
         """Changes x [tokens, d_model] in place, sequences of `lengths` tokens one after the other; see Router for
-        `recent`. `entered` [tokens, d_model]: the layer's input, in a parallel layer; None: x."""
+        `recent`. `entered` [tokens, d_model]: the layer's input, in a parallel layer; None: x. Returns the output of
+        experts that takes a shortcut, [tokens, d_model]."""
         entered = x if entered is None else entered
         hidden, experts, weights = self._routers[self._at].route(entered, lengths, recent)
-        out = np.zeros_like(x) if self._join.apart else x
+        out = np.zeros_like(x) if self._join.apart or self._join.shortcut else x
         if self._shared is not None:
+            joined = x if self._join.shortcut else out
             for rows in _pieces(len(x)):
-                self._add_shared(self._shared, hidden[rows], out[rows])
+                self._add_shared(self._shared, hidden[rows], joined[rows])
         if self._bypass is not None:
             for rows in _pieces(len(x)):
                 out[rows] += self._tanh(self._backend.linear(hidden[rows], self._bypass))
@@ -217,13 +238,14 @@ class MoeFfn:
         if self._join.weighs_input:
             given, weights = given * weights, np.ones_like(weights)
         self._runner.run(self._at, given, experts, weights, made, x)
-        if self._join.keeps_overflow and experts.min() < 0:
+        if self._join.keeps and experts.min() < 0:
             made += np.where(experts < 0, weights, 0).sum(axis=1, keepdims=True, dtype=np.float32) * given
         if self._narrow is not None:
             for rows in _pieces(len(x)):
                 out[rows] += self._backend.linear(made[rows], self._narrow.widen)
         if self._join.apart:
             self._bring_in(x, out, entered)
+        return out if self._join.shortcut else None
 
     def _tanh(self, x: F32) -> F32:
         made: F32 = 2 * self._backend.sigmoid(2 * x) - 1

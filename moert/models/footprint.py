@@ -29,9 +29,10 @@ def activation_bytes(spec: ModelSpec, tokens: int, widened: bool, sequences: int
 
 
 def _layer_bytes(spec: ModelSpec, tokens: int, widened: bool) -> int:
-    """Returns the bytes of the layer that takes the most. Tokens that see each other are read at once."""
-    whole = spec.tokens.prefix_end is not None
-    return max(
+    """Returns the bytes of the layer that takes the most. Tokens that see each other are read at once. The outputs of
+    experts that take a shortcut are kept, of two layers at most."""
+    whole, kept = spec.tokens.prefix_end is not None, any(experts.shortcut for experts in spec.experts.values())
+    return 8 * kept * tokens * spec.d_model + max(
         tokens * _whole_row_bytes(spec.d_model, kind)
         + _mixture_bytes(spec.d_model, kind.ffn, tokens, widened)
         + _mixer_bytes(spec.d_model, kind, tokens, name == "encoder" or whole, widened)
@@ -49,9 +50,9 @@ def _whole_row_bytes(d_model: int, kind: Layer) -> int:
         return 4 * (3 + kind.parallel) * d_model
     apart = 3 if kind.ffn.beside is not None or kind.ffn_join.after is not None or kind.ffn.bypass else 0
     router, narrow = kind.ffn.router, kind.ffn.narrow
-    apart += (router.weigh == "input") + (router.overflow == "itself")
+    apart += (router.weigh == "input") + router.keeps
     made = (3 + apart + kind.parallel) * d_model + (0 if narrow is None else 3 * d_model + 3 * narrow.features)
-    return 4 * made + 16 * kind.ffn.n + 48 * kind.ffn.router.top_k
+    return 4 * made + 16 * (kind.ffn.n + router.identities) + 48 * router.top_k
 
 
 def _streams_bytes(d_model: int, part: Streams | None, tokens: int) -> int:

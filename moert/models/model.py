@@ -166,7 +166,7 @@ class Builder:
         scaled = (weighs_input or experts.narrow is not None) and join.add != 1
         apart = after is not None or experts.beside is not None or experts.bypass or scaled
         routers[at] = self._router(experts, name, norm, 1.0 if apart else join.add)
-        joined = MoeJoin(after, join.add, apart, weighs_input, experts.router.overflow == "itself")
+        joined = MoeJoin(after, join.add, apart, weighs_input, experts.router.keeps, experts.shortcut)
         shared, beside, narrow = self._shared(experts, name), self._beside(experts, name), self._narrow(experts, name)
         bypass = self.matrix(f"{name}.bypass") if experts.bypass else None
         return MoeFfn(at, routers, runner, self.backend, joined, shared, beside, narrow, bypass)
@@ -287,6 +287,7 @@ class _Tower:
         spans = [slice(start, end) for start, end in pairwise(accumulate(lengths, initial=0))]
         reading = _Reading(spans, states, prefixes, {})
         streams = None if self.part.streams is None else begun(x, self.part.streams.n)
+        shortcut: F32 | None = None  # the output of the last layer's experts, where it joins behind this layer
         for place, layer in enumerate(self.layers):
             if layer.positions is not None:
                 for rows, state in zip(spans, states, strict=True):
@@ -296,15 +297,19 @@ class _Tower:
                 self._mix(place, reading, x)
             else:
                 layer.to_mixer.around(streams, partial(self._mix, place, reading))
+            made = None
             if layer.ffn is not None:
                 routed = layer.routed if states[0].recent else None
                 recent = () if routed is None else [state.recent[routed] for state in states]
                 if streams is None or layer.to_ffn is None:
-                    layer.ffn(x, lengths, recent, entered)
+                    made = layer.ffn(x, lengths, recent, entered)
                 else:
                     layer.to_ffn.around(streams, partial(_feed, layer.ffn, lengths, recent))
             if layer.scale is not None:
                 x *= layer.scale
+            if shortcut is not None:
+                x += shortcut
+            shortcut = made
         if streams is not None:
             x[:] = ended(streams)
 

@@ -53,7 +53,7 @@ class Layer:
     x *= a number of its own. Without a norm all parts get x as it is. `positions` are added to x before. If the layer
     is `parallel`, its ffn gets the norm of the x that its mixer got."""
 
-    LEFT_OUT: ClassVar = ("parallel",)
+    LEFT_OUT: ClassVar = ("parallel", "streams")
     norm: Norm | None
     mixer: Attention | Latent | FixedState | None
     cross: Attention | None
@@ -92,7 +92,7 @@ class Layer:
     @property
     def extended(self) -> bool:
         """Returns whether a part has a field that its class names in LEFT_OUT: gates of heads, decays by feature,
-        bounds behind activations."""
+        bounds behind activations, shortcuts, choices that return their input."""
         return any(extended(getattr(self, field.name)) for field in fields(self))
 
     def tensors(self, at: str, d_model: int) -> Iterator[Tensor]:
@@ -130,6 +130,8 @@ class Layer:
                 yield from part.contradictions()
             elif join != Join():
                 yield "a layer says how something joins that it has not"
+        if isinstance(self.ffn, Experts) and self.ffn.shortcut and self.ffn_join != Join():
+            yield "experts take a shortcut, and do not join by a plain sum"
         if self.cross is not None:
             yield from self.cross.contradictions()
             if (self.cross.rope, self.cross.buckets, self.cross.stretch) != (None, None, None):
@@ -151,6 +153,8 @@ class Layer:
             yield "a layer has streams whose weights have the eps of the layer's norm, which it has not"
         if self.parallel or self.scaled or self.positions is not None or self.cross is not None:
             yield "a layer with streams is parallel or scaled, or has positions or attention to an encoder"
+        if isinstance(self.ffn, Experts) and self.ffn.shortcut:
+            yield "the experts of a layer with streams take a shortcut past the next layer"
 
     @property
     def _norms_heads(self) -> bool:
@@ -214,6 +218,9 @@ class Stack:
             yield "its layers have distance biases of several sizes, but share one table"
         if len({kind.streams for kind in self.kinds}) > 1:
             yield "its layers differ in their streams, which go through all of them"
+        last = self[len(self) - 1].ffn
+        if isinstance(last, Experts) and last.shortcut:
+            yield "the experts of the last layer take a shortcut past the next layer, and there is none"
 
 
 def stack_of(layers: Sequence[Layer], norm: Norm | None) -> Stack:

@@ -572,9 +572,11 @@ class Router:
     `choice_bias`: numbers that are added to scores for the choice alone. The sparsemixer (arXiv 2310.00811) chooses one
     expert after the other, each with its softmax among those no further than 2 · jitter below the best that is left.
     With `own_norm` the router gets another norm of the layer's input than the experts. `weigh`: whether weights
-    multiply the experts' output or their input.
+    multiply the experts' output or their input. Of the choices among `identities` more numbers, behind those of the
+    experts, each adds its weight times the experts' input, as if an expert returned that.
     """
 
+    LEFT_OUT: ClassVar = ("identities",)
     top_k: Annotated[int, Within(1, MOST)]
     renormalise: bool
     capacity: Annotated[int | None, Within(0, MAX_COUNT)]
@@ -588,13 +590,20 @@ class Router:
     expert_scale: bool = False
     weigh: Literal["output", "input"] = "output"
     overflow: Literal["nothing", "itself"] = "nothing"
+    identities: Annotated[int, Within(0, MOST)] = 0
+
+    @property
+    def keeps(self) -> bool:
+        """Returns whether a choice that is no expert, -1, adds its weight times the experts' input."""
+        return self.overflow == "itself" or self.identities > 0
 
     def tensors(self, at: str, experts: int, d_model: int) -> Iterator[Tensor]:
-        yield from matrix(f"{at}.router", (experts, d_model), "router", self.bias)
+        choices = experts + self.identities
+        yield from matrix(f"{at}.router", (choices, d_model), "router", self.bias)
         if self.choice_bias:
-            yield Tensor(f"{at}.router.choice_bias", (experts,))
+            yield Tensor(f"{at}.router.choice_bias", (choices,))
         if self.expert_scale:
-            yield Tensor(f"{at}.router.expert_scale", (experts,))
+            yield Tensor(f"{at}.router.expert_scale", (choices,))
         if self.own_norm:
             yield Tensor(f"{at}.router_norm.weight", (d_model,))
 
@@ -612,6 +621,16 @@ class Router:
             yield "its router weighs what experts get, and a token goes to more than one"
         if self.overflow == "itself" and self.capacity is None:
             yield "its router says what a token gets whose expert is full, and experts have no capacity"
+        if self.identities:
+            yield from self._identities(experts)
+
+    def _identities(self, experts: int) -> Iterator[str]:
+        if experts + self.identities > MOST:
+            yield f"its router chooses among {experts + self.identities} numbers, it should be at most {MOST}"
+        if self.groups is not None or self.capacity is not None or self.score == "sparsemixer":
+            yield "its router has numbers that stand for no expert beside groups, a capacity or a sparsemixer"
+        if self.weigh == "input":
+            yield "its router has numbers that stand for no expert, and weighs what experts get"
 
 
 @dataclass(frozen=True)
@@ -649,9 +668,11 @@ class Experts:
     """`n` networks of one shape, of which a router chooses some for each token. Every token passes the `shared` network
     too; with a `shared_gate`, its output is multiplied with sigmoid(shared_gate · x). `narrow` stands around the `n`
     experts alone, which get as many features as it says. With a `bypass`, tanh(bypass · x) is added to the sum of
-    all."""
+    all. With a `shortcut` the experts' output joins the stream when the next layer is done, that of `shared` at once
+    (ScMoE, arXiv 2404.05019)."""
 
     KIND: ClassVar[str] = "experts"
+    LEFT_OUT: ClassVar = ("shortcut",)
     n: Annotated[int, Within(1, MOST)]
     ffn: Ffn
     router: Router
@@ -660,6 +681,7 @@ class Experts:
     beside: Beside | None = None
     narrow: Narrow | None = None
     bypass: bool = False
+    shortcut: bool = False
 
     @property
     def chooses(self) -> bool:
@@ -690,3 +712,5 @@ class Experts:
                 yield from ffn.contradictions()
         if self.shared_gate and self.shared is None:
             yield "there is a gate for a shared expert, and no such expert"
+        if self.shortcut and (self.beside is not None or self.bypass):
+            yield "experts take a shortcut, and there is a network beside them or a bypass, which joins with them"

@@ -43,7 +43,7 @@ def choices(model: Model, ids: list[int], target: list[int]) -> tuple[F32, dict[
 
         def heard(x: F32, lengths: Any, recent: Any, router: Any = router, at: LayerKey = at) -> Any:
             routed = type(router).route(router, x, lengths, recent)
-            found[at].extend(routed.experts.tolist())
+            found[at].extend(np.sort(routed.experts, axis=1).tolist())  # those that stand for none first
             return routed
 
         router.route = heard  # type: ignore[method-assign]

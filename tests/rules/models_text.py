@@ -118,9 +118,11 @@ def _family(name: str, allowed: dict[str, tuple[Any, ...]]) -> list[str]:
     spec, numbers = found.spec, parameters(found.spec, found.computed)
     about = (sys.modules[type(FAMILIES[name]).__module__].__doc__ or "").strip()
     refused = "; ".join(f"`{setting}` other than {_values(values)}" for setting, values in allowed.items())
+    most = "at most " if spec.moe.router.identities else ""
     bullets = [
         f"Parts of {first}: {', '.join(features(spec))}.",
-        f"{first} has {numbers.total / 1e9:.1f} billion parameters, {numbers.active / 1e9:.1f} of them for each token; "
+        f"{first} has {numbers.total / 1e9:.1f} billion parameters, {most}{numbers.active / 1e9:.1f} of them for each "
+        f"token; "
         f"{_experts(spec)}.",
         f"Published shapes: {', '.join(each for each in _published(name) if each not in MADE_UP) or MADE_UP[first]}.",
         *(

@@ -74,7 +74,7 @@ INSIDE = {
     "moeconv.source": [
         ("outline", "decoders"), ("hub", "tensors"), ("decoded", "gguf"), ("checkpoint", "experts", "skeleton"),
     ],
-    "moeconv.source.gguf": [("container",), ("families", "tokenizer"), ("tensors",), ("folder",)],
+    "moeconv.source.gguf": [("container",), ("facts",), ("families", "tokenizer"), ("tensors",), ("folder",)],
     "moeconv.calibration": [("samples",), ("apart",), ("rendering",), ("load",)],
     "moeconv.quantizers": [("quantizer",), ("group", "moments"), ("gptq", "source"), ("coder", "trellis")],
     "moeconv.measure": [

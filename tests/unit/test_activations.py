@@ -10,7 +10,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from tiny_packs import SWITCH_SHAPE
+from tiny_packs import SWITCH_SHAPE, with_shortcut
 
 from moert.kernels import library
 from moert.models.footprint import activation_bytes
@@ -76,9 +76,10 @@ def shapes(d_model: int, d_ff: int) -> dict[str, ModelSpec]:
     parallel = replace(decoder.spec, decoder=stack_of([replace(decoder.spec.decoder[0], parallel=True)], norm))
     layer = replace(decoder.spec.decoder[0], streams=Streams(4, 20, 1e-6))
     streams = replace(decoder.spec, decoder=stack_of([layer], norm))
+    shortcut = with_shortcut(decoder.but(decoder=(True, True)).spec, 0, 3)
     return {
         "decoder": decoder.spec, "switch": switch.spec, "narrow": narrow, "late": _late(decoder.spec),
-        "parallel": parallel, "streams": streams, **fixed,
+        "parallel": parallel, "streams": streams, "shortcut": shortcut, **fixed,
     }  # fmt: skip
 
 
@@ -105,7 +106,20 @@ def few(case: Case) -> Iterator[Hashable]:
 @thinned(
     "kernels, name, d_model, lengths",
     ["auto", "reference"],
-    ["decoder", "switch", "narrow", "late", "parallel", "streams", "conv", "delta", "kda", "mamba2", "mamba"],
+    [
+        "decoder",
+        "switch",
+        "narrow",
+        "late",
+        "parallel",
+        "streams",
+        "shortcut",
+        "conv",
+        "delta",
+        "kda",
+        "mamba2",
+        "mamba",
+    ],
     [(768, [300, 1500]), (256, [5000])],
     facts=few,
 )

@@ -82,10 +82,12 @@ def check_names_and_shapes(described: Description, path: Path) -> None:
 
 
 def check_frequencies(described: Description, model: Any) -> None:
-    [module] = [module for module in model.modules() if "RotaryEmbedding" in type(module).__name__] or [None]
+    modules = {name: part for name, part in model.named_modules() if "RotaryEmbedding" in type(part).__name__}
+    of_layers = [part for name, part in modules.items() if "rotary_embs." in name]
     ours = [value for name, value in described.computed.items() if name.startswith("rope.")]
-    theirs = [] if module is None else [
+    theirs = [
         (_in_order(module, b), module.config.rope_parameters.get("short_mscale") or _factor(module, name))
+        for module in (of_layers if "GraniteMoeSWA" in type(model).__name__ else modules.values())
         for name, b in module.named_buffers() if not name.endswith("original_inv_freq")
     ]  # fmt: skip
     assert len(described.spec.ropes) == len(ours) == len(theirs)
@@ -143,7 +145,7 @@ def test_experts_are_called_in_order_and_say_what_was_chosen(tiny: tuple[str, Pa
         assert experts.dtype == torch.int64
         assert experts.shape == weights.shape == (tokens, spec.moe.router.top_k)
         assert x.shape == (tokens, spec.expert_width)
-        assert 0 <= int(experts.min()) <= int(experts.max()) < spec.moe.n
+        assert 0 <= int(experts.min()) <= int(experts.max()) < spec.moe.n + spec.moe.router.identities
         assert (weights > 0).all()
 
 
@@ -168,7 +170,7 @@ def test_a_tower_cut_short_goes_on_from_hidden_states(tiny: tuple[str, Path]) ->
     model = Checkpoint.open(path).model(torch.float32)
     tower = arch.tower(model, "encoder" if spec.encoder else "decoder")
     layers = getattr(tower, arch.layer_list)
-    assert len(layers) == len(spec.encoder or spec.decoder) >= 2
+    assert arch.parts * len(layers) == len(spec.encoder or spec.decoder) >= 2
     kept: list[torch.Tensor] = []
     hook = layers[0].register_forward_hook(
         lambda _module, _inputs, output: kept.append(output if isinstance(output, torch.Tensor) else output[0])
@@ -234,6 +236,9 @@ def run(model: Any, spec: ModelSpec) -> torch.Tensor:
         ("nllb-moe", {"router_dtype": "float16"}, "router_dtype 'float16'"),
         ("kimi_linear", {"linear_attn_config": {"gate": 1}}, "gate in linear_attn_config"),
         ("kimi_linear", {"mla_use_nope": False}, "mla_use_nope False"),
+        ("longcat_flash", {"zero_expert_type": "drop"}, "zero_expert_type 'drop'"),
+        ("longcat_flash", {"norm_topk_prob": True}, "norm_topk_prob True"),
+        ("longcat_flash", {"head_dim": 8}, "head_dim 8"),
         ("bailing_hybrid", {"kda_lower_bound": 0.5}, "kda_lower_bound 0.5: it should be below 0"),
         ("bailing_hybrid", {"q_lora_rank": 8}, "q_lora_rank 8"),
         ("nllb-moe", {"second_expert_policy": "random"}, "second_expert_policy 'random'"),

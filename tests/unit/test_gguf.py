@@ -100,6 +100,10 @@ VARIANTS = [
     ("olmo3", "windows everywhere"),
     ("afmoe", "biases"),
     ("afmoe", "all layers with experts"),
+    ("gemma4_text", "no experts"),
+    ("nemotron_h", "no experts"),
+    ("kimi_linear", "queries with a rank"),
+    ("kimi_linear", "two shared"),
 ]
 
 
@@ -107,10 +111,34 @@ VARIANTS = [
 def test_a_variant_has_the_settings_of_its_safetensors(family: str, variant: str, tmp_path: Path) -> None:
     file = file_of(family, tmp_path / "m", variant)
     ours, theirs = Checkpoint.open(file), Checkpoint.open(tmp_path / "m")
-    assert replace(ours.spec, tokens=theirs.spec.tokens) == theirs.spec
+    most = {} if family != "nemotron_h" else {"max_positions": theirs.spec.max_positions}  # whose files say any is
+    assert replace(ours.spec, tokens=theirs.spec.tokens, **most) == theirs.spec
     for name, part in theirs.spec.tensors.items():
         found, wanted = (each.backbone_tensor(name, part.shape) for each in (ours, theirs))
         assert torch.equal(found, wanted), name
+    for key in theirs.spec.expert_keys():
+        matrices = theirs.expert(key)
+        assert all(np.array_equal(matrices[name], weight) for name, weight in ours.expert(key).items())
+
+
+def test_positions_of_llama3_in_half_of_each_head(tmp_path: Path) -> None:
+    """Factors for whole heads, of which those behind the half that turns are 1."""
+    scaled = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
+    ropes = {
+        "full_attention": {**scaled, "original_max_position_embeddings": 64, "rope_theta": 10000.0,
+                           "partial_rotary_factor": 0.5},
+        "sliding_attention": {"rope_type": "default", "rope_theta": 500.0},
+    }  # fmt: skip
+    tiny_of("step3p5")(tmp_path / "m", rope_parameters=ropes, head_dim=16)
+    in_16_bits(tmp_path / "m")
+    theirs = Checkpoint.open(tmp_path / "m")
+    found = theirs.backbone_tensor("rope.0.frequencies", (4,)).numpy()
+    plain = 1 / 10000.0 ** (np.arange(0, 8, 2, dtype=np.float32) / 8)
+    file = write_gguf(tmp_path / "m", tmp_path / "m.gguf", **{"ARCH.rope.freq_base": 10000.0})
+    with_factors(file, np.append(plain / found, np.ones(4)).astype(np.float32))
+    ours = Checkpoint.open(file)
+    assert replace(ours.spec, tokens=theirs.spec.tokens) == theirs.spec
+    np.testing.assert_array_equal(ours.backbone_tensor("rope.0.frequencies", (4,)).numpy(), found)
 
 
 def test_windows_by_their_distance(tmp_path: Path) -> None:
@@ -122,7 +150,9 @@ def test_windows_by_their_distance(tmp_path: Path) -> None:
         assert [layer.attention and layer.attention.window for layer in spec.decoder] == wanted
 
 
-@pytest.mark.parametrize("family", ["mixtral", "qwen2_moe", "qwen3_vl_moe", "gpt_oss", "phi3", "smollm3"])
+@pytest.mark.parametrize(
+    "family", ["mixtral", "qwen2_moe", "qwen3_vl_moe", "gpt_oss", "phi3", "smollm3", "kimi_linear"]
+)
 def test_transformers_computes_the_same(family: str, tmp_path: Path) -> None:
     tiny_of(family)(tmp_path / "m")
     file = (
@@ -260,7 +290,8 @@ def test_scaled_positions(rope: dict[str, Any], said: dict[str, Any] | None, tmp
 
 def with_factors(file: Path, factors: np.ndarray) -> None:
     """Writes a file again with factors of its turns."""
-    reader, tensors = gguf.GGUFReader(file), gguf.GGUFWriter(file.with_suffix(".new"), "llama")
+    reader = gguf.GGUFReader(file)
+    tensors = gguf.GGUFWriter(file.with_suffix(".new"), reader.fields["general.architecture"].contents())
     for field in reader.fields.values():
         if not field.name.startswith("GGUF.") and field.name != "general.architecture":
             inner = field.types[-1] if len(field.types) > 1 else None
@@ -425,6 +456,11 @@ WRONG = [
     ("hy_v3", {"ARCH.expert_weights_norm": None}, "expert_weights_norm of its metadata is not true"),
     ("hy_v3", {"ARCH.expert_gating_func": 1}, "sets scoring_func 'softmax'"),
     ("mistral4", {"ARCH.rope.scaling.type": None}, "sets the rope type 'default'"),
+    ("kimi_linear", {"ARCH.kda.head_dim": None}, "has no kimi-linear.kda.head_dim"),
+    ("kimi_linear", {"ARCH.ssm.conv_kernel": 3}, "ssm_conv1d_q.weight has the shape"),
+    ("step3p5", {"ARCH.swiglu_clamp_exp": [0.5, 0.5]}, "should have 4 values"),
+    ("step3p5", {"ARCH.expert_weights_norm": False}, "sets norm_expert_weight False"),
+    ("step3p5", {"ARCH.attention.head_count": [4, 8, 8, 4]}, "has the shape"),
 ]  # fmt: skip
 
 

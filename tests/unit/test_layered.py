@@ -75,7 +75,7 @@ def test_the_same_nats_as_in_memory(family: str, variant: str, tiny_model: TinyM
         assert abs(mine - theirs).max() / tokens.max() < 1e-5
 
 
-@pytest.mark.parametrize("family", ["olmoe", "deepseek_v3", "qwen2_moe", "jamba"])
+@pytest.mark.parametrize("family", ["olmoe", "deepseek_v3", "qwen2_moe", "jamba", "longcat_flash"])
 def test_inputs_outside_the_experts_are_those_in_memory(family: str, tiny_model: TinyModel, tmp_path: Path) -> None:
     """Whole layers without experts and shared experts among them."""
     path = tiny_model(family, next(iter(TINY[family][1])))

@@ -465,7 +465,14 @@ def test_packs_that_are_none_or_broken_are_one_line(moert, pack, tmp_path) -> No
 def test_info_agrees_with_the_manifest(moert, pack) -> None:
     assert moert("info", pack, "--json") == 0
     facts, manifest = json.loads(moert.out), Pack.open(pack).manifest
-    assert facts["experts"] == {"per_layer": 6, "top_k": 1, "all": 30, "weights_each": 2 * 24 * 28, "files": 30}
+    assert facts["experts"] == {
+        "per_layer": 6,
+        "top_k": 1,
+        "identities": 0,
+        "all": 30,
+        "weights_each": 2 * 24 * 28,
+        "files": 30,
+    }
     assert sum(facts["bits_histogram"].values()) == 2 * 30
     assert facts["effective_bits"] == manifest.effective_bits()
     assert facts["bytes"]["experts"] == sum(entry.file_bytes for entry in manifest.experts)

@@ -210,7 +210,7 @@ def check_parameters(outline: Outline, total: float, active: float | None) -> No
         ("granite-4.0-h-tiny", {"mamba_n_groups": 5}, "48 heads are in 5 groups"),
         ("granite-4.0-h-tiny", {"normalization_function": "layernorm"}, "normalization_function 'layernorm'"),
         ("granite-4.0-h-tiny", {"shared_intermediate_size": 0}, "shared_intermediate_size 0"),
-        ("Nemotron-3-Nano-30B-A3B", {"hybrid_override_pattern": "M*-M"}, "no layer with experts"),
+        ("Nemotron-3-Nano-30B-A3B", {"hybrid_override_pattern": "M*MM"}, "no layer with experts"),
         ("Nemotron-3-Nano-30B-A3B", {"hybrid_override_pattern": "MEME"}, "no layer with attention"),
         ("Nemotron-3-Nano-30B-A3B", {"hybrid_override_pattern": "ME?E"}, "is not a valid nemotron_h config"),
         ("Nemotron-3-Nano-30B-A3B", {"mamba_hidden_act": "gelu"}, "mamba_hidden_act 'gelu'"),

@@ -28,10 +28,11 @@ from moeconv.source.archs.family import Family
 from moeconv.source.archs.gemma4 import Gemma4, Gemma4Text
 from moeconv.source.archs.gpt_oss import GptOss
 from moeconv.source.archs.gptsan_japanese import GptsanJapanese
-from moeconv.source.archs.granite import GraniteMoe, GraniteMoeShared
+from moeconv.source.archs.granite import GraniteMoe, GraniteMoeShared, GraniteMoeSwa
 from moeconv.source.archs.hybrids import GraniteMoeHybrid, Jamba, Lfm2Moe, NemotronH
 from moeconv.source.archs.kda import BailingHybrid, Glm5Next, KimiLinear
 from moeconv.source.archs.llama4 import Llama4, Llama4Text
+from moeconv.source.archs.longcat import LongcatFlash
 from moeconv.source.archs.mimo import MiMoV2Flash
 from moeconv.source.archs.nllb_moe import NllbMoe
 from moeconv.source.archs.opt import Opt
@@ -74,7 +75,8 @@ FAMILIES: Mapping[str, Family] = {
         Phi3(), Gemma3(), Gemma3Text(), Olmo2(), Olmo3(), FlexOlmo(), Qwen3VlMoe(), KimiK25(), Mistral4(),
         SolarOpen(), HyV3(), Afmoe(), Ernie45VlMoe(), Cohere2Vision(), Step3p5(), Step3p7(), Glm4vMoe(),
         DeepseekV32(), GlmMoeDsa(), MiMoV2Flash(), MiniMaxM3Vl(), Cohere2(), Cohere2Moe(),
-        Qwen3Vl(), Qwen35(), Qwen35Text(), KimiLinear(), BailingHybrid(), Glm5Next(),
+        Qwen3Vl(), Qwen35(), Qwen35Text(), KimiLinear(), BailingHybrid(), Glm5Next(), LongcatFlash(),
+        GraniteMoeSwa(),
     )
 }  # fmt: skip
 """model_type of config.json → its family."""
@@ -85,7 +87,6 @@ REFUSED: Mapping[str, str] = {
     "deepseek_ref": "transformers knows DeepSeek-V4 as deepseek_v4, of which packs lack parts",
     "deepseek_v4": "packs have no keys of several tokens, and no experts that follow from a token's number",
     "kimi_k3": _NOT_COMPARED,
-    "longcat_flash": "packs have no layers with two attentions, and no experts that return their input",
     "mimo": _NOT_COMPARED,
     "minimax_m3": "transformers knows MiniMax-M3 as minimax_m3_vl alone: take a checkpoint of that form",
     "nemotron-nas": _NOT_COMPARED,

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
@@ -25,6 +25,20 @@ def alone(network: Ffn) -> Experts:
     """Returns a network as the only expert of its layer. It needs no routing: the softmax of one number is exactly 1,
     whatever the router's weights."""
     return Experts(1, network, Router(1, renormalise=False, capacity=None))
+
+
+def put_alone(layers: Iterable[nn.Module], name: str) -> None:
+    """Puts the network of each layer, its attribute `name`, behind a module that calls it as other families call their
+    experts."""
+    from moeconv.source.archs.modules import Alone
+
+    for layer in layers:
+        setattr(layer, name, Alone(layer.get_submodule(name)))
+
+
+def of_network(experts: nn.Module, name: str) -> Tensor:
+    """Returns a view of a parameter of the only expert in a module that `put_alone` has put there."""
+    return experts.get_parameter(f"network.{name}").detach()
 
 
 class Dense(Family):
@@ -62,11 +76,7 @@ class Dense(Family):
         return decoder(self.model_type, config, tokens, layers, names, ropes)
 
     def prepared(self, model: nn.Module) -> nn.Module:
-        """Puts the network of each layer behind a module that calls it as other families call their experts."""
-        from moeconv.source.archs.modules import Alone
-
-        for layer in self.layers(model):
-            layer.mlp = Alone(layer.mlp)
+        put_alone(self.layers(model), "mlp")
         return model
 
     def layers(self, model: nn.Module) -> Sequence[Any]:
@@ -79,7 +89,7 @@ class Dense(Family):
         return self._of_network(model, key, f"{self.projections[projection]}.bias")
 
     def _of_network(self, model: nn.Module, key: ExpertKey, name: str) -> Tensor:
-        return self.experts_module(model, key.at).get_parameter(f"network.{name}").detach()
+        return of_network(self.experts_module(model, key.at), name)
 
 
 def _in_all_layers(config: Config, attention: Attention) -> Sequence[Attention]:

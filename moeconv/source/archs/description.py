@@ -287,7 +287,8 @@ class Names:
     `root`: the beginning of names in checkpoints (longer if the model is published inside a larger one), `other_root`:
     another beginning in some checkpoints, `model`: the beginning in memory; `head`: the name of the head; `outside`:
     canonical names outside the layers. `ones`, `zeros`: endings of the canonical names of tensors that are not stored,
-    because all their numbers are 1, or 0."""
+    because all their numbers are 1, or 0. `parts`: see Family; {part} in names inside is the place of a pack's layer
+    among those of a layer, from 0."""
 
     inside: Inside = field(default_factory=dict)
     in_memory: Inside = field(default_factory=dict)
@@ -302,6 +303,7 @@ class Names:
     ones: tuple[str, ...] = ()
     zeros: tuple[str, ...] = ()
     other_root: str = ""
+    parts: int = 1
 
 
 def named(pattern: str, projections: Mapping[str, str] | None = None, last: str = "weight") -> OfExpert:
@@ -394,8 +396,9 @@ def decoder(
         computed |= {name: np.full(shape, value, np.float32) for name, shape in shapes.items()}
     stored = [name for name in spec.tensors if name not in computed]
     hub = {**_OUTSIDE, **USUAL, **names.outside, **names.inside}
-    backbone = {name: _source(name, hub, names.root, names.head) for name in stored}
-    parameters = {name: _source(name, {**hub, **names.in_memory}, names.model, "lm_head") for name in stored}
+    backbone = {name: _source(name, hub, names.root, names.head, names.parts) for name in stored}
+    in_memory = {**hub, **names.in_memory}
+    parameters = {name: _source(name, in_memory, names.model, "lm_head", names.parts) for name in stored}
 
     def rooted(of_expert: OfExpert) -> Callable[[ExpertKey, str], Source]:
         def source(key: ExpertKey, projection: str) -> Source:
@@ -423,11 +426,12 @@ def limited(described: Description, most: int, note: str) -> Description:
     return replace(described, spec=spec, limits=(*described.limits, note))
 
 
-def _source(canonical: str, inside: Inside, root: str, head: str) -> Source:
+def _source(canonical: str, inside: Inside, root: str, head: str, parts: int) -> Source:
     found = _LAYER.fullmatch(canonical)
-    part, start = canonical, root
+    part, start, among = canonical, root, 0
     if found is not None:
-        part, start = found[2], f"{root}layers.{found[1]}."
+        layer, among = divmod(int(found[1]), parts)
+        part, start = found[2], f"{root}layers.{layer}."
     for suffix in _TENSOR_SUFFIXES:
         name = part.removesuffix(suffix) if suffix else part
         if part != name + suffix:
@@ -435,6 +439,7 @@ def _source(canonical: str, inside: Inside, root: str, head: str) -> Source:
         if name == "head":
             return Source(head + suffix)
         if name in inside:
-            place = inside[name]
-            return (place if isinstance(place, Place) else Place(place)).source(start, suffix)
+            found_at = inside[name]
+            place = found_at if isinstance(found_at, Place) else Place(found_at)
+            return place._replace(name=place.name.replace("{part}", str(among))).source(start, suffix)
     raise KeyError(f"{canonical} has no name in this family's checkpoints")

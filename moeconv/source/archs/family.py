@@ -128,6 +128,8 @@ class Family:
     """The name by which transformers finds the class of its settings; None: `model_type`."""
     towers: Mapping[StackName, str] = {"decoder": "model"}
     layer_list = "layers"
+    parts = 1
+    """The number of a pack's layers, one after the other, that one layer of the model is."""
     more_results = 0
     """How many results a layer of the model returns beside the hidden states."""
     reads_mxfp4 = False
@@ -221,8 +223,12 @@ class Family:
         embeddings."""
         yield
 
+    def place(self, layer: int) -> int:
+        """Returns the place in `layer_list` of a layer of a pack."""
+        return layer // self.parts
+
     def experts_module(self, model: nn.Module, at: LayerKey) -> nn.Module:
-        return model.get_submodule(self.experts[at.stack].format(layer=at.layer))
+        return model.get_submodule(self.experts[at.stack].format(layer=self.place(at.layer)))
 
     def routed(self, selected: Tensor, weights: Tensor) -> tuple[Tensor, Tensor]:
         """Returns chosen int64 (-1 for none) and weights, both [tokens, top_k], from the arguments of an experts

@@ -1,28 +1,36 @@
-"""Gemma 4 with experts: these stand beside a network that all tokens pass, norms before and after everything, two
-ropes."""
+"""Gemma 4: norms before and after everything, two ropes. Experts stand beside a network that all tokens pass; without
+experts, this network is packed as the only one of its layer."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from moeconv.source.archs.config import Config, UnsupportedModel, count_of, number_of, text_settings, turns
-from moeconv.source.archs.description import Description, Names, Place, decoder, joined
+from moeconv.source.archs.dense import NO_ROUTERS, alone, of_network, put_alone
+from moeconv.source.archs.description import Description, Inside, Names, Place, decoder, joined, named
 from moeconv.source.archs.family import Family
 from moert.pack.codec import F32
-from moert.pack.model_spec import Head, Join, Layer, StackName, Tokens
+from moert.pack.model_spec import ExpertKey, Head, Join, Layer, LayerKey, Tokens
 from moert.pack.parts import Attention, Beside, Experts, Norm, Rope, Router
 
+if TYPE_CHECKING:
+    from torch import Tensor, nn
+
 _INSIDE = {
-    "mixer_after": "post_attention_layernorm", "ffn_norm": "pre_feedforward_layernorm_2",
-    "ffn_after": "post_feedforward_layernorm", "beside_norm": "pre_feedforward_layernorm",
+    "mixer_after": "post_attention_layernorm", "ffn_norm": "pre_feedforward_layernorm",
+    "ffn_after": "post_feedforward_layernorm", "scale": "layer_scalar",
+}  # fmt: skip
+_WITH_EXPERTS = {
+    "ffn_norm": "pre_feedforward_layernorm_2", "beside_norm": "pre_feedforward_layernorm",
     "beside_after": "post_feedforward_layernorm_1", "experts_after": "post_feedforward_layernorm_2",
-    "router": "router.proj", "router.expert_scale": "router.per_expert_scale", "scale": "layer_scalar",
+    "router": "router.proj", "router.expert_scale": "router.per_expert_scale",
     **{f"beside.{name}": f"mlp.{name}_proj" for name in ("gate", "up", "down")},
 }  # fmt: skip
+_OF_NETWORK = named("mlp.{projection}_proj")
 _FULL, _SLIDING = "full_attention", "sliding_attention"
 
 
@@ -31,39 +39,53 @@ class Gemma4Text(Family):
 
     model_type = "gemma4_text"
     model_class = "Gemma4ForCausalLM"
-    experts: Mapping[StackName, str] = {"decoder": "model.layers.{layer}.experts"}
     root = "model."
     left_out: Mapping[str, str] = {}
 
     def describe(self, config: Config, tokens: Tokens) -> Description:
         config.must_be("hidden_size_per_layer_input", 0, "inputs of each layer can't be packed")
         config.must_be("num_kv_shared_layers", 0, "layers that share keys can't be packed")
-        config.must_be("enable_moe_block", True, "Gemma 4 is packed only with experts")
         if config.get("use_bidirectional_attention") not in (None, "vision"):
             config.must_be("use_bidirectional_attention", None, "text that sees what follows can't be packed")
         config.without_effect("use_double_wide_mlp", "vocab_size_per_layer_input", "num_experts_per_tok")
         config.without_effect("global_head_dim", "num_global_key_value_heads")  # per_layer_config says it
         norm, same = Norm(config.get("rms_norm_eps")), config.get("attention_k_eq_v")
-        router = Router(config.get("top_k_experts"), True, None, own_norm=True, expert_scale=True)
-        beside = Beside(config.network("intermediate_size", "hidden_activation"), norm, norm, norm)
-        network = config.network("moe_intermediate_size", "hidden_activation")
-        experts = Experts(config.get("num_experts"), network, router, beside=beside)
         kinds, attentions = config.get("layer_types"), _attentions(config)
+        d_model, dense = config.get("hidden_size"), config.network("intermediate_size", "hidden_activation")
+        experts, names = alone(dense), Names(_INSIDE, expert=_OF_NETWORK, zeros=NO_ROUTERS)
+        if config.get("enable_moe_block"):
+            router = Router(config.get("top_k_experts"), True, None, own_norm=True, expert_scale=True)
+            network = config.network("moe_intermediate_size", "hidden_activation")
+            experts = Experts(config.get("num_experts"), network, router, beside=Beside(dense, norm, norm, norm))
+            scale = Place("router.scale", factor=d_model**-0.5)
+            inside: Inside = {**_INSIDE, **_WITH_EXPERTS, "router_norm.weight": scale}
+            names = Names(inside, expert=joined("experts", network.d_ff, d_model))
+        else:
+            config.without_effect("top_k_experts", "num_experts", "moe_intermediate_size")
         layers = [Layer(norm, each, None, experts, Join(norm), Join(norm), scaled=True) for each in attentions]
-        d_model = config.get("hidden_size")
-        inside: dict[str, str | Place] = {
-            **_INSIDE, "router_norm.weight": Place("router.scale", factor=d_model**-0.5),
-        }  # fmt: skip
-        names = Names(
-            inside, {}, joined("experts", network.d_ff, d_model), left_out=self.left_out, root=self.root,
-            ones=("attn.v_norm.weight",),
-        )  # fmt: skip
+        names = replace(names, left_out=self.left_out, root=self.root, ones=("attn.v_norm.weight",))
         head = Head(bool(config.get("tie_word_embeddings")), 1.0, softcap=config.get("final_logit_softcapping"))
         described = decoder(
             self.model_type, config, tokens, layers, names, _ropes(config, kinds, attentions), head=head,
             embed_scale=d_model**0.5,
         )  # fmt: skip
         return _same_values(described, kinds) if same else described
+
+    def prepared(self, model: nn.Module) -> nn.Module:
+        """Puts each layer's network in the place of experts, in a model without."""
+        layers = [*self.tower(model, "decoder").get_submodule(self.layer_list).children()]
+        put_alone((layer for layer in layers if not hasattr(layer, "experts")), "mlp")
+        return model
+
+    def experts_module(self, model: nn.Module, at: LayerKey) -> nn.Module:
+        layer = model.get_submodule(f"model.layers.{at.layer}")
+        return layer.get_submodule("experts" if hasattr(layer, "experts") else "mlp.experts")
+
+    def expert_weight(self, model: nn.Module, key: ExpertKey, projection: str) -> Tensor:
+        experts = self.experts_module(model, key.at)
+        if hasattr(experts, "network"):
+            return of_network(experts, f"{projection}_proj.weight")
+        return super().expert_weight(model, key, projection)
 
 
 class Gemma4(Gemma4Text):

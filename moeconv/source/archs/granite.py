@@ -1,19 +1,35 @@
-"""Granite 3 MoE: factors of embedding, attention, stream and logits; with a shared expert, GraniteMoeShared."""
+"""Granite 3 MoE: factors of embedding, attention, stream and logits; with a shared expert, GraniteMoeShared; with sinks
+and windows, and a base of positions for each layer, GraniteMoeSWA."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from moeconv.source.archs.config import Config
-from moeconv.source.archs.description import Description, Inside, Names, Place, Source, decoder, rows
+from moeconv.source.archs.config import Config, UnsupportedModel, turns
+from moeconv.source.archs.description import (
+    Description,
+    Inside,
+    Names,
+    OfExpert,
+    Place,
+    Source,
+    decoder,
+    joined,
+    rows,
+)
 from moeconv.source.archs.family import Family
+from moert.pack.codec import F32
 from moert.pack.model_spec import Head, Join, Layer, StackName, Tokens
-from moert.pack.parts import Attention, Experts, Ffn, FixedState, Norm, Router
+from moert.pack.parts import Attention, Experts, Ffn, FixedState, Norm, Rope, Router
 
 if TYPE_CHECKING:
     from torch import nn
+
+
+_ROUTER = "block_sparse_moe.router"
 
 
 class GraniteMoe(Family):
@@ -21,6 +37,7 @@ class GraniteMoe(Family):
 
     model_type = "granitemoe"
     model_class = "GraniteMoeForCausalLM"
+    router_in_checkpoints = f"{_ROUTER}.layer"
     experts: Mapping[StackName, str] = {"decoder": "model.layers.{layer}.block_sparse_moe.experts"}
 
     def describe(self, config: Config, tokens: Tokens) -> Description:
@@ -32,14 +49,7 @@ class GraniteMoe(Family):
         experts = Experts(config.count("num_local_experts"), network, router, shared)
         layers = [Layer(norm, mixer, None, experts, join, join) for mixer in mixers]
 
-        def of_expert(layer: int, expert: int, projection: str) -> Source:
-            at, width, d_model = f"layers.{layer}.block_sparse_moe", network.d_ff, config.count("hidden_size")
-            if projection == "down":
-                return Source(f"{at}.output_linear.weight", expert)
-            part = rows(0, width) if projection == "gate" else rows(width)
-            return Source(f"{at}.input_linear.weight", expert, part, (2 * width, d_model))
-
-        inside: dict[str, str | Place] = {"router": "block_sparse_moe.router.layer"}
+        inside: dict[str, str | Place] = {"router": self.router_in_checkpoints}
         if shared is not None:
             both = (2 * shared.d_ff, config.count("hidden_size"))
             inside |= {
@@ -47,13 +57,28 @@ class GraniteMoe(Family):
                 "shared.up": Place("shared_mlp.input_linear", rows(shared.d_ff), both),
                 "shared.down": "shared_mlp.output_linear",
             }
-        names = Names({**inside, **of_mixers}, {"router": "block_sparse_moe.router"}, of_expert)
+        of_expert = self._of_expert(network.d_ff, config.count("hidden_size"))
+        names = Names({**inside, **of_mixers}, {"router": _ROUTER}, of_expert)
         head = Head(bool(config.get("tie_word_embeddings")), 1 / config.number("logits_scaling"))
-        turned = any(layer.attention is not None and layer.attention.rope is not None for layer in layers)
         return decoder(
-            self.model_type, config, tokens, layers, names, None if turned else [], head=head,
+            self.model_type, config, tokens, layers, names, self._ropes(config, layers), head=head,
             embed_scale=config.number("embedding_multiplier"),
         )  # fmt: skip
+
+    def _of_expert(self, d_ff: int, d_model: int) -> OfExpert:
+        def of_expert(layer: int, expert: int, projection: str) -> Source:
+            at = f"layers.{layer}.block_sparse_moe"
+            if projection == "down":
+                return Source(f"{at}.output_linear.weight", expert)
+            part = rows(0, d_ff) if projection == "gate" else rows(d_ff)
+            return Source(f"{at}.input_linear.weight", expert, part, (2 * d_ff, d_model))
+
+        return of_expert
+
+    def _ropes(self, config: Config, layers: Sequence[Layer]) -> list[tuple[Rope, F32]] | None:
+        """Returns the ropes, None for the usual one. Raises UnsupportedModel."""
+        turned = any(layer.attention is not None and layer.attention.rope is not None for layer in layers)
+        return None if turned else []
 
     def _mixers(self, config: Config, norm: Norm) -> tuple[Sequence[Attention | FixedState], Inside]:
         """Returns the mixer of each layer, and the places of the tensors of mixers other than attention."""
@@ -85,3 +110,36 @@ class GraniteMoeShared(GraniteMoe):
 
     def _shared(self, config: Config) -> Ffn | None:
         return config.network("shared_intermediate_size") if config.get("shared_intermediate_size") else None
+
+
+class GraniteMoeSwa(GraniteMoeShared):
+    """Granite with sinks: layers with windows, and for each layer the base of its rotary positions, 0 for none."""
+
+    model_type = "granitemoe_swa"
+    model_class = "GraniteMoeSWAForCausalLM"
+    router_in_checkpoints = _ROUTER
+
+    def _of_expert(self, d_ff: int, d_model: int) -> OfExpert:
+        return joined("block_sparse_moe.experts", d_ff, d_model)
+
+    def _mixers(self, config: Config, norm: Norm) -> tuple[Sequence[Attention | FixedState], Inside]:
+        bases = _bases(config)
+        turning = [*dict.fromkeys(base for base in bases if base)]
+        return [
+            replace(self._attention(config, turning.index(base) if base else None), window=window, sinks=True)
+            for base, window in zip(bases, config.windows(), strict=True)
+        ], {}
+
+    def _ropes(self, config: Config, layers: Sequence[Layer]) -> list[tuple[Rope, F32]]:
+        config.rope(dim := config.head_dim(), kinds=("default",))  # others would turn by each layer's base as well
+        return [(Rope(dim), turns(base, dim)) for base in dict.fromkeys(_bases(config)) if base]
+
+
+def _bases(config: Config) -> list[float]:
+    """Returns the base of each layer's rotary positions, 0 for none. Raises UnsupportedModel."""
+    found, n = config.get("layer_rope_theta"), config.count("num_hidden_layers")
+    if len(found) != n or not all(base == 0 or base >= 1 for base in found):
+        raise UnsupportedModel(
+            f"config.json sets layer_rope_theta {found!r}: it should have {n} numbers, each 0 or from 1 on"
+        )
+    return [float(base) for base in found]

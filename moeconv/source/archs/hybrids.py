@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from moeconv.source.archs.config import Config, UnsupportedModel
 from moeconv.source.archs.deepseek import MORE_PREDICTED, sigmoid_router
+from moeconv.source.archs.dense import NO_ROUTERS, alone, of_network, put_alone
 from moeconv.source.archs.description import Description, Inside, Names, Place, decoder, named, rows
 from moeconv.source.archs.family import Family
 from moeconv.source.archs.granite import GraniteMoe
@@ -148,16 +149,23 @@ _NEMOTRON_INSIDE: Inside = {
 _IDLE = (
     "attention_bias", "expand", "mamba_expand", "chunk_size", "mamba_chunk_size", "mamba_proj_bias", "n_shared_experts",
     "mamba_ssm_cache_dtype", "moe_shared_expert_overlap", "mtp_layers_block_type", "mtp_hybrid_override_pattern",
-    "norm_eps", "num_hidden_layers", "num_logits_to_keep", "partial_rotary_factor", "rescale_prenorm_residual",
-    "residual_in_fp32", "rope_theta", "sliding_window", "time_step_floor", "mamba_dt_init_floor", "time_step_max",
-    "mamba_dt_max", "time_step_min", "mamba_dt_min", "use_mamba_kernels",
+    "norm_eps", "rms_norm_eps", "num_hidden_layers", "num_logits_to_keep", "partial_rotary_factor",
+    "rescale_prenorm_residual", "residual_in_fp32", "rope_theta", "sliding_window", "time_step_floor",
+    "mamba_dt_init_floor", "time_step_max", "mamba_dt_max", "time_step_min", "mamba_dt_min", "use_mamba_kernels",
+)  # fmt: skip
+
+
+_OF_EXPERTS = (
+    "n_routed_experts", "num_local_experts", "num_experts_per_tok", "moe_intermediate_size", "moe_latent_size",
+    "moe_shared_expert_intermediate_size", "n_group", "topk_group", "norm_topk_prob", "routed_scaling_factor",
 )  # fmt: skip
 
 
 class NemotronH(Family):
-    """Nemotron-H with experts: each layer is a norm and one part, which is Mamba-2, attention without positions, a
-    network or experts; networks and experts have no gates, and experts may be narrower than the stream. It is compared
-    with transformers without a bound on steps that the published model lacks."""
+    """Nemotron-H: each layer is a norm and one part, which is Mamba-2, attention without positions, a network or
+    experts; networks and experts have no gates, and experts may be narrower than the stream. Without experts, each
+    network is packed as an only expert. It is compared with transformers without a bound on steps that the published
+    model lacks."""
 
     model_type = "nemotron_h"
     model_class = "NemotronHForCausalLM"
@@ -168,25 +176,35 @@ class NemotronH(Family):
         config.must_be("tie_word_embeddings", False, "transformers ties no head of this family")
         norm, d_model = Norm(config.number("layer_norm_epsilon")), config.count("hidden_size")
         mamba = _nemotron_mamba(config, norm)
-        config.get("layers_block_type", "layer_types", "hybrid_override_pattern")
-        kinds: Mapping[str, Layer] = {
+        chooses = "moe" in config.get("layers_block_type", "layer_types", "hybrid_override_pattern")
+        network = _network(config, "intermediate_size", bool(config.get("mlp_bias")))
+        kinds: dict[str, Layer] = {
             "linear_attention": Layer(norm, mamba, None, None),
             "full_attention": Layer(norm, config.attention(rope=None), None, None),
-            "mlp": Layer(norm, None, None, _network(config, "intermediate_size", bool(config.get("mlp_bias")))),
-            "moe": Layer(norm, None, None, _experts(config)),
+            "mlp": Layer(norm, None, None, network if chooses else alone(network)),
         }
+        if chooses:
+            kinds["moe"] = Layer(norm, None, None, _experts(config))
+        else:
+            config.without_effect(*_OF_EXPERTS)
         layers = config.of_layers("layers_block_type", kinds)
+        each, biases = (named("mixer.{projection}_proj", last=last) for last in ("weight", "bias"))
         names = Names(
             {**_NEMOTRON_INSIDE, **places(mamba, d_model, "mixer")},
-            expert=named("mixer.experts.{expert}.{projection}_proj"), left_out={r"mtp\.": MORE_PREDICTED},
-            root="backbone.", outside={"embed": "embeddings", "decoder.norm": "norm_f"},
+            expert=named("mixer.experts.{expert}.{projection}_proj") if chooses else each,
+            bias=biases if network.bias and not chooses else None, zeros=() if chooses else NO_ROUTERS,
+            left_out={r"mtp\.": MORE_PREDICTED}, root="backbone.",
+            outside={"embed": "embeddings", "decoder.norm": "norm_f"},
         )  # fmt: skip
         return decoder(self.model_type, config, tokens, layers, names, ropes=[])
 
     def prepared(self, model: nn.Module) -> nn.Module:
         """Removes all bounds of Mamba-2's steps, as in the published model and in its training. Transformers 5.23
         bounds the steps of a text from below by time_step_min, which is meant for untrained weights (its pull request
-        48989), but not the steps of a token that it reads alone."""
+        48989), but not the steps of a token that it reads alone. Without experts, puts each network in their place."""
+        layers: list[Any] = [*self.tower(model, "decoder").get_submodule(self.layer_list).children()]
+        if all(layer.block_type != "moe" for layer in layers):
+            put_alone((layer for layer in layers if layer.block_type == "mlp"), "mixer")
         for module in model.modules():
             if hasattr(module, "time_step_limit"):
                 module.time_step_limit = UNBOUNDED  # type: ignore[assignment]
@@ -199,7 +217,13 @@ class NemotronH(Family):
         return found
 
     def expert_weight(self, model: nn.Module, key: ExpertKey, projection: str) -> Tensor:
-        return self.experts_module(model, key.at).get_parameter(f"{projection}_proj").detach()[key.expert]
+        experts, name = self.experts_module(model, key.at), f"{projection}_proj"
+        if hasattr(experts, "network"):
+            return of_network(experts, f"{name}.weight")
+        return experts.get_parameter(name).detach()[key.expert]
+
+    def expert_bias(self, model: nn.Module, key: ExpertKey, projection: str) -> Tensor:
+        return of_network(self.experts_module(model, key.at), f"{projection}_proj.bias")
 
 
 def _nemotron_mamba(config: Config, norm: Norm) -> Mamba2:

@@ -6,94 +6,22 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import cached_property
-from typing import Any, TypeVar
+from typing import Any
 
 import numpy as np
 
 from moeconv.source.archs.config import frequencies
 from moeconv.source.archs.deepseek import INDEXERS_LEFT_OUT
-from moeconv.source.gguf.container import Container
+from moeconv.source.gguf.facts import Facts
 from moeconv.source.outline import CheckpointError
-from moert.pack.codec import F32
-from moert.pack.model_spec import MOST_LAYERS
 
 Settings = dict[str, Any]
-T = TypeVar("T")
 
 OUTPUT, EMBED, ROPE = "output.weight", "token_embd.weight", "rope_freqs.weight"
 SHORT, LONG = "rope_factors_short.weight", "rope_factors_long.weight"
 _SOFTMAX, _SIGMOID = 1, 2  # of expert_gating_func
 _GATES = {_SOFTMAX: "softmax", _SIGMOID: "sigmoid"}
 _CLOSE = 1e-4
-
-
-@dataclass(frozen=True)
-class Facts:
-    """What a file says of its model. Keys and tensors are named without the architecture and without the layer. All
-    methods raise CheckpointError."""
-
-    container: Container
-    numbers: Callable[[str], F32]
-    """The name of a small tensor → its numbers."""
-
-    @property
-    def arch(self) -> str:
-        return self.container.metadata.need("general.architecture", str)
-
-    def count(self, key: str, default: int | None = None) -> int:
-        return self._one(key, int, default)
-
-    def number(self, key: str, default: float | None = None) -> float:
-        return self._one(key, float, default)
-
-    def said(self, key: str) -> bool:
-        return f"{self.arch}.{key}" in self.container.metadata.values
-
-    def flag(self, key: str, default: bool) -> bool:
-        return self._one(key, bool, default)
-
-    def _one(self, key: str, kind: type[T], default: T | None) -> T:
-        metadata, name = self.container.metadata, f"{self.arch}.{key}"
-        found = metadata.get(name, kind, default)
-        return metadata.need(name, kind) if found is None else found
-
-    def each(self, key: str) -> list[int]:
-        """Returns a number for each layer, which may be one for all."""
-        name, metadata = f"{self.arch}.{key}", self.container.metadata
-        if isinstance(metadata.values.get(name), list):
-            return list(metadata.listed(name, int, self.blocks) or ())[: self.layers]
-        return [metadata.need(name, int)] * self.layers
-
-    @cached_property
-    def blocks(self) -> int:
-        found = self.count("block_count")
-        if not 1 <= found <= MOST_LAYERS:
-            raise self.container.metadata.wrong(f"{self.arch}.block_count", f"is {found}, expected 1 to {MOST_LAYERS}")
-        return found
-
-    @property
-    def layers(self) -> int:
-        """The layers without those behind the last one that predict tokens after the next."""
-        key = "nextn_predict_layers"
-        if not 0 <= (more := self.count(key, 0)) < self.blocks:
-            raise self.container.metadata.wrong(f"{self.arch}.{key}", f"is {more} of {self.blocks} layers")
-        return self.blocks - more
-
-    def has(self, tensor: str) -> list[bool]:
-        """Returns for each layer whether it has a tensor."""
-        return [f"blk.{layer}.{tensor}" in self.container.tensors for layer in range(self.layers)]
-
-    def some(self, tensor: str) -> bool:
-        return any(self.has(tensor))
-
-    @property
-    def heads(self) -> int:
-        return max(self.each("attention.head_count"))
-
-    @property
-    def head_dim(self) -> int:
-        return self.count("attention.key_length", self.count("embedding_length") // max(self.heads, 1))
 
 
 def usual(facts: Facts) -> Settings:
@@ -143,9 +71,10 @@ def _rope(facts: Facts) -> Settings:
     return found
 
 
-def _llama3(facts: Facts) -> Settings:
-    """Returns the parameters of Llama 3's positions that give a file's factors of its turns; the file has no others."""
-    plain, factors = _rope(facts), facts.numbers(ROPE)
+def _llama3(facts: Facts, pairs: int | None = None) -> Settings:
+    """Returns the parameters of Llama 3's positions that give a file's factors of its turns, of the first `pairs`; the
+    file has no others."""
+    plain, factors = _rope(facts), facts.numbers(ROPE)[:pairs]
     if not np.isfinite(factors).all() or not (factors > 0).all():
         raise CheckpointError(f"{facts.container.files[0]}: {ROPE} holds values that are no factors")
     dims, longest = 2 * len(factors), facts.count("context_length")
@@ -371,6 +300,39 @@ def _mistral4(facts: Facts) -> Settings:
     return {**found, "head_dim": whole, "rope_interleave": True, "rope_parameters": rope}
 
 
+def _kimi_linear(facts: Facts) -> Settings:
+    found, linear = _latent(facts), [not has for has in facts.has("attn_kv_a_mqa.weight")]
+    groups = {"num_expert_group": found.pop("n_group"), "topk_group": found.pop("topk_group")}
+    names = {"n_routed_experts": "num_experts", "n_shared_experts": "num_shared_experts"}
+    found = {names.get(name, name): value for name, value in found.items() if name != "first_k_dense_replace"}
+    return {
+        **found, **groups, "rope_parameters": None, "moe_renormalize": True, "mlp_layer_types": _networks(facts),
+        "layer_types": ["linear_attention" if each else "full_attention" for each in linear],
+        "linear_head_dim": facts.count("kda.head_dim"), "linear_num_heads": _rows(facts, "ssm_beta.weight") or 1,
+        "linear_conv_kernel_dim": facts.count("ssm.conv_kernel"),
+    }  # fmt: skip
+
+
+def _step(facts: Facts) -> Settings:
+    windows = _windows(facts)
+    full = [kind == "full_attention" for kind in windows["layer_types"]]
+    heads, kv = (_by_kind(facts.each(f"attention.head_count{end}"), full) for end in ("", "_kv"))
+    of_full, of_rest = (max(each or other) for each, other in (heads, heads[::-1]))
+    rope, half = _rope(facts), {"partial_rotary_factor": 0.5}  # of layers without a window, in all that there are
+    if ROPE in facts.container.tensors:
+        rope = _llama3(facts, facts.head_dim // 4)
+    return {
+        **_experts(facts, "n_routed_experts"), **_widths(facts), **windows, "mlp_layer_types": _networks(facts),
+        "num_attention_heads": of_full, "num_sliding_attention_heads": of_rest,
+        "num_key_value_heads": max(kv[0] or kv[1]), "head_dim": facts.head_dim,
+        "share_expert_dim": facts.count("expert_shared_feed_forward_length"),
+        "moe_router_scaling_factor": facts.number("expert_weights_scale", 1.0),
+        "norm_expert_weight": facts.flag("expert_weights_norm", True),
+        "swiglu_limits": facts.bounds("swiglu_clamp_exp"), "swiglu_limits_shared": facts.bounds("swiglu_clamp_shexp"),
+        "rope_parameters": {"full_attention": {**rope, **half}, "sliding_attention": _plain_rope(facts)},
+    }  # fmt: skip
+
+
 def _indexed(facts: Facts) -> Settings:
     """Returns the settings of DeepSeek-V3.2's layers and indexers."""
     indexers = {"index_n_heads": "head_count", "index_head_dim": "key_length", "index_topk": "top_k"}
@@ -537,11 +499,13 @@ def _gemma4(facts: Facts) -> Settings:
     factors = facts.numbers(ROPE) if ROPE in facts.container.tensors else np.ones(1, np.float32)
     own_values = [has for has, whole in zip(facts.has("attn_v.weight"), full, strict=True) if whole]
     softcap = "final_logit_softcapping"
+    many = facts.count("expert_count", 0) > 0
+    experts = {**_experts(facts, top_k="top_k_experts"), **_widths(facts)} if many else {}
     return {
-        **windows, **_experts(facts, top_k="top_k_experts"), **_widths(facts), **_biases(facts),
+        **windows, **experts, **_biases(facts),
         "head_dim": facts.count("attention.key_length_swa"), "global_head_dim": facts.count("attention.key_length"),
         "num_key_value_heads": max(of_rest or kv), "num_global_key_value_heads": max(of_full or kv),
-        "attention_k_eq_v": not all(own_values), "enable_moe_block": True,
+        "attention_k_eq_v": not all(own_values), "enable_moe_block": many,
         "hidden_size_per_layer_input": facts.count("embedding_length_per_layer_input", 0),
         "num_kv_shared_layers": facts.count("attention.shared_kv_layers", 0),
         "final_logit_softcapping": facts.number(softcap) if facts.said(softcap) else None,
@@ -622,16 +586,20 @@ def _nemotron(facts: Facts) -> Settings:
     }  # fmt: skip
     found = [(kind, facts.has(mark)) for kind, mark in marks.items()]
     kinds = [next((kind for kind, has in found if has[at]), "mlp") for at in range(facts.layers)]
-    heads, inner = facts.count("ssm.time_step_rank"), facts.count("ssm.inner_size")
+    heads, inner, experts = facts.count("ssm.time_step_rank"), facts.count("ssm.inner_size"), Settings()
+    if "moe" in kinds:
+        experts = {
+            **_shared_experts(facts), "moe_latent_size": facts.count("moe_latent_size", 0) or None,
+            "moe_shared_expert_intermediate_size": facts.count("expert_shared_feed_forward_length"),
+        }  # fmt: skip
     return {
-        **_shared_experts(facts), "layers_block_type": kinds, "rms_norm_eps": None,
+        **experts, "layers_block_type": kinds, "rms_norm_eps": None,
         "layer_norm_epsilon": _eps(facts), "head_dim": facts.head_dim,
         "intermediate_size": _rows(facts, "ffn_up.weight") or 1, "mamba_num_heads": heads,
         "mamba_head_dim": inner // max(heads, 1), "n_groups": facts.count("ssm.group_count"),
         "ssm_state_size": facts.count("ssm.state_size"), "conv_kernel": facts.count("ssm.conv_kernel"),
         "use_conv_bias": facts.some("ssm_conv1d.bias"), "use_bias": facts.some("ssm_in.bias"),
-        "moe_shared_expert_intermediate_size": facts.count("expert_shared_feed_forward_length"),
-        "moe_latent_size": facts.count("moe_latent_size", 0) or None, "mlp_hidden_act": "relu2",
+        "mlp_hidden_act": "relu2",
         "attention_bias": False, "mlp_bias": False, "rope_parameters": None,
     }  # fmt: skip
 
@@ -670,7 +638,7 @@ class Arch:
     `names`: names that differ from INSIDE and OUTSIDE; `whole`: names of tensors that lie as the family's own do, with
     all parts of a pack in them; `turned`: rows of queries and keys are reordered, so that positions turn pairs;
     `inside`: config.json has the settings under text_config; `left_out`: patterns of names that a pack leaves out → a
-    note on them."""
+    note on them; `alone`: names that differ in a model without experts."""
 
     model_type: str | Callable[[Facts], str]
     settings: Callable[[Facts], Settings]
@@ -679,6 +647,7 @@ class Arch:
     turned: bool = False
     inside: bool = False
     left_out: Mapping[str, str] = field(default_factory=dict)
+    alone: Mapping[str, str] = field(default_factory=dict)
 
     def config(self, facts: Facts) -> Settings:
         """Returns the settings of config.json. Raises CheckpointError."""
@@ -719,6 +688,12 @@ ARCHS: Mapping[str, Arch] = {
     "gpt-oss": Arch("gpt_oss", _gpt_oss, {"ffn_norm": "post_attention_norm"}),
     "deepseek2": Arch(deepseek_type, _deepseek, whole=_LATENT),
     "mistral4": Arch("mistral4", _mistral4, whole=_LATENT),
+    "kimi-linear": Arch("kimi_linear", _kimi_linear, {
+        **{f"mixer.{name}": f"attn_{name}" for name in "qkv"}, "mixer.conv": "ssm_conv1d_q", "mixer.b": "ssm_beta",
+        "mixer.a_narrow": "ssm_f_a", "mixer.a": "ssm_f_b", "mixer.z_narrow": "ssm_g_a", "mixer.z": "ssm_g_b",
+        "mixer.out": "attn_output",
+    }, whole=_LATENT),
+    "step35": Arch("step3p5", _step, {"attn.gate": "attn_gate"}),
     "glm-dsa": Arch("glm_moe_dsa", _indexed, whole=_LATENT, left_out=_INDEXERS),
     "deepseek32": Arch("deepseek_v32", _indexed, whole=_LATENT, left_out=_INDEXERS),
     "glm4moe": Arch("glm4_moe", _glm4, {"ffn_norm": "post_attention_norm"}),
@@ -745,13 +720,14 @@ ARCHS: Mapping[str, Arch] = {
                    frozenset({"attn_q"})),
     "qwen35moe": Arch("qwen3_5_moe_text", _qwen_next, {**_DELTA, "mixer.a": "ssm_alpha", "mixer.b": "ssm_beta"},
                       frozenset({"attn_q"})),
-    "nemotron_h_moe": Arch("nemotron_h", _nemotron, {"ffn_norm": "attn_norm"}, _IN, turned=True),
+    **{name: Arch("nemotron_h", _nemotron, {"ffn_norm": "attn_norm"}, _IN, turned=True)
+       for name in ("nemotron_h", "nemotron_h_moe")},
     "gemma4": Arch("gemma4_text", _gemma4, {
         "mixer_after": "post_attention_norm", "ffn_norm": "pre_ffw_norm_2", "ffn_after": "post_ffw_norm",
         "beside_norm": "ffn_norm", "beside_after": "post_ffw_norm_1", "experts_after": "post_ffw_norm_2",
         "router.expert_scale": "ffn_down_exps.scale", "router_norm.weight": "ffn_gate_inp.scale",
         "scale": "layer_output_scale.weight", "beside.gate": "ffn_gate", "beside.up": "ffn_up",
         "beside.down": "ffn_down",
-    }, frozenset({"ffn_gate_inp.scale"})),
+    }, frozenset({"ffn_gate_inp.scale"}), alone={"ffn_norm": "ffn_norm"}),
 }  # fmt: skip
 """llama.cpp's name → its family here."""

@@ -188,7 +188,8 @@ class _Described:
         arch: Arch = ARCHS[tensors.container.metadata.need("general.architecture", str)]
         key = f"{tensors.container.metadata.need('general.architecture', str)}.nextn_predict_layers"
         self._more = min(tensors.container.metadata.get(key, int) or 0, MOST_LAYERS)
-        self._arch, self._names = arch, {**OUTSIDE, **INSIDE, **arch.names}
+        own = {**arch.names, **(arch.alone if description.spec.moe.n == 1 else {})}
+        self._arch, self._names = arch, {**OUTSIDE, **INSIDE, **own}
 
     @property
     def found(self) -> Description:
@@ -224,11 +225,14 @@ class _Described:
         mixer = None if layer is None else self._spec.decoder[layer].mixer
         if name == f"{at}attn_qkv.weight" and isinstance(mixer, Attention):
             shape = (mixer.q_features + 2 * mixer.kv_features, shape[-1])
-        if isinstance(mixer, GatedDelta) and part in ("mixer.q.weight", "mixer.k.weight", "mixer.v.weight"):
+        if isinstance(mixer, GatedDelta) and name == f"{at}attn_qkv.weight":
             shape = (2 * mixer.key_features + mixer.value_features, shape[-1])
-        if not _alike(found, shape):
-            raise self._unlike(name, found, shape)
-        return Source(name, None, self._view(part, layer), found)
+        behind = tuple(name.replace("_q.", f"_{each}.") for each in "kv") if own.behind else ()
+        shape = (shape[0] // (1 + len(behind)), *shape[1:])
+        for each in (name, *behind):
+            if not _alike(there := self._tensors.shapes.get(each.removesuffix(_LOG), ()), shape):
+                raise self._unlike(each, there, shape)
+        return Source(name, None, self._view(part, layer), found, behind=behind)
 
     def _named(self, part: str, layer: int | None) -> str:
         for suffix in (".weight", ".bias", ""):
@@ -269,16 +273,17 @@ class _Described:
         if attention is not None and self._together(layer) and name in ("attn.q", "attn.k", "attn.v"):
             q, kv = attention.q_features, attention.kv_features
             return {"attn.q": rows(0, q), "attn.k": rows(q, q + kv), "attn.v": rows(q + kv)}[name]
-        if isinstance(mixer, GatedDelta) and name.startswith("mixer."):
+        if isinstance(mixer, GatedDelta) and name.startswith("mixer.") and self._names["mixer.q"] == "attn_qkv":
             return _delta(mixer, name.removeprefix("mixer."), self._arch in (ARCHS["qwen35"], ARCHS["qwen35moe"]))
         return None
 
     def _expert(self, key: ExpertKey, projection: str) -> Source:
         at, width, shapes = f"blk.{key.layer}.ffn_", self._spec.moe.ffn.d_ff, self._tensors.shapes
         alone, index, view = self._spec.moe.n == 1, None if self._spec.moe.n == 1 else key.expert, None
+        gated = self._spec.moe.ffn.gated
         of, both = (".weight", "up.weight") if alone else ("_exps.weight", "gate_up_exps.weight")
         name = f"{at}{projection}{of}"
-        if f"{at}gate{of}" not in shapes and f"{at}{both}" in shapes and projection != "down":
+        if f"{at}gate{of}" not in shapes and f"{at}{both}" in shapes and projection != "down" and gated:
             name, view = f"{at}{both}", rows(0, width) if projection == "gate" else rows(width)
         elif name not in shapes and (single := f"{at}{projection}.{key.expert}.weight") in shapes:  # in old files
             name, index = single, None

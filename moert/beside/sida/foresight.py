@@ -564,7 +564,10 @@ def check_function(pack: Pack, routes: bool) -> None:
     """Raises HashMissing, or SettingInvalid where the function's numbers can't take the routers' place."""
     if routes:
         _check(pack, said("routing", "hash"), said("routing", "exact"))
-        score = pack.manifest.model.moe.router.score
+        routers = [experts.router for experts in pack.manifest.model.experts.values()]
+        if any(router.identities for router in routers):
+            raise SettingInvalid("routing", "'hash' needs routers that choose among experts alone")
+        score = routers[0].score
         if score != "softmax":
             raise SettingInvalid("routing", f"'hash' needs routers that weigh by a softmax, not by {score}")
 
