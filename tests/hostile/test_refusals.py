@@ -588,12 +588,11 @@ MODELS: dict[str, list[tuple[str, Callable[[dict[str, Any]], Any]]]] = {
         ("take a shortcut, and there is a network beside", lambda d: layer(d, 5)["ffn"].update(bypass=True)),
         ("take a shortcut, and do not join by a plain sum", lambda d: layer(d, 5).update(ffn_join={"add": 0.5})),
         ("experts of the last layer take a shortcut", lambda d: d["model"]["decoder"]["layers"].append(5)),
-        ("a layer with streams take a shortcut",
-         lambda d: [kind.update(streams=plain(Streams(2, 5, 1e-6))) for kind in d["model"]["decoder"]["kinds"]]),
         ("mixer should be a JSON object", lambda d: layer(d).update(mixer="none")),
         ("see each other, and a layer has a mixer with a state", lambda d: d["model"]["tokens"].update(prefix_end=3)),
     ],
     "streaming": [
+        ("the experts of a layer with streams take a shortcut", lambda d: layer(d, 2)["ffn"].update(shortcut=True)),
         ("n should be between 2 and 64, found 1", lambda d: layer(d)["streams"].update(n=1)),
         ("n should be between 2 and 64, found 65", lambda d: layer(d)["streams"].update(n=65)),
         ("rounds should be between 1 and 1000, found 0", lambda d: layer(d)["streams"].update(rounds=0)),
