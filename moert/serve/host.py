@@ -25,7 +25,7 @@ from moert.serve.worker import MOST_WAITING, Worker
 
 _LOG = logging.getLogger("moert.serve")
 GRACE_S = 10.0
-"""Seconds that answers have to end by themselves when a model leaves or the server ends."""
+"""Seconds that answers have to end by themselves when the server ends."""
 Failed = Callable[[BaseException], Response]
 """A function that returns the response for an error."""
 
@@ -77,7 +77,7 @@ class Host:
         """Opens a model in place of the one that is in memory. Raises the errors of Engine.open."""
         if self._open is not None:
             before, self._open = self._open[1], None
-            before.close(GRACE_S)
+            before.close()
             before.engine.close()
         engine = Engine.open(self.settings.packs[name], self.settings.engine, notify=_LOG.warning)
         with suppress(TokenizerMissing, ChatImpossible):  # now, not in the middle of answers

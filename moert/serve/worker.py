@@ -39,6 +39,7 @@ APART_S = 0.005
 """Seconds between two deliveries to one client: a small model's tokens come together, which costs it less."""
 MOST_WAITING = 64
 _LOG = logging.getLogger("moert.serve")
+_LEAVES = "the server ends, or another model takes the place of this one: try again"
 
 T = TypeVar("T")
 
@@ -201,7 +202,7 @@ class Worker:
         """Returns a ticket for the wish of a client. Raises Refused where too many wait, or the server ends."""
         with self._count:
             if self._closing:
-                raise Refused("the server ends", status=503)
+                raise Refused(_LEAVES, status=503)
             if self._running >= self._most:
                 self.refused += 1
                 raise Refused(f"{self._running} requests wait or run already: try again later", status=429)
@@ -231,16 +232,16 @@ class Worker:
         self._inbox.put((lambda: self._alone.append(run)) if alone else run)
         return future
 
-    def close(self, grace_s: float) -> None:
-        """Ends the thread: answers have `grace_s` seconds to come to their ends, and are cut then."""
+    def close(self, grace_s: float | None = None) -> None:
+        """Ends the thread: answers have `grace_s` seconds to come to their ends, and are cut then; None: they all end
+        by themselves."""
         with self._count:
             self._closing = True
-        deadline = threading.Timer(grace_s, self.cut)
-        deadline.daemon = True
-        deadline.start()
         self._inbox.put(None)
-        self._thread.join()
-        deadline.cancel()
+        self._thread.join(grace_s)
+        if self._thread.is_alive():
+            self.cut()
+            self._thread.join()
 
     def cut(self) -> None:
         """Ends all answers where they are."""
@@ -361,7 +362,7 @@ class Worker:
             ticket.deliver([*ticket.held, *(end._replace(reason="cancelled") for end in ends)])
             self._cancel(ticket)
         for ticket in self._tickets:
-            ticket.deliver(Refused("the server ends", status=503))
+            ticket.deliver(Refused(_LEAVES, status=503))
             self._done(ticket)
         self._tickets.clear()
 

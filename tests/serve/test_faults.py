@@ -222,7 +222,7 @@ def test_the_end_cuts_what_runs(pack: Path) -> None:
         ending = asyncio.get_running_loop().run_in_executor(None, worker.close, 0.2)
         last = [event async for event in ticket.events()][-1]
         await ending
-        with pytest.raises(Refused, match="the server ends"):
+        with pytest.raises(Refused, match="the server ends, or another model"):
             worker.submit(wish, asyncio.get_running_loop())
         return last
 
@@ -260,6 +260,20 @@ def test_models_come_and_go_by_name(pack: Path, tmp_path: Path) -> None:
             found = client.post("/v1/completions", json={**body, "model": name})
             assert found.json()["model"] == name
             assert client.get("/health").json()["model"] == name
+
+
+def test_a_model_that_leaves_ends_its_answers_first(pack: Path, tmp_path: Path) -> None:
+    other = write_chat_pack(tmp_path / "other.pack", ENDLESS)
+    with serving(pack, other) as running, httpx.Client(base_url=running.url, timeout=60) as client:
+        body = {"prompt": "hello", "max_tokens": 3000, "model": "tiny"}
+        with httpx.stream("POST", f"{running.url}/v1/completions", json={**body, "stream": True}, timeout=60) as answer:
+            lines = answer.iter_lines()
+            next(lines)
+            found = client.post("/v1/completions", json={**body, "max_tokens": 4, "model": "other"})
+            assert found.json()["model"] == "other"
+            text = "".join(lines)
+        assert text.endswith("[DONE]")
+        assert text.count('"finish_reason":"length"') == 1
 
 
 def test_a_damaged_model_is_one_line_and_the_other_is_served(pack: Path, tmp_path: Path) -> None:
