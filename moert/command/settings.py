@@ -49,16 +49,6 @@ SETTINGS = (
         float, 0.0, usual=True,
     ),
     Setting(
-        "top_k", _TEXT, _CHOOSING,
-        "Sample from the k likeliest tokens; 0: from all.",
-        int, 0, usual=True,
-    ),
-    Setting(
-        "top_p", _TEXT, _CHOOSING,
-        "Sample from the likeliest tokens whose probabilities add up to this.", float, 1.0,
-        usual=True,
-    ),
-    Setting(
         "seed", _TEXT, _WRITING,
         "Seed of sampling at a temperature above 0.",
         int, 0, usual=True,
@@ -161,6 +151,15 @@ SETTINGS = (
         "Which blocks of neurons stay in memory, in packs with such blocks: recent (used often and lately), lru "
         "(used last), lfu (used most), window (those that fired for the last tokens, as many as fit).",
         default="recent", choices=("recent", "lru", "lfu", "window"),
+    ),
+    Setting(
+        "top_k", _SAMPLING, _CHOOSING,
+        "Sample from the k likeliest tokens; 0: from all.",
+        int, 0,
+    ),
+    Setting(
+        "top_p", _SAMPLING, _CHOOSING,
+        "Sample from the likeliest tokens whose probabilities add up to this.", float, 1.0,
     ),
     Setting(
         "min_p", _SAMPLING, _CHOOSING,

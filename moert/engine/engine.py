@@ -405,7 +405,8 @@ class Engine:
         without a limit it takes a GiB."""
         spare = self._regulator.spare_bytes
         made = Prefixes(1 << 30 if spare is None else spare // 4)
-        self._prefixes.add(made)
+        with self._turns.turn():
+            self._prefixes.add(made)
         return made
 
     @cached_property

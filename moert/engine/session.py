@@ -398,7 +398,7 @@ class Session:
             self._ended()
 
     def __iter__(self) -> Iterator[tuple[Request, Piece]]:
-        while self.unfinished:
+        while self._closed or self.unfinished:
             yield from self.turn()
 
     def __enter__(self) -> Session:

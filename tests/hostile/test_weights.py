@@ -137,7 +137,7 @@ def with_experts(pack: Path, value: float) -> Path:
 
 RUNS = {
     "greedy": (), "sampled": ("--temperature", "1"), "json": ("--json",), "cold": ("--temperature", "1e-30"),
-    "filtered": ("--temperature", "1", "--top-k", "5", "--top-p", "0.9"),
+    "filtered": ("--temperature", "1", "--tune", "top-k=5", "--tune", "top-p=0.9"),
 }  # fmt: skip
 
 

@@ -1,4 +1,4 @@
-"""The server's page in a real browser: it fills itself, holds a conversation and shows what the cache does."""
+"""The server's page in a real browser: it fills itself, holds a conversation and shows figures of the cache."""
 
 from __future__ import annotations
 

@@ -103,7 +103,7 @@ def test_settings_change_between_two_answers(moert: Moert, pack: Path) -> None:
     for wrong, told in (
         ("/set beams 2", "/set beams: there are max_new_tokens, temperature"),
         ("/set temperature warm", "--temperature is 'warm'"),
-        ("/set top_p 2", "--top-p is 2"),
+        ("/set top_p 2", "--tune top-p is 2"),
     ):
         assert told in moert.refuses("chat", pack, stdin=wrong + "\n")
 

@@ -187,7 +187,18 @@ def test_text_ends_before_a_stop_string(moert, pack, expected) -> None:
 def test_a_seed_repeats_a_drawn_text(moert, pack, expected) -> None:
     texts = []
     for seed in (1, 1, 2):
-        flags = ("--temperature", "1.5", "--top-k", "40", "--top-p", "0.99", "--tune", "min-p=0.001", "--seed", seed)
+        flags = (
+            "--temperature",
+            "1.5",
+            "--tune",
+            "top-k=40",
+            "--tune",
+            "top-p=0.99",
+            "--tune",
+            "min-p=0.001",
+            "--seed",
+            seed,
+        )
         assert moert("run", pack, PROMPTS[0], *flags, "--max-new-tokens", "20") == 0
         texts.append(moert.out)
     assert texts[0] == texts[1] != texts[2]
@@ -236,7 +247,7 @@ def test_the_named_smallest_limits_work(moert, pack, expected) -> None:
         (["--max-new-tokens", "0"], "--max-new-tokens is 0"),
         (["--max-new-tokens", "x"], "'x'"),
         (["--temperature", "-1"], "--temperature is -1"),
-        (["--top-p", "nan"], "--top-p is nan"),
+        (["--tune", "top-p=nan"], "--tune top-p is nan"),
         (["--seed", "x"], "--seed"),
         (["--stop", ""], "--stop has an empty stop string"),
         (["--tune", "threads=0"], "0 should be at least 1 (see moert run --help)"),
@@ -346,10 +357,10 @@ def test_nor_those_that_come_from_stdin(pack, tmp_path) -> None:
 
 def test_sampling_options_that_change_nothing_are_named(moert, pack, expected) -> None:
     prompt = PROMPTS[0]
-    assert moert("run", pack, prompt, "--top-p", "0.5", "--seed", "3", *NEW) == 0
+    assert moert("run", pack, prompt, "--tune", "top-p=0.5", "--seed", "3", *NEW) == 0
     assert moert.out == expected[prompt] + "\n"
-    assert moert.err.startswith("moert: --top-p and --seed would count only above --temperature 0")
-    assert moert("run", pack, prompt, "--top-p", "0.5", "--seed", "3", "--temperature", "1", *NEW) == 0
+    assert moert.err.startswith("moert: --tune top-p and --seed would count only above --temperature 0")
+    assert moert("run", pack, prompt, "--tune", "top-p=0.5", "--seed", "3", "--temperature", "1", *NEW) == 0
     assert moert.err == ""
 
 

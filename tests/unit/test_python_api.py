@@ -67,7 +67,7 @@ def test_mistakes_are_one_line_and_name_arguments(pack: Path, settings: dict[str
         (("--memory", "1.5XB"), "moert: --memory '1.5XB' is not a size"),
         (("--tune", "predict=transitions"), "moert: --tune predict=transitions needs path tables"),
         (("--tune", "io=fast"), "moert: --tune io=fast is none of"),
-        (("--top-p", "2"), "moert: --top-p is 2.0: it should be above 0 and at most 1"),
+        (("--tune", "top-p=2"), "moert: --tune top-p is 2.0: it should be above 0 and at most 1"),
         (("--stop", ""), "moert: --stop has an empty stop string"),
         (("--memory", "1GB", "--tune", "cache=1GB"), "moert: --memory and --tune cache exclude each other"),
     ],

@@ -24,8 +24,9 @@ def read(body: bytes) -> None:
 
 
 def seeds() -> list[bytes]:
-    """One of each family."""
-    of_family = {str(config["model_type"]): config for config in PUBLISHED.values()}
+    """One of each family, the shortest."""
+    longest_first = sorted(PUBLISHED.values(), key=lambda config: -len(json.dumps(config)))
+    of_family = {str(config["model_type"]): config for config in longest_first}
     return [json.dumps(config, separators=(",", ":")).encode() + b"\n{}" for config in of_family.values()]
 
 

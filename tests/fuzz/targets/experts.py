@@ -35,12 +35,12 @@ def read(body: bytes) -> None:
 
 
 def seeds() -> list[bytes]:
-    """Without the zeros at their ends; those with trellis codes without their headers."""
+    """Without the zeros at their ends; of each pack one has its header, of that with trellis codes none."""
     found = []
     for number in range(3 * _EXPERTS):
         pack, key = _place(number)
         body, start = pack.read_expert(key).tobytes().rstrip(b"\0"), pack.layout(key).data_offset
-        found += [bytes([number]) + body] if number < 2 * _EXPERTS else []
+        found += [bytes([number]) + body] if number in (0, _EXPERTS) else []
         found.append(bytes([number | _KEEPS_HEADER]) + body[start:])
     return found
 
