@@ -35,7 +35,7 @@ from moert.serve.forms import Argued, Called, Ended, Event, Talk, Wish, Wrote
 
 PART_TOKENS = 256
 """Tokens of a prompt that are read in one turn: between two of them, other answers go on, and a client may leave."""
-APART_S = 0.005
+APART_S = 0.02
 """Seconds between two deliveries to one client: a small model's tokens come together, which costs it less."""
 MOST_WAITING = 64
 _LOG = logging.getLogger("moert.serve")
