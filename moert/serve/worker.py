@@ -52,7 +52,8 @@ class _Choice:
     number: int
     request: Request
     reader: ReplyReader | None
-    told: int = 0  # log-probabilities that were delivered
+    probs: bool = False  # whether log-probabilities are wanted
+    told: int = 0  # of them, that were delivered
 
     def took(self, piece: Piece) -> list[Event]:
         """Returns the events of one more token."""
@@ -88,9 +89,7 @@ class _Choice:
         )  # fmt: skip
 
     def _logprobs(self) -> tuple[Any, ...]:
-        if self.request.answer.logprobs is None:
-            return ()
-        found = self.request.answer.logprobs[self.told :]
+        found = (self.request.answer.logprobs or [])[self.told :] if self.probs else []
         self.told += len(found)
         return tuple(found)
 
@@ -301,7 +300,7 @@ class Worker:
                     for settings in ticket.wish.settings:
                         number = len(added)
                         request, reader = self._add(session, prompt, settings)
-                        added.append(_Choice(ticket, number, request, reader))
+                        added.append(_Choice(ticket, number, request, reader, settings.logprobs is not None))
             except Exception as error:  # of this client alone: others go on
                 for each in added:
                     session.cancel(each.request)

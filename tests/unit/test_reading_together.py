@@ -60,8 +60,13 @@ def arrived(found: np.ndarray | PackError, pack: Pack, key: ExpertKey) -> bool:
     return isinstance(found, np.ndarray) and found.tobytes() == pack.file(pack.entry(key).path).read_bytes()
 
 
+def settled() -> int:
+    """Files that are open once those are closed that other tests have left."""
+    gc.collect()
+    return descriptors()
+
+
 def descriptors() -> int:
-    gc.collect()  # what other tests have left open
     return len(os.listdir("/proc/self/fd"))
 
 
@@ -199,7 +204,7 @@ def test_files_stay_open_and_are_closed_in_the_end(original: Path, monkeypatch: 
     monkeypatch.setattr(os, "open", lambda path, *rest: (opened.append(str(path)), real(path, *rest))[1])
     if not os.path.isdir("/proc/self/fd"):
         pytest.skip("nobody tells how many files are open")
-    before = descriptors()
+    before = settled()
     store = open_store(original)[0]
     read(store, KEYS)
     opened.clear()
@@ -218,7 +223,7 @@ def test_files_stay_open_and_are_closed_in_the_end(original: Path, monkeypatch: 
 def test_few_descriptors_are_enough(original: Path) -> None:
     if not os.path.isdir("/proc/self/fd"):
         pytest.skip("nobody tells how many files are open")
-    before = descriptors()
+    before = settled()
     pack = Pack.open(original)
     paths = [entry.path for entry in pack.manifest.experts][:8]
     files = OpenFiles(original, most=3)
