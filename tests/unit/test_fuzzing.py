@@ -96,7 +96,7 @@ def test_time_and_memory_are_findings() -> None:
     with pytest.raises(Finding, match=r"takes 0\.\d s"):
         judge(slow, seconds=0.01)(b"")
     with pytest.raises(Finding, match="MB"):  # more than this process has ever held
-        judge(lambda body: held.append(np.ones(1 << 30, np.uint8)), megabytes=-1)(b"")
+        judge(lambda body: held.append(np.ones(1 << 30, np.uint8)), seconds=600, megabytes=-1)(b"")
 
 
 @given(
