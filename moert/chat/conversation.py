@@ -187,14 +187,17 @@ class Speaker:
 
     def ids(self, asked: Asked) -> list[int]:
         """Returns the token ids of the prompt that the template makes. Raises the errors of `prompt`."""
-        rendered = self._renderer.render(asked.messages, asked.tools, asked.variables)
-        return self._text.encode(rendered, whole=True)
+        return self._rendered(asked)[1]
+
+    def _rendered(self, asked: Asked) -> tuple[str, list[int]]:
+        """Returns the prompt that the template makes, and its token ids."""
+        prompt = self._renderer.render(asked.messages, asked.tools, asked.variables)
+        return prompt, self._text.encode(prompt, whole=True)
 
     def prompt(self, asked: Asked, prefix: Keeps, settings: GenerationSettings | None = None) -> Spoken:
         """Returns the prompt that the template makes, for a session. Raises the errors of Renderer.render and
         Text.encode."""
-        prompt = self._renderer.render(asked.messages, asked.tools, asked.variables)
-        ids = self._text.encode(prompt, whole=True)
+        prompt, ids = self._rendered(asked)
         text = self._text.detokenizer_with([*self._marks, *asked.shown])
         chosen = settings or GenerationSettings()
         if self._stops:

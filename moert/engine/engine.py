@@ -425,17 +425,17 @@ class Engine:
         room = partial(self._aside, "render the model's chat template")
         return Speaker(Renderer(chat_of(self.pack, self.text, self._template), room=room), self.text, self.session)
 
-    def stats(self) -> RunStats:
-        """Returns the figures of all requests since the engine was opened."""
+    def stats(self, best: bool = True) -> RunStats:
+        """Returns the figures of all requests since the engine was opened. `best`: with the hit rate of Belady's rule,
+        for which the recorded demands are replayed."""
         cache_bytes, streaming, holding = self._streaming.capacity_bytes, self._streaming, self.holding
         least = min(self._admission.smallest_room_bytes, cache_bytes)
         given = Room(self._regulator.limit_bytes, cache_bytes, self.budget.expert_bytes, least)
         ahead = ReadAhead() if self.ahead is None else self.ahead.figures
         preferring = EXACT_ROUTING if self.preference is None else share_text(self.preference.share)
         ways = Ways(streaming.eviction, holding.io, self._routing.name or preferring)
-        return run_stats(
-            self.times, self.counters, ahead, given, ways, streaming.headroom(), **holding.figures()
-        )  # fmt: skip
+        ideal = streaming.headroom() if best else (0, 0.0)
+        return run_stats(self.times, self.counters, ahead, given, ways, ideal, **holding.figures())
 
     def close(self) -> None:
         """Closes the engine: waits for a session of another thread; a session of this thread ends here."""

@@ -565,7 +565,7 @@ class Generation:
         text = "" if self.detokenizer is None else self.detokenizer.push(token)
         reason = self._reason_to_stop(token)
         if reason is None and self._constrained is not None:
-            reason = self._go_on_constrained(token, text)
+            reason = self._go_on_constrained(self._constrained, token, text)
         if reason is not None and self.detokenizer is not None:
             text += self.detokenizer.flush()
         text, found = self._before_stop_string(text, last=reason is not None)
@@ -601,14 +601,14 @@ class Generation:
             return "context_full"
         return None
 
-    def _go_on_constrained(self, token: int, text: str) -> StopReason | None:
-        """Goes on in the grammar, if there is one; returns the reason to stop where no token may come next."""
-        if self._constrained is None or (self._first is not None and len(self.tokens) == 1):
+    def _go_on_constrained(self, constrained: Constrained, token: int, text: str) -> StopReason | None:
+        """Goes on in the grammar; returns the reason to stop where no token may come next."""
+        if self._first is not None and len(self.tokens) == 1:
             return None
-        self._constrained.take(token, text)
-        if not self._constrained.stuck:
+        constrained.take(token, text)
+        if not constrained.stuck:
             return None
-        return "eos" if self._constrained.complete else "grammar"
+        return "eos" if constrained.complete else "grammar"
 
     def _before_stop_string(self, text: str, last: bool) -> tuple[str, bool]:
         """Returns the text that may be handed out now, and whether a stop string was found. `text`: the new text."""

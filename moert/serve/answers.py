@@ -58,6 +58,11 @@ def whole(value: Any, status: int = 200, headers: Mapping[str, str] | None = Non
     return Response(line(value), status, dict(headers or {}), "application/json")
 
 
+def refusal(value: Any, status: int) -> Response:
+    """Returns a response that tells an error; of one that passes, when to try again."""
+    return whole(value, status, {"retry-after": "1"} if status == 429 else None)
+
+
 async def _gone(receive: Receive) -> None:
     """Waits until the client has left."""
     while (await receive())["type"] != "http.disconnect":

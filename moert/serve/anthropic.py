@@ -14,28 +14,23 @@ from starlette.responses import Response
 from starlette.routing import Route
 
 from moert.chat.conversation import Asked
-from moert.serve.answers import answered, body_of, event, whole
-from moert.serve.fields import ANY, FLAG, TABLE, TABLES, TEXT, Field, Refused, number, read, required
+from moert.serve.answers import answered, body_of, event, refusal, whole
+from moert.serve.fields import ANY, FLAG, TABLE, TABLES, TEXT, TEXTS, Field, Refused, read, required
 from moert.serve.fields import whole as whole_number
 from moert.serve.forms import Argued, Called, Ended, Event, Wish, Wrote
-from moert.serve.openai import settings_of
+from moert.serve.openai import SAMPLING, settings_of
 from moert.serve.tools import Tools
 from moert.serve.worker import status_of
 
 if TYPE_CHECKING:
     from moert.serve.host import Host
 
-_TEXTS = Field(
-    lambda value: isinstance(value, list) and len(value) <= 16 and all(isinstance(each, str) for each in value),
-    "a list of up to 16 texts",
-)
 _MESSAGES: Mapping[str, Field] = {
-    "model": TEXT, "messages": TABLES, "max_tokens": whole_number(1, 1 << 30), "system": ANY, "stop_sequences": _TEXTS,
-    "stream": FLAG, "temperature": number(0, 100), "top_p": number(1e-9, 1), "top_k": whole_number(0, 1 << 30),
-    "tools": TABLES, "tool_choice": TABLE, "thinking": TABLE,
+    "model": TEXT, "messages": TABLES, "max_tokens": whole_number(1, 1 << 30), "system": ANY, "stop_sequences": TEXTS,
+    "stream": FLAG, "tools": TABLES, "tool_choice": TABLE, "thinking": TABLE,
+    **{name: SAMPLING[name] for name in ("temperature", "top_p", "top_k")},
 }  # fmt: skip
 _HARMLESS = ("metadata", "service_tier", "cache_control")
-_REASONS = {"eos": "end_turn", "max_new_tokens": "max_tokens", "context_full": "max_tokens"}
 _KINDS = {
     401: "authentication_error", 404: "not_found_error", 413: "request_too_large", 429: "rate_limit_error",
     503: "overloaded_error",
@@ -45,7 +40,7 @@ _KINDS = {
 def failed(error: BaseException) -> Response:
     """Returns the response for an error."""
     status, text = status_of(error)
-    return whole(_told(status, text), status, {"retry-after": "1"} if status == 429 else None)
+    return refusal(_told(status, text), status)
 
 
 def _told(status: int, text: str) -> dict[str, Any]:
@@ -185,8 +180,9 @@ def _reason(end: Ended, called: bool, stops: Sequence[str]) -> tuple[str, str | 
     """Returns the reason of an end, and the stop sequence that brought it."""
     if end.reason == "stop_string":
         return ("stop_sequence", end.stop) if end.stop in stops else ("end_turn", None)
-    reason = _REASONS.get(end.reason, "end_turn")
-    return ("tool_use" if called and reason == "end_turn" else reason), None
+    if not end.whole:
+        return "max_tokens", None
+    return "tool_use" if called else "end_turn", None
 
 
 def _usage(end: Ended) -> dict[str, int]:

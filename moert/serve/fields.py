@@ -56,9 +56,8 @@ TEXT = Field(lambda value: isinstance(value, str), "text")
 TABLE = Field(lambda value: isinstance(value, dict), "an object")
 TABLES = Field(lambda value: _are(dict, value), "a list of objects")
 ANY = Field(lambda value: True, "any value")
-STOP = Field(
-    lambda value: isinstance(value, str) or (_are(str, value) and len(value) <= 16), "text, or a list of up to 16 texts"
-)
+TEXTS = Field(lambda value: _are(str, value) and len(value) <= 16, "a list of up to 16 texts")
+STOP = Field(lambda value: TEXT.takes(value) or TEXTS.takes(value), f"text, or {TEXTS.words}")
 BIAS = Field(
     lambda value: isinstance(value, dict) and all(key.isdecimal() and _is_number(each) for key, each in value.items()),
     "an object from ids of tokens to numbers",

@@ -57,6 +57,11 @@ class Ended(NamedTuple):
     total_s: float = 0.0
     logprobs: Sequence[Logprobs] = ()
 
+    @property
+    def whole(self) -> bool:
+        """Whether the model or a stop string ended the answer, and nothing cut it short."""
+        return self.reason in ("eos", "stop_string")
+
 
 class Called(NamedTuple):
     """The beginning of a tool call: the number of the answer, of the call in it from 0 on, its id, the tool's name."""

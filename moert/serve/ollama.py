@@ -20,20 +20,18 @@ from moert.serve.answers import answered, body_of, line, whole
 from moert.serve.fields import (
     ANY,
     FLAG,
-    STOP,
     TABLE,
     TABLES,
     TEXT,
     Field,
     Refused,
-    number,
     one_of,
     read,
     required,
 )
 from moert.serve.fields import whole as whole_number
 from moert.serve.forms import Argued, Called, Ended, Event, Talk, Wish, Wrote
-from moert.serve.openai import messages_of, settings_of
+from moert.serve.openai import SAMPLING, messages_of, settings_of
 from moert.serve.tools import Tools, form_of
 from moert.serve.worker import status_of
 
@@ -45,10 +43,10 @@ _BOTH: Mapping[str, Field] = {
 }  # fmt: skip
 _CHAT: Mapping[str, Field] = {**_BOTH, "messages": TABLES, "tools": TABLES}
 _GENERATE: Mapping[str, Field] = {**_BOTH, "prompt": TEXT, "system": TEXT, "raw": FLAG, "suffix": one_of("")}
+_SAME = ("temperature", "top_k", "top_p", "min_p", "seed", "stop", "presence_penalty", "frequency_penalty")
 _OPTIONS: Mapping[str, Field] = {
-    "temperature": number(0, 100), "num_predict": whole_number(-2, 1 << 30), "top_k": whole_number(0, 1 << 30),
-    "top_p": number(1e-9, 1), "min_p": number(0, 1), "seed": whole_number(-(1 << 63), (1 << 63) - 1), "stop": STOP,
-    "repeat_penalty": number(0.1, 10), "presence_penalty": number(-2, 2), "frequency_penalty": number(-2, 2),
+    **{name: SAMPLING[name] for name in _SAME}, "num_predict": whole_number(-2, 1 << 30),
+    "repeat_penalty": SAMPLING["repetition_penalty"],
 }  # fmt: skip
 _MACHINE = ("num_ctx", "num_thread", "num_gpu", "num_batch", "main_gpu", "use_mmap", "use_mlock", "numa", "low_vram")
 """Options of Ollama's own machine, which change no answer here."""
@@ -155,7 +153,7 @@ def _form(found: Mapping[str, Any]) -> dict[str, Any]:
 def _options(found: Mapping[str, Any]) -> dict[str, Any]:
     """Returns settings as OpenAI's interface names them. Raises Refused."""
     options = read(found.get("options", {}), _OPTIONS, _MACHINE)
-    made = {name: value for name, value in options.items() if name not in ("num_predict", "repeat_penalty")}
+    made = {name: value for name, value in options.items() if name in _SAME}
     if options.get("num_predict", -1) > 0:
         made["max_tokens"] = options["num_predict"]
     if "repeat_penalty" in options:
@@ -181,7 +179,7 @@ def _head(name: str) -> dict[str, Any]:
 def _last(end: Ended) -> dict[str, Any]:
     """Returns the fields of the last line; times in nanoseconds."""
     first, total = int(end.first_s * 1e9), int(end.total_s * 1e9)
-    reason = "stop" if end.reason in ("eos", "stop_string") else "length"
+    reason = "stop" if end.whole else "length"
     return {
         "done": True, "done_reason": reason, "total_duration": total, "load_duration": 0,
         "prompt_eval_count": end.prompt_tokens, "prompt_eval_duration": first, "eval_count": end.new_tokens,

@@ -15,7 +15,7 @@ from starlette.routing import Route
 
 from moert.engine.engine import Engine
 from moert.engine.generation import GenerationSettings, Likely, Logprobs
-from moert.serve.answers import answered, body_of, event, unless_gone, whole
+from moert.serve.answers import answered, body_of, event, refusal, unless_gone, whole
 from moert.serve.fields import (
     ANY,
     BIAS,
@@ -70,10 +70,6 @@ _HARMLESS = (
     "verbosity",
 )  # fmt: skip
 _STREAM: Mapping[str, Field] = {"include_usage": FLAG, "include_obfuscation": FLAG}
-_REASONS = {
-    "eos": "stop", "stop_string": "stop", "max_new_tokens": "length", "context_full": "length", "cancelled": "length",
-    "interrupted": "length",
-}  # fmt: skip
 _NAMES = {
     "temperature": "temperature", "top_p": "top_p", "top_k": "top_k", "min_p": "min_p", "stop": "stop",
     "presence_penalty": "presence_penalty", "frequency_penalty": "frequency_penalty",
@@ -87,9 +83,6 @@ def settings_of(
     """Returns the settings of `count` answers, which differ in their seeds. Without a seed, one is drawn. Raises
     Refused, or SettingInvalid."""
     changes = {name: found[own] for own, name in _NAMES.items() if own in found}
-    for name in ("temperature", "top_p", "min_p", "presence_penalty", "frequency_penalty", "repeat_penalty"):
-        if name in changes:
-            changes[name] = float(changes[name])
     if "logit_bias" in found:
         changes["logit_bias"] = {int(token): float(value) for token, value in found["logit_bias"].items()}
     most = found.get("max_completion_tokens", found.get("max_tokens"))
@@ -135,7 +128,7 @@ def _part(part: Any, at: int) -> str:
 def usage_of(ends: Sequence[Ended], prompts: int = 1) -> dict[str, Any]:
     """Returns the figures of a request's tokens; `prompts`: of this many the first answer's prompt counts."""
     each = max(1, len(ends) // max(1, prompts))
-    first = [*ends[::each]]
+    first = ends[::each]
     read, new = sum(end.prompt_tokens for end in first), sum(end.new_tokens for end in ends)
     kept = sum(end.kept_tokens for end in first)
     return {
@@ -147,7 +140,7 @@ def usage_of(ends: Sequence[Ended], prompts: int = 1) -> dict[str, Any]:
 def failed(error: BaseException) -> Response:
     """Returns the response for an error."""
     status, text = status_of(error)
-    return whole({"error": told(error, status, text)}, status, {"retry-after": "1"} if status == 429 else None)
+    return refusal({"error": told(error, status, text)}, status)
 
 
 def told(error: BaseException, status: int, text: str) -> dict[str, Any]:
@@ -271,9 +264,10 @@ async def _chat_whole(head: Mapping[str, Any], events: AsyncIterator[Event], cou
     }  # fmt: skip
 
 
-def _reason(end: Ended, called: bool) -> str:
-    reason = _REASONS[end.reason]
-    return "tool_calls" if called and reason == "stop" else reason
+def _reason(end: Ended, called: bool = False) -> str:
+    if not end.whole:
+        return "length"
+    return "tool_calls" if called else "stop"
 
 
 def _chat_probs(found: Sequence[Logprobs]) -> dict[str, Any] | None:
@@ -349,7 +343,7 @@ async def _text_stream(
             offsets[each.choice] = offsets.get(each.choice, 0) + len(text)
             if isinstance(each, Ended):
                 ends[each.choice] = each
-            reason = _REASONS[each.reason] if isinstance(each, Ended) else None
+            reason = _reason(each) if isinstance(each, Ended) else None
             one = {"index": each.choice, "text": text, "logprobs": probs, "finish_reason": reason}
             yield event({**head, "choices": [one], **more})
     except Exception as error:
@@ -376,7 +370,7 @@ async def _text_whole(
     choices = [
         {
             "index": at, "text": texts[at], "logprobs": _text_probs(probs[at], 0) if probs[at] else None,
-            "finish_reason": _REASONS[ends[at].reason],
+            "finish_reason": _reason(ends[at]),
         }
         for at in range(count)
     ]  # fmt: skip

@@ -13,10 +13,10 @@ from starlette.requests import Request
 from starlette.routing import Route
 
 from moert.serve.answers import answered, body_of, event, line
-from moert.serve.fields import ANY, FLAG, TABLE, TABLES, TEXT, Field, Refused, number, one_of, read, required
+from moert.serve.fields import ANY, FLAG, TABLE, TABLES, TEXT, Field, Refused, one_of, read, required
 from moert.serve.fields import whole as whole_number
 from moert.serve.forms import Argued, Called, Ended, Event, Wish, Wrote
-from moert.serve.openai import failed, messages_of, settings_of
+from moert.serve.openai import SAMPLING, failed, messages_of, settings_of
 from moert.serve.tools import Tools
 from moert.serve.worker import status_of
 
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 _FIELDS: Mapping[str, Field] = {
     "model": TEXT, "input": ANY, "instructions": TEXT, "stream": FLAG, "max_output_tokens": whole_number(1, 1 << 30),
-    "temperature": number(0, 100), "top_p": number(1e-9, 1), "tools": TABLES, "tool_choice": ANY,
+    "temperature": SAMPLING["temperature"], "top_p": SAMPLING["top_p"], "tools": TABLES, "tool_choice": ANY,
     "parallel_tool_calls": FLAG, "previous_response_id": TEXT, "store": FLAG, "text": TABLE, "reasoning": TABLE,
     "truncation": one_of("disabled"), "background": one_of(False), "metadata": TABLE,
 }  # fmt: skip
@@ -258,14 +258,13 @@ class _Response:
         return [*found, {"type": "response.output_item.done", "output_index": len(self._items) - 1, "item": {**item}}]
 
     def _completed(self, end: Ended) -> dict[str, Any]:
-        whole_answer = end.reason in ("eos", "stop_string")
         usage = {
             "input_tokens": end.prompt_tokens, "input_tokens_details": {"cached_tokens": end.kept_tokens},
             "output_tokens": end.new_tokens, "output_tokens_details": {"reasoning_tokens": 0},
             "total_tokens": end.prompt_tokens + end.new_tokens,
         }  # fmt: skip
-        status = "completed" if whole_answer else "incomplete"
-        why = None if whole_answer else {"reason": "max_output_tokens"}
+        status = "completed" if end.whole else "incomplete"
+        why = None if end.whole else {"reason": "max_output_tokens"}
         told = {**self._head, "status": status, "incomplete_details": why, "output": self._items, "usage": usage}
         self._keep(self._head["id"], _message_of(self._items))
         return {"type": f"response.{status}", "response": told}

@@ -72,14 +72,14 @@ async def _health(host: Host, request: Request) -> Response:
 
 async def _metrics(host: Host, request: Request) -> Response:
     _, worker = await host.worker(None) if host.worker_there is None else ("", host.worker_there)
-    stats = await asyncio.wrap_future(worker.call(lambda engine: engine.stats()))
+    stats = await asyncio.wrap_future(worker.call(lambda engine: engine.stats(best=False)))
     return Response(metrics_text(stats, worker), media_type="text/plain; version=0.0.4")
 
 
 async def _props(host: Host, request: Request) -> Response:
     name, worker = await host.worker(request.query_params.get("model"))
     engine, spec = worker.engine, worker.engine.spec
-    stats = await asyncio.wrap_future(worker.call(lambda engine: engine.stats()))
+    stats = await asyncio.wrap_future(worker.call(lambda engine: engine.stats(best=False)))
     return whole({
         "model": name, "version": __version__, "context": spec.max_positions, "vocabulary": spec.vocab_size,
         "memory_limit_bytes": engine.memory_limit_bytes, "held_bytes": held_bytes(),

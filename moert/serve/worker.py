@@ -168,7 +168,7 @@ class Worker:
         self._count = threading.Lock()
         self._closing = False
         self._open: Session | None = None
-        self.served = self.refused = 0
+        self.refused = 0
         self._thread = threading.Thread(target=self._serve, name="moert-serve", daemon=True)
         self._thread.start()
 
@@ -206,7 +206,6 @@ class Worker:
                 self.refused += 1
                 raise Refused(f"{self._running} requests wait or run already: try again later", status=429)
             self._running += 1
-            self.served += 1
         ticket = Ticket(wish, loop)
         self._inbox.put(ticket)
         return ticket

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import httpx
 import pytest
@@ -13,6 +13,9 @@ from chat_packs import ENDLESS, THINKING, write_chat_pack
 from serving import serving
 
 from moert.engine.engine import Engine
+from moert.engine.generation import StopReason
+from moert.serve import anthropic, openai
+from moert.serve.forms import Ended
 
 HELLO = [{"role": "user", "content": "hello"}]
 NEW = 12
@@ -140,6 +143,16 @@ def test_stop_strings_end_an_answer_and_are_named(client: httpx.Client, said: st
     assert (choice["message"]["content"], choice["finish_reason"]) == (said[: said.index(stop)], "stop")
     found = client.post("/v1/messages", json={**body, "stop_sequences": ["~", stop]}).json()
     assert (found["stop_reason"], found["stop_sequence"]) == ("stop_sequence", stop)
+
+
+@pytest.mark.parametrize("reason", get_args(StopReason))
+def test_an_answer_that_is_cut_short_says_so(reason: StopReason) -> None:
+    end = Ended(0, reason, 5, 3, 0, stop="~" if reason == "stop_string" else None)
+    whole = reason in ("eos", "stop_string")
+    assert end.whole == whole
+    assert openai._reason(end) == ("stop" if whole else "length")
+    assert openai._reason(end, called=True) == ("tool_calls" if whole else "length")
+    assert anthropic._reason(end, False, ()) == ("end_turn" if whole else "max_tokens", None)
 
 
 def test_log_probabilities_are_those_of_the_engine(client: httpx.Client, pack: Path) -> None:
