@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import hashlib
 import os
 from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
+from dataclasses import fields
 from functools import cached_property, partial
 from mmap import PAGESIZE
 from typing import TYPE_CHECKING, Any
 from weakref import WeakSet, ref
 
+from moert import __version__
+from moert.engine.archive import Archive, Folder
 from moert.engine.budget import (
     EXACT_ROUTING,
     Budget,
@@ -27,7 +31,7 @@ from moert.engine.registry import ROUTINGS, Beside, matching
 from moert.engine.regulator import Admission, Bounds, Notify, Regulator
 from moert.engine.scoring import Score, Scorer
 from moert.engine.session import Answer, Interrupted, Prefix, Session, Turns
-from moert.engine.settings import EngineOptions, EngineSettings
+from moert.engine.settings import POLICIES, EngineOptions, EngineSettings
 from moert.engine.text import LONG_TEXT, Text, several
 from moert.errors import SettingInvalid, memory_shortage, said
 from moert.experts.ahead import Further, Lookahead, Worth
@@ -46,7 +50,7 @@ from moert.models.footprint import Footprint, Load
 from moert.models.model import Model, Seams
 from moert.pack.manifest import BACKBONE
 from moert.pack.model_spec import ExpertKey
-from moert.pack.reader import Pack
+from moert.pack.reader import MANIFEST, Pack
 from moert.stats import ExpertCounters, ReadAhead, RequestTimes, Room, RunStats, Ways, run_stats, size
 
 if TYPE_CHECKING:
@@ -106,7 +110,7 @@ class Engine:
         own, self._closing = policies or Policies(), ExitStack()
         self.pack, self.spec, self.backend = pack, pack.manifest.model, backend
         self.counters, self.times = ExpertCounters(), RequestTimes()
-        self._turns, self._template = Turns(), settings.template
+        self._turns, self._settings = Turns(), settings
         self._prefixes = WeakSet[Prefix | Prefixes]()
         self._session: ref[Session] | None = None  # the latest
         self._notes = list[str]()  # for the first request
@@ -399,15 +403,31 @@ class Engine:
             self._prefixes.add(prefix)
         return Conversation(self.speaker, prefix, system, tools, variables)
 
-    def prefixes(self) -> Prefixes:
+    def prefixes(self, folder: Folder | None = None) -> Prefixes:
         """Returns an empty prefix cache that requests of this engine can share, for Continued. Under a memory limit it
         takes a quarter of the room beyond the least for a usual request, and its states go where requests need it;
-        without a limit it takes a GiB."""
+        without a limit it takes a GiB. States that leave memory go to the `folder`, all others when the engine closes;
+        any engine finds them there whose pack and settings give the same states."""
         spare = self._regulator.spare_bytes
-        made = Prefixes(1 << 30 if spare is None else spare // 4)
         with self._turns.turn():
+            archive = None if folder is None else self._archive(folder)
+            made = Prefixes(1 << 30 if spare is None else spare // 4, archive)
             self._prefixes.add(made)
+        if archive is not None:
+            self._closing.callback(made.close)
         return made
+
+    def _archive(self, folder: Folder) -> Archive:
+        """Returns the archive in a folder, of which this engine sees the states that it would compute itself."""
+        model, admission = self.model, self._admission  # and not this engine, which would then hold itself
+        facts = [(each.name, getattr(self._settings, each.name)) for each in fields(EngineSettings)]
+        share = None if self.preference is None else self.preference.share
+        named = [__version__, model.backend.name, share, *(each for each in facts if each[0] not in POLICIES)]
+        digest = hashlib.sha256(repr(named).encode() + self.pack.file(MANIFEST).read_bytes()).hexdigest()
+        room = partial(self._aside, "load a conversation that was kept")
+        return Archive(
+            folder, digest, lambda ids: model.begin([ids])[0][0], room, lambda note: admission.notify(note)
+        )  # fmt: skip
 
     @cached_property
     def _matching(self) -> Matching:
@@ -423,7 +443,7 @@ class Engine:
         from moert.chat.renderer import Renderer, chat_of
 
         room = partial(self._aside, "render the model's chat template")
-        return Speaker(Renderer(chat_of(self.pack, self.text, self._template), room=room), self.text, self.session)
+        return Speaker(Renderer(chat_of(self.pack, self.text, self._settings.template), room=room), self.text, self.session)
 
     def stats(self, best: bool = True) -> RunStats:
         """Returns the figures of all requests since the engine was opened. `best`: with the hit rate of Belady's rule,

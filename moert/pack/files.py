@@ -32,13 +32,14 @@ def beside(path: Path, ending: str) -> Path:
 
 
 @contextmanager
-def atomic_write(path: Path) -> Iterator[Path]:
+def atomic_write(path: Path, durable: bool = True) -> Iterator[Path]:
     """Yields the name of a new file beside `path` to write to: when the block ends, the file is made durable and takes
-    the place of `path`. If the block or the system fails, `path` stays as it was and no file stays beside it. Raises
-    OSError."""
+    the place of `path`. If the block or the system fails, `path` stays as it was and no file stays beside it. A file
+    that is not `durable` is quicker, and may be damaged after a power cut. Raises OSError."""
     with _beside(path) as fresh:
         yield fresh
-        fsync(fresh)
+        if durable:
+            fsync(fresh)
         os.replace(fresh, path)
 
 

@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
 from moert.chat.conversation import Asked, Part
+from moert.engine.archive import Folder
 from moert.engine.engine import Engine
 from moert.engine.generation import GenerationSettings, Piece
 from moert.engine.session import Continued, Prompt, Request, Session
@@ -157,9 +158,9 @@ def _joined(events: Iterable[Event]) -> list[Event]:
 class Worker:
     """One thread that owns an engine. `submit` and `call` may be called from any thread."""
 
-    def __init__(self, engine: Engine, most_waiting: int = MOST_WAITING) -> None:
+    def __init__(self, engine: Engine, most_waiting: int = MOST_WAITING, folder: Folder | None = None) -> None:
         self._engine, self._most = engine, most_waiting
-        self._prefixes = engine.prefixes() if engine.spec.continues else None
+        self._prefixes = engine.prefixes(folder) if engine.spec.continues else None
         self._inbox: queue.SimpleQueue[Callable[[], None] | Ticket | None] = queue.SimpleQueue()
         self._alone: list[Callable[[], None]] = []  # waits until no request runs
         self._tickets: list[Ticket] = []
