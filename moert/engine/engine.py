@@ -29,7 +29,7 @@ from moert.engine.generation import GenerationOptions, GenerationSettings, Logpr
 from moert.engine.prefixes import Prefixes
 from moert.engine.registry import ROUTINGS, Beside, matching
 from moert.engine.regulator import Admission, Bounds, Notify, Regulator
-from moert.engine.scoring import Score, Scorer
+from moert.engine.scoring import Pooling, Score, Scorer
 from moert.engine.session import Answer, Interrupted, Prefix, Session, Turns
 from moert.engine.settings import POLICIES, EngineOptions, EngineSettings
 from moert.engine.text import LONG_TEXT, Text, several
@@ -48,6 +48,7 @@ from moert.models.backbone import load_backbone
 from moert.models.ffn import Routers
 from moert.models.footprint import Footprint, Load
 from moert.models.model import Model, Seams
+from moert.pack.codec import F32
 from moert.pack.manifest import BACKBONE
 from moert.pack.model_spec import ExpertKey
 from moert.pack.reader import MANIFEST, Pack
@@ -320,6 +321,13 @@ class Engine:
         likeliest; see moert.engine.scoring.Scorer.steps."""
         with self._turns.turn():
             return Scorer(self.model, self.text, self._admission).steps(text, count, further)
+
+    def embed(self, text: Prompt, pooling: Pooling = "mean") -> F32:
+        """Returns the embedding of a text, a vector [d_model] of length 1: the direction of the mean of its tokens'
+        hidden states behind the last norm (special tokens that the tokenizer adds count), or with "last" of the last
+        one. Raises InputInvalid for a model with an encoder, and the errors of `score`."""
+        with self._turns.turn():
+            return Scorer(self.model, self.text, self._admission).embedding(text, pooling)
 
     def stream(
         self, prompt: Prompt, settings: GenerationSettings | None = None, **changes: Unpack[GenerationOptions]

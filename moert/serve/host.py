@@ -86,6 +86,8 @@ class Host:
         with suppress(TokenizerMissing, ChatImpossible):  # now, not in the middle of answers
             _ = engine.text.tokenizer, engine.speaker
         worker = Worker(engine, self.settings.most_waiting, self.settings.folder)
+        if self.settings.folder is not None and not engine.spec.continues:
+            _LOG.warning("%s reads with an encoder: nothing of it goes to %s", name, self.settings.folder.path)
         self._open = name, worker
         return worker
 
