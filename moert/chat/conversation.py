@@ -136,6 +136,8 @@ class Asked:
     forced: Callable[[bool], tuple[Grammar, bool]] | None = None
     """Returns the grammar of the reply to a prompt, which may end inside of thinking, and whether thinking is free of
     it."""
+    continues: bool = False
+    """Whether the reply goes on from the last message, the model's own."""
 
 
 class Spoken(NamedTuple):
@@ -191,7 +193,8 @@ class Speaker:
 
     def _rendered(self, asked: Asked) -> tuple[str, list[int]]:
         """Returns the prompt that the template makes, and its token ids."""
-        prompt = self._renderer.render(asked.messages, asked.tools, asked.variables)
+        render = self._renderer.continued if asked.continues else self._renderer.render
+        prompt = render(asked.messages, asked.tools, asked.variables)
         return prompt, self._text.encode(prompt, whole=True)
 
     def prompt(self, asked: Asked, prefix: Keeps, settings: GenerationSettings | None = None) -> Spoken:
@@ -203,6 +206,10 @@ class Speaker:
         if self._stops:
             chosen = chosen.but(stop=(*chosen.stops, *self._stops))
         first, free, opening = begins_with(prompt, self._marks), True, None
+        if asked.continues:
+            if asked.forced is not None or chosen.constraint is not None:
+                raise InputInvalid("a form or a forced call binds a whole answer: leave it out where one is continued")
+            first = within(prompt[len(prompt) - len(asked.messages[-1]["content"]) :], self._marks) or first
         if asked.forced is not None:
             grammar, free = asked.forced(first == "thinking")
             chosen = chosen.but(grammar=grammar)
