@@ -63,6 +63,7 @@ _CHAT: Mapping[str, Field] = {
     **_BOTH, "messages": TABLES, "max_completion_tokens": whole_number(1, _MOST_TOKENS), "logprobs": FLAG,
     "top_logprobs": whole_number(0, 20), "tools": TABLES, "tool_choice": ANY, "parallel_tool_calls": FLAG,
     "response_format": TABLE, "chat_template_kwargs": TABLE, "reasoning_effort": TEXT, "grammar": TEXT,
+    "continue_final_message": FLAG, "add_generation_prompt": FLAG,
 }  # fmt: skip
 _TEXT: Mapping[str, Field] = {
     **_BOTH, "prompt": ANY, "logprobs": whole_number(0, 20), "echo": FLAG, "suffix": one_of(""),
@@ -187,7 +188,7 @@ async def _chat(host: Host, request: Request) -> Any:
     variables = dict(found.get("chat_template_kwargs", {}))
     if "reasoning_effort" in found:
         variables.setdefault("reasoning_effort", found["reasoning_effort"])
-    talk = tools.talk(messages, variables)
+    talk = tools.talk(messages, variables, _continues(found))
     ticket = worker.submit(Wish([talk], settings), host.loop)
     head = {"id": f"chatcmpl-{secrets.token_hex(12)}", "created": int(time.time()), "model": name}
     return await answered(
@@ -195,6 +196,18 @@ async def _chat(host: Host, request: Request) -> Any:
         lambda: _chat_stream(head, ticket.events(), bool(options.get("include_usage")), len(settings)),
         lambda: _chat_whole(head, ticket.events(), len(settings)),
     )  # fmt: skip
+
+
+def _continues(found: Mapping[str, Any]) -> bool:
+    """Returns whether the answer goes on from the last message. Raises Refused."""
+    continues: bool = found.get("continue_final_message", False)
+    if found.get("add_generation_prompt", not continues) == continues:
+        other = "false" if continues else "true"
+        raise Refused(
+            f"add_generation_prompt should be {other} where continue_final_message is {str(continues).lower()}",
+            "add_generation_prompt",
+        )
+    return continues
 
 
 async def _chat_stream(

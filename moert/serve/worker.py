@@ -13,7 +13,7 @@ from concurrent.futures import Future
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
-from moert.chat.conversation import Asked, Part
+from moert.chat.conversation import Part
 from moert.engine.archive import Folder
 from moert.engine.engine import Engine
 from moert.engine.generation import GenerationSettings, Piece
@@ -316,11 +316,9 @@ class Worker:
     ) -> tuple[Request, ReplyReader | None]:
         engine, prefixes = self._engine, self._prefixes
         if isinstance(prompt, Talk):
-            shown = () if prompt.format is None else prompt.format.special
-            asked = Asked(prompt.messages, prompt.tools, prompt.variables, shown, prompt.forced)
             if prefixes is None:
                 prefixes = engine.prefixes()
-            spoken = engine.speaker.prompt(asked, prefixes, settings)
+            spoken = engine.speaker.prompt(prompt.asked, prefixes, settings)
             reader = ReplyReader(spoken.marks, spoken.first, prompt.format, schemas_of(prompt.tools))
             return session.add(spoken.prompt, spoken.settings), reader
         given: Prompt = prompt
