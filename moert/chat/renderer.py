@@ -83,7 +83,7 @@ class Renderer:
         variables: Mapping[str, Any] | None = None,
     ) -> tuple[str, str]:
         """Returns the prompt before the content of the last message, which is the model's own, and that content as the
-        template writes it, but for what would close it. Raises the errors of `render`, and InputInvalid where there is
+        template writes it; nothing closes it. Raises the errors of `render`, and InputInvalid where there is
         no such message or the template changes it, but for white space around it."""
         last = messages[-1] if messages else {}
         content = last.get("content")
@@ -95,9 +95,9 @@ class Renderer:
             for text in (content, mark)
         )
         before, found, _ = marked.partition(mark)
-        for said in (content, content.rstrip(), content.strip()):
-            if found and whole.startswith(before + said):
-                return before, said
+        for text in (content, content.rstrip(), content.strip()):
+            if found and whole.startswith(before + text):
+                return before, text
         raise InputInvalid("the model's chat template changes the last message: it can't be continued")
 
     def takes(self, messages: Sequence[Mapping[str, Any]]) -> int:

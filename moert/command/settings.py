@@ -317,8 +317,8 @@ WaitingOption = Annotated[
 CacheDirOption = Annotated[
     Path | None,
     typer.Option(
-        "--cache-dir", help="Folder for the model's states of conversations that leave memory: after a restart with the "
-        "same pack and settings, these go on without being read again.", show_default=False, rich_help_panel=SERVER,
+        "--cache-dir", help="Folder for states of conversations that leave memory: after a restart with the same pack "
+        "and settings, they go on from there without being read again.", show_default=False, rich_help_panel=SERVER,
     ),
 ]  # fmt: skip
 CacheSizeOption = Annotated[

@@ -7,7 +7,6 @@ another name and renamed; nothing of it is used before its sha256 is right.
 
 from __future__ import annotations
 
-import hashlib
 import os
 import re
 import time
@@ -21,7 +20,7 @@ from typing import NamedTuple
 from moert.engine.session import common_beginning
 from moert.errors import BudgetTooSmall
 from moert.models.kv import State
-from moert.pack.files import atomic_write
+from moert.pack.files import atomic_write, sha256
 
 _VERSION = 1
 _HEAD = re.compile(rb"moert-prefix ([0-9]{1,9}) ([0-9a-f]{64}) ([0-9]{1,9}) ([0-9]{1,18})\n")
@@ -129,7 +128,7 @@ class Archive:
                 raise _Unusable("it is of another pack, or of other settings")
             tokens, nbytes, ids = int(match[3]), int(match[4]), array("i")
             start = len(head) + ids.itemsize * tokens
-            if not tokens or os.fstat(stream.fileno()).st_size != start + nbytes + hashlib.sha256().digest_size:
+            if not tokens or os.fstat(stream.fileno()).st_size != start + nbytes + sha256().digest_size:
                 raise _Unusable("it is cut short or damaged")
             ids.frombytes(stream.read(ids.itemsize * tokens))
             if path != self._path(ids):
@@ -140,7 +139,7 @@ class Archive:
         """Returns the state in a file. Raises OSError, or _Unusable."""
         state = self._fresh(file.ids)
         state.expect(file.ids)
-        seal, views = hashlib.sha256(), _views(state)
+        seal, views = sha256(), _views(state)
         with file.path.open("rb") as stream:
             seal.update(stream.read(file.start))
             for view in views:
@@ -155,7 +154,7 @@ class Archive:
         views = _views(state)
         nbytes = sum(map(len, views))
         head = f"moert-prefix {_VERSION} {self._digest} {len(ids)} {nbytes}\n".encode()
-        seal, start = hashlib.sha256(), len(head) + ids.itemsize * len(ids)
+        seal, start = sha256(), len(head) + ids.itemsize * len(ids)
         whole = start + nbytes + seal.digest_size
         if whole > self._folder.most_bytes:
             most = f"{self._folder.most_bytes} bytes of {self._folder.path}"
@@ -165,9 +164,9 @@ class Archive:
         self._leave(whole)
         path = self._path(ids)
         with atomic_write(path, durable=False) as fresh, open(fresh, "xb", opener=_private) as stream:
-            for view in (head, memoryview(ids).cast("B"), *views):
-                seal.update(view)
-                stream.write(view)
+            for part in [memoryview(head), memoryview(ids).cast("B"), *views]:
+                seal.update(part)
+                stream.write(part)
             stream.write(seal.digest())
         _touch(path)
         self._trouble = ""
@@ -177,10 +176,10 @@ class Archive:
         self._files.append(_File(path, ids, start, nbytes))
 
     def _path(self, ids: array[int]) -> Path:
-        return self._folder.path / f"{self._digest[:16]}-{hashlib.sha256(ids).hexdigest()[:32]}{_ENDING}"
+        return self._folder.path / f"{self._digest[:16]}-{sha256(ids).hexdigest()[:32]}{_ENDING}"
 
     def _leave(self, nbytes: int) -> None:
-        """Makes room for a file: those that were used longest ago leave, with what killed programs have left. Raises
+        """Makes room for a file: those that were used longest ago leave, with unfinished ones of killed programs. Raises
         OSError."""
         there = list[tuple[int, int, Path]]()
         for entry in os.scandir(self._folder.path):
@@ -215,7 +214,7 @@ class Archive:
 
 def _views(state: State) -> list[memoryview]:
     """Returns the bytes of a state, in place."""
-    return [memoryview(part).cast("B") for part in state.parts if part.size]
+    return [part.data.cast("B") for part in state.parts if part.size]
 
 
 def _private(path: str, flags: int) -> int:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import os
 from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
@@ -49,6 +48,7 @@ from moert.models.ffn import Routers
 from moert.models.footprint import Footprint, Load
 from moert.models.model import Model, Seams
 from moert.pack.codec import F32
+from moert.pack.files import sha256
 from moert.pack.manifest import BACKBONE
 from moert.pack.model_spec import ExpertKey
 from moert.pack.reader import MANIFEST, Pack
@@ -431,7 +431,7 @@ class Engine:
         facts = [(each.name, getattr(self._settings, each.name)) for each in fields(EngineSettings)]
         share = None if self.preference is None else self.preference.share
         named = [__version__, model.backend.name, share, *(each for each in facts if each[0] not in POLICIES)]
-        digest = hashlib.sha256(repr(named).encode() + self.pack.file(MANIFEST).read_bytes()).hexdigest()
+        digest = sha256(repr(named).encode() + self.pack.file(MANIFEST).read_bytes()).hexdigest()
         room = partial(self._aside, "load a conversation that was kept")
         return Archive(
             folder, digest, lambda ids: model.begin([ids])[0][0], room, lambda note: admission.notify(note)
@@ -451,7 +451,8 @@ class Engine:
         from moert.chat.renderer import Renderer, chat_of
 
         room = partial(self._aside, "render the model's chat template")
-        return Speaker(Renderer(chat_of(self.pack, self.text, self._settings.template), room=room), self.text, self.session)
+        chat = chat_of(self.pack, self.text, self._settings.template)
+        return Speaker(Renderer(chat, room=room), self.text, self.session)
 
     def stats(self, best: bool = True) -> RunStats:
         """Returns the figures of all requests since the engine was opened. `best`: with the hit rate of Belady's rule,

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import hashlib
 import os
 import re
 import stat
 import weakref
+from array import array
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from io import FileIO
@@ -59,6 +61,11 @@ def write_in_order(files: Sequence[tuple[Path, bytes | bytearray]]) -> None:
             fsync(fresh)
         for fresh, path, _ in staged:
             os.replace(fresh, path)
+
+
+def sha256(body: bytes | array[int] = b"") -> hashlib._Hash:
+    """Returns the sha256 of bytes, to which more may be added."""
+    return hashlib.sha256(body)
 
 
 def fsync(path: Path) -> None:

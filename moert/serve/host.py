@@ -34,8 +34,8 @@ Failed = Callable[[BaseException], Response]
 @dataclass(frozen=True)
 class ServerSettings:
     """The settings of a server. `packs`: their folders by name; `api_key`: which clients have to send; `origins`: which
-    pages of other hosts may call it ("*": all); `most_waiting`: clients at a time; `folder`: where conversations are kept
-    that leave memory."""
+    pages of other hosts may call it ("*": all); `most_waiting`: clients at a time; `folder`: for states of
+    conversations that leave memory."""
 
     packs: Mapping[str, Path]
     engine: EngineSettings = field(default_factory=EngineSettings)

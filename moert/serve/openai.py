@@ -461,13 +461,17 @@ async def _embed(host: Host, request: Request) -> Response:
     inputs = texts_of(required(found, "input"), "input", MOST_INPUTS)
     name, worker = await host.worker(found.get("model"))
     vectors, tokens = await embedded(request, worker, inputs, found)
-    base64 = found.get("encoding_format") == "base64"
+    coded = found.get("encoding_format") == "base64"
     data = [
-        {"object": "embedding", "index": at, "embedding": b64encode(vector.astype("<f4")).decode() if base64 else vector.tolist()}
-        for at, vector in enumerate(vectors)
+        {"object": "embedding", "index": at, "embedding": _in_base64(each) if coded else each.tolist()}
+        for at, each in enumerate(vectors)
     ]
     usage = {"prompt_tokens": tokens, "total_tokens": tokens}
     return whole({"object": "list", "data": data, "model": name, "usage": usage})
+
+
+def _in_base64(vector: F32) -> str:
+    return b64encode(vector.astype("<f4").tobytes()).decode()
 
 
 async def embedded(

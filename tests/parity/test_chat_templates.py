@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from contextlib import suppress
 from typing import Any
 
 import pytest
@@ -88,11 +89,13 @@ def test_the_same_beginning_of_a_reply(template: str, said: str) -> None:
     renderer = Here(ChatFormat(TEMPLATES[template], TOKENS))
     messages = [USER, {"role": "assistant", "content": said}]
     expected = theirs(TEMPLATES[template], messages, {"to_be_answered": False, "continues": True})
-    try:
+    found = None
+    with suppress(InputInvalid, TemplateFailed):
         found = "".join(renderer.continued(messages))
-        assert found == expected or (not said and found.rstrip() == expected)  # theirs trims what comes before, too
-    except (InputInvalid, TemplateFailed) as error:
-        assert expected is None or "</think>" in said, error  # there the template may leave out what it does not show
+    if found is None:
+        assert expected is None or "</think>" in said, "there a template may leave out thoughts"
+    else:
+        assert found == expected or (not said and found.rstrip() == expected), "theirs trims the prompt, too"
     with pytest.raises(InputInvalid, match="not the assistant's"):
         renderer.continued([USER])
 

@@ -64,9 +64,10 @@ def test_two_packs_share_a_folder(tmp_path: Path) -> None:
     ("arguments", "words"),
     [
         (["--cache-size", "1GB"], "--cache-size has no effect without --cache-dir: leave it out"),
-        (["--cache-dir", "{file}"], "can't be written"), (["--cache-dir", "{new}", "--cache-size", "big"], "not a size"),
+        (["--cache-dir", "{file}"], "can't be written"),
+        (["--cache-dir", "{new}", "--cache-size", "big"], "not a size"),
     ],
-)  # fmt: skip
+)
 def test_a_folder_that_cannot_be_is_one_line(
     arguments: list[str], words: str, pack: Path, tmp_path: Path, moert: Moert
 ) -> None:

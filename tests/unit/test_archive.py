@@ -45,7 +45,8 @@ def packs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 def kept(pack: Path, folder: Path, most: int = MOST, **settings: Any) -> Iterator[tuple[Engine, Prefixes, list[str]]]:
     """An engine with its prefix cache in a folder, and the notes about it."""
     notes: list[str] = []
-    with Engine.open(pack, notify=notes.append, **{"predict": "none", "threads": 1, "routing": "exact", **settings}) as engine:
+    chosen = {"predict": "none", "threads": 1, "routing": "exact", **settings}
+    with Engine.open(pack, notify=notes.append, **chosen) as engine:
         yield engine, engine.prefixes(Folder(folder, most)), notes
 
 
@@ -218,9 +219,7 @@ def test_a_conversation_that_is_too_large_is_one_line(packs: dict[str, Path], tm
     assert not files(tmp_path)
 
 
-def test_on_a_full_disk_all_goes_on(
-    packs: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_on_a_full_disk_all_goes_on(packs: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     @contextmanager
     def full(path: Path, durable: bool = True) -> Iterator[Path]:
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
@@ -248,7 +247,7 @@ def test_under_a_limit_room_is_made_before_a_state_is_loaded(
     ids = written(packs["decoder"], tmp_path)
     with Engine.open(packs["decoder"], predict="none", threads=1) as engine:
         least = engine.smallest_memory(300, 64)
-    with kept(packs["decoder"], tmp_path, memory=least + (8 << 20)) as (engine, prefixes, notes):
+    with kept(packs["decoder"], tmp_path, memory=least + (8 << 20)) as (engine, prefixes, _):
         asked: list[str] = []
         aside = engine._admission.aside
 
