@@ -179,8 +179,8 @@ class Archive:
         return self._folder.path / f"{self._digest[:16]}-{sha256(ids).hexdigest()[:32]}{_ENDING}"
 
     def _leave(self, nbytes: int) -> None:
-        """Makes room for a file: those that were used longest ago leave, with unfinished ones of killed programs. Raises
-        OSError."""
+        """Makes room for a file: those that were used longest ago leave, also unfinished ones that killed programs have
+        left. Raises OSError."""
         there = list[tuple[int, int, Path]]()
         for entry in os.scandir(self._folder.path):
             with suppress(FileNotFoundError):
