@@ -80,6 +80,7 @@ def written(pack: Path, folder: Path, *more: list[int]) -> list[int]:
     [
         *product(KINDS, ({}, {"kv": 8}, {"kernels": "reference"}, {"routing": "30%"})),
         ("decoder", {"routing": "hash", "predict": "hash"}),
+        ("decoder", {"device": "torch:cpu", "kernels": "reference"}),
     ],
     ids=str,
 )
