@@ -25,6 +25,7 @@ from moert.pack.model_spec import ModelSpec
 
 KINDS = [name for name, spec in sorted(SPECS.items()) if spec.continues]
 NEW = 6
+ASKED: Any = {"max_new_tokens": NEW, "ignore_eos": True, "logprobs": 3}
 BEGIN = [3 + at % 11 for at in range(150)]
 MOST = 1 << 24
 
@@ -52,14 +53,14 @@ def kept(pack: Path, folder: Path, most: int = MOST, **settings: Any) -> Iterato
 
 def ask(engine: Engine, ids: list[int], prefixes: Prefixes) -> Answer:
     with engine.session() as session:
-        request = session.add(Continued(ids, engine.text.detokenizer(), prefixes), max_new_tokens=NEW, ignore_eos=True)
+        request = session.add(Continued(ids, engine.text.detokenizer(), prefixes), **ASKED)
         for _ in session:
             pass
     return request.answer
 
 
 def alone(engine: Engine, ids: list[int]) -> list[int]:
-    return engine.generate(ids, max_new_tokens=NEW, ignore_eos=True).tokens
+    return engine.generate(ids, **ASKED).tokens
 
 
 def files(folder: Path) -> list[Path]:
@@ -94,6 +95,9 @@ def test_a_restart_changes_no_token_and_reads_only_new_ones(
     with kept(packs[name], tmp_path, **settings) as (engine, prefixes, notes):
         found = ask(engine, ids, prefixes)
         assert found.tokens == alone(engine, ids)
+        if "kernels" not in settings:  # bit for bit
+            wanted = [step.chosen.logprob for step in engine.generate(ids, **ASKED).logprobs or []]
+            assert [step.chosen.logprob for step in found.logprobs or []] == wanted
         exact = settings.get("routing") != "30%"  # tokens behind a prompt are routed by those before
         assert found.kept_tokens == len(BEGIN) + (NEW - 1 if exact else 0)
         other = [*BEGIN, 9, 9]  # goes back to the end of the prompt
