@@ -48,7 +48,7 @@ def random_mxfp4(rng: np.random.Generator, rows: int, cols: int, place: int = 0)
 
 
 def trellis_part(stored: TrellisMatrix, bias: F32 | None = None) -> tuple[U8, ProjectionView]:
-    """The body of an expert's file with these codes alone, and what lies where in it."""
+    """The body of an expert's file with these codes alone, and where its parts lie."""
     rows, second = len(stored.scale), -(-len(stored.stream) // 2) * 2
     third = -(-(second + 2 * rows) // 4) * 4
     body = stored.stream.tobytes().ljust(second, b"\0") + stored.scale.tobytes()
