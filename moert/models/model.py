@@ -477,9 +477,8 @@ class Model:
     def hidden(self, ids: Sequence[int]) -> Iterator[F32]:
         """Yields the hidden states of a prompt as the head takes them, behind the last norm: of ROWS tokens or fewer at
         a time, [tokens, d_model]. Of decoders without an encoder alone."""
-        for rows in _pieces(self._decode([ids], self._states([ids]))):
-            x, norm = self._headed(rows)
-            yield self.backend.norm(x, norm) if norm is not NO_NORM else x
+        for x in _pieces(self._decode([ids], self._states([ids]))):
+            yield self.backend.norm(x, self._decoder.norm) if self._project is None else self._projected(x)
 
     @property
     def _start(self) -> int:
@@ -559,13 +558,12 @@ class Model:
         return ids.index(end) if end is not None and end in ids else 0
 
     def _logits(self, x: F32) -> F32:
-        head, (x, norm) = self.spec.head, self._headed(np.ascontiguousarray(x))
+        head, norm, x = self.spec.head, self._decoder.norm, np.ascontiguousarray(x)
+        if self._project is not None:
+            x, norm = self._projected(x), NO_NORM
         return self.backend.head(x, norm, head.scale, head.softcap, self._head)
 
-    def _headed(self, x: F32) -> tuple[F32, NormWeights]:
-        """Returns the head's input for x [tokens, d_model], and the norm that is still to be applied."""
-        norm = self._decoder.norm
-        if self._project is None:
-            return x, norm
-        made = self.backend.linear(self.backend.norm(x, norm), self._project)
-        return self.backend.gated(np.ones_like(made), made), NO_NORM
+    def _projected(self, x: F32) -> F32:
+        assert self._project is not None
+        made = self.backend.linear(self.backend.norm(x, self._decoder.norm), self._project)
+        return self.backend.gated(np.ones_like(made), made)
