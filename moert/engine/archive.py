@@ -11,13 +11,13 @@ import os
 import re
 import time
 from array import array
+from bisect import bisect_left
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
 
-from moert.engine.session import common_beginning
 from moert.errors import BudgetTooSmall
 from moert.models.kv import State
 from moert.pack.files import atomic_write, sha256
@@ -103,7 +103,7 @@ class Archive:
     def _longest(self, asked: array[int], beyond: int, most_bytes: int | None) -> _File | None:
         best, key = None, (beyond, 0)
         for each in self._files:
-            reach = min(common_beginning(each.ids, asked), len(asked) - 1)
+            reach = _alike(each.ids, asked[:-1])
             if self._fixed and reach < len(each.ids):
                 continue
             worth = (reach - beyond) * _WORTH >= len(each.ids) and (most_bytes is None or each.nbytes <= most_bytes)
@@ -210,6 +210,12 @@ class Archive:
         if trouble != self._trouble:
             self._trouble = trouble
             self._note(trouble)
+
+
+def _alike(one: array[int], other: array[int]) -> int:
+    """Returns the length of the common beginning of both: slices of arrays are quickly compared."""
+    ends = range(1, min(len(one), len(other)) + 1)
+    return bisect_left(ends, True, key=lambda end: one[:end] != other[:end])
 
 
 def _views(state: State) -> list[memoryview]:
