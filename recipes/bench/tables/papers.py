@@ -264,9 +264,12 @@ SIDA = (
         "throughput and latency (Fig. 9 and 11)",
         "up to 3.93 times the throughput, up to 72% less latency",
         "`--tune predict=hash`, `make bench-hash`",
-        "lost: with half of the experts in memory and at 500 MB/s, "
-        "{g2p, ssd: hash, foreseen 50% to on demand|.2f} (g2p), {marks, ssd: hash, foreseen 50% to on demand|.2f} "
-        "(marks) and {wiki, ssd: hash, foreseen 50% to on demand|.2f} (wiki) of the speed of reading on demand",
+        "half of the experts in memory, 500 MB/s, tokens/s: nothing read ahead, reading ahead by the function, and "
+        "eviction by it too: {g2p, ssd: none 50%: decode}, {g2p, ssd: hash 50%: decode} and "
+        "{g2p, ssd: hash, foreseen 50%: decode} (g2p), {marks, ssd: none 50%: decode}, {marks, ssd: hash 50%: decode} "
+        "and {marks, ssd: hash, foreseen 50%: decode} (marks), {wiki, ssd: none 50%: decode}, "
+        "{wiki, ssd: hash 50%: decode} and {wiki, ssd: hash, foreseen 50%: decode} (wiki). Reading ahead won a "
+        "little at most, eviction lost",
         "experts so small that naming them takes as long as reading them; routers stay in place", "hashed",
     ),
     Claim(
