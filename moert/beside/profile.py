@@ -27,7 +27,7 @@ from moert.experts.streaming import Holding, ListenedRunner
 from moert.kernels.backend import Backend, BackendOf
 from moert.models.ffn import Router, Routers
 from moert.pack.files import atomic_write, placed
-from moert.pack.model_spec import MOST_LAYERS, LayerKey, StackName
+from moert.pack.model_spec import MOST_LAYERS, ExpertKey, LayerKey, StackName
 from moert.pack.reader import pack_around
 from moert.stats import ExpertCounters, size
 
@@ -112,7 +112,8 @@ class Profile:
         self._began: int | None = None  # the present pass
         self._ended: int | None = None  # the pass before, of the same requests
         self._decoding, self._single, self._tokens = False, True, 0
-        self._taken = 0, 0  # the layer that asked for experts last, and when
+        self._taken: tuple[ExpertKey | None, int] = None, 0  # the first expert that was asked for last, and when
+        self._written_ns = 0  # writing of passes
         self._drive_bytes_per_s: Callable[[float], tuple[str, float] | None] = lambda nbytes: None
         self._figures: Figures | None = None
 
@@ -146,10 +147,10 @@ class Profile:
             self._began, self._single = start, True
         self._decoding = stack == "decoder"
         self._single = self._single and self._decoding
-        for number, layer in enumerate(layers):
+        for kind, (number, layer) in enumerate(enumerate(layers), _layer(LayerKey(stack, 0))):
             self._phase = _MIXER
             yield number, layer
-            start = self._note(_layer(LayerKey(stack, number)), start)
+            start = self._note(kind, start)
         self._phase = None
 
     def watch(self, routers: Routers) -> None:
@@ -198,7 +199,7 @@ class Profile:
 
         def taken(keys: Sequence[Any], following: Sequence[Any]) -> Any:
             if keys:
-                self._taken = _layer(keys[0].at), self._now()
+                self._taken = keys[0], self._now()
             return take(keys, following)
 
         timed = Timed(
@@ -227,22 +228,26 @@ class Profile:
         return end
 
     def _spanned(self, kind: int, call: Callable[..., T]) -> Callable[..., T]:
+        now, extend = self._now, self._spans.extend
+
         def timed(*arguments: Any) -> T:
-            start = self._now()
+            start = now()
             made = call(*arguments)
-            self._spans.extend((kind, start, self._now()))
+            extend((kind, start, now()))
             return made
 
         return timed
 
     def _computed(self, call: Callable[..., T]) -> Callable[..., T]:
+        now, extend = self._now, self._spans.extend
+
         def timed(*arguments: Any, **named: Any) -> T:
             kind = self._phase
             if kind is None:
                 return call(*arguments, **named)
-            start = self._now()
+            start = now()
             made = call(*arguments, **named)
-            self._spans.extend((kind, start, self._now()))
+            extend((kind, start, now()))
             return made
 
         return timed
@@ -275,9 +280,9 @@ class Profile:
             made = read_all(wanted)
             end, key = self._now(), wanted[0][0]
             thread = self._threads.setdefault(threading.get_ident(), len(self._threads))
-            layer, nbytes = _layer(key.at), sum(len(buffer) for _, buffer in wanted)
-            asked = self._taken[1] if self._taken[0] == layer else start
-            self._reads.append(ReadSpan(thread, start, end, layer, key.expert, len(wanted), nbytes, min(asked, start)))
+            nbytes, (asking, asked) = sum(len(buffer) for _, buffer in wanted), self._taken
+            asked = min(asked, start) if asking is not None and asking.at == key.at else start
+            self._reads.append(ReadSpan(thread, start, end, _layer(key.at), key.expert, len(wanted), nbytes, asked))
             return made
 
         return timed
@@ -297,6 +302,7 @@ class Profile:
             raise _unwritable(str(self._path), error) from None
         self._spans.clear()
         self._began, self._ended = None, end
+        self._written_ns += self._now() - end
 
     # Results ----------------------------------------------------------------------------------------------------------
 
@@ -331,20 +337,22 @@ class Profile:
                 until = max(until, each.end)
         drive = self._drive_bytes_per_s(read_bytes / reads) if reads else None
         io, drive_bytes_per_s = drive or ("", 0.0)
+        clock = (self._span_ns() * spans + self._written_ns) / max(1, sum(spent))
         return Figures(
             passes, tokens, {name: ns / max(1, passes) / 1e9 for name, ns in zip(PARTS, spent, strict=True)},
-            self._clock_ns() * spans / max(1, sum(spent)), hits / max(1, asked), nbytes / max(1, tokens),
+            clock, hits / max(1, asked), nbytes / max(1, tokens),
             read_bytes / max(1, reads), reading / max(1, under_way), 1e9 * read_bytes / max(1, under_way),
             io, drive_bytes_per_s,
         )  # fmt: skip
 
-    def _clock_ns(self) -> float:
-        """Returns the time of one more span."""
-        kept, self._spans = self._spans, []
-        timed, start = self._spanned(_OTHER, int), self._now()
+    def _span_ns(self) -> float:
+        """Returns the time that one more span takes."""
+        phase, self._phase, before = self._phase, _OTHER, len(self._spans)
+        timed, start = self._computed(int), self._now()
         for _ in range(_CLOCKED):
             timed()
-        took, self._spans = self._now() - start, kept
+        took, self._phase = self._now() - start, phase
+        del self._spans[before:]
         return took / _CLOCKED
 
     def close(self) -> None:
