@@ -39,8 +39,9 @@ decide; waiting for reads; the arithmetic of experts; that of networks which eve
 packages beside the core, undivided; and everything else, which is Python."""
 _MIXER, _ROUTER, _DECIDING, _WAITING, _PRODUCTS, _NETWORKS, _HEAD, _EXPERTS, _OTHER = range(len(PARTS))
 _LAYER = len(PARTS)  # and the numbers of decoders' layers, then of encoders'
-_PREPARING = {"matrix", "biased", "dense", "expert", "pages", "close"}
-_ARITHMETIC = [name for name in vars(BackendOf) if not name.startswith("_") and name not in _PREPARING]
+_UNTIMED = {"matrix", "biased", "dense", "expert", "pages", "close", "rows", "scores", "choose", "prefer"}
+"""Functions of a backend that prepare, or that routers call, which are timed as a whole."""
+_ARITHMETIC = [name for name in vars(BackendOf) if not name.startswith("_") and name not in _UNTIMED]
 _CLOCKED = 1000  # calls that the clock is measured with
 _ALIKE = 2.0  # so many times as long, reads are not like those that a drive was measured with
 
