@@ -114,7 +114,7 @@ class Profile:
         self._ended: int | None = None  # the pass before, of the same requests
         self._decoding, self._single, self._tokens = False, True, 0
         self._taken: tuple[ExpertKey | None, int] = None, 0  # the first expert that was asked for last, and when
-        self._written_ns = 0  # writing of passes
+        self._written_bytes = self._written_ns = 0  # of passes in the file; a write may be cut short by Ctrl-C
         self._drive_bytes_per_s: Callable[[float], tuple[str, float] | None] = lambda nbytes: None
         self._figures: Figures | None = None
 
@@ -298,9 +298,11 @@ class Profile:
             len(self._spans) // len(Span._fields), len(reads),
         )  # fmt: skip
         try:
+            self._spill.seek(self._written_bytes)
             array("q", [*head, *self._spans, *chain(*reads)]).tofile(self._spill)
         except OSError as error:
             raise _unwritable(str(self._path), error) from None
+        self._written_bytes = self._spill.tell()
         self._spans.clear()
         self._began, self._ended = None, end
         self._written_ns += self._now() - end
@@ -311,8 +313,8 @@ class Profile:
         """Yields all passes that have ended, with their counts in place of sums since the beginning."""
         self._spill.seek(0)
         asked = hits = nbytes = 0
-        while numbers := _numbers(self._spill, len(Pass._fields)):
-            head = Pass(*numbers)
+        while self._spill.tell() < self._written_bytes:
+            head = Pass(*_numbers(self._spill, len(Pass._fields)))
             spans = _grouped(self._spill, Span, head.rows)
             reads = _grouped(self._spill, ReadSpan, head.reads)
             counted = head._replace(asked=head.asked - asked, hits=head.hits - hits, nbytes=head.nbytes - nbytes)
@@ -360,7 +362,7 @@ class Profile:
         """Writes the trace, unless no pass has ended. Raises SettingInvalid."""
         self._figures = self.figures()
         try:
-            if self._spill.tell():
+            if self._written_bytes:
                 _new(str(self._path))
                 with atomic_write(self._path) as fresh, open(fresh, "x", encoding="utf-8") as stream:
                     stream.write('{"displayTimeUnit": "ms", "traceEvents": [')

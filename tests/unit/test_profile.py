@@ -206,6 +206,34 @@ def test_an_interrupted_run_leaves_whole_passes(packs, tmp_path, when) -> None:
     assert [each.name for each in tmp_path.iterdir()] == ["trace.json"]
 
 
+def test_a_pass_whose_writing_was_cut_short_is_left_out(packs, tmp_path) -> None:
+    out, parts, made = tmp_path / "trace.json", itertools.count(), profile.TemporaryFile
+
+    class Torn:
+        """A file whose third write is cut short."""
+
+        def __init__(self, file: Any) -> None:
+            self._file = file
+
+        def write(self, data: bytes) -> int:
+            if next(parts) == 2:
+                self._file.write(data[:100])
+                raise KeyboardInterrupt
+            return int(self._file.write(data))
+
+        def __getattr__(self, name: str) -> Any:
+            return getattr(self._file, name)
+
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(profile, "TemporaryFile", lambda **where: Torn(made(**where)))
+        engine = Engine.open(packs["decoder"], profile=str(out), **READS)
+    with engine:
+        with pytest.raises(KeyboardInterrupt):
+            engine.generate([5, 6], max_new_tokens=TOKENS, ignore_eos=True)
+        engine.generate([5, 6], max_new_tokens=3, ignore_eos=True)
+    assert len([each for each in events_of(out) if ":" in each["name"]]) == 2 + 3
+
+
 def test_without_a_token_there_is_no_file(packs, tmp_path, monkeypatch) -> None:
     out = tmp_path / "trace.json"
     with Engine.open(packs["decoder"], profile=str(out)):
