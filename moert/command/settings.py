@@ -233,6 +233,13 @@ SETTINGS = (
         int, values="N",
     ),
     Setting(
+        "draft", _TEXT, _CHOOSING,
+        "Drafts of an answer: tokens that come next if the text goes on as it did before, several of which one pass "
+        "reads. The answer is the same. none; auto (where measured times say that it pays); or a number: always "
+        "draft this many tokens where some are found.",
+        default="none", values="auto|none|N",
+    ),
+    Setting(
         "profile", _SHOWN, _RUN,
         "Write a trace of the run to this new file, for ui.perfetto.dev: the times of attention, router, cache, reads "
         "and experts in each layer of each token. --stats adds a table of them.",

@@ -120,6 +120,7 @@ class Engine:
             beside = beside or Beside(pack, settings, own, self._notes.append)
             self._hold(settings, own, beside)
             self._bound(settings)
+            self._drafts = beside.drafts(self.preference is None and self._routing.reroute is None)
             self._run_experts(own)
             self._load(settings, beside)
             self._closing = closing.pop_all()
@@ -288,7 +289,7 @@ class Engine:
             opened.enter_context(self._turns.turn())
             session = Session(
                 self.model, self.text, self._admission, self.times, opened.pop_all().close, self.holding.now,
-                self._matching, at_once,
+                self._matching, at_once, self._drafts,
             )  # fmt: skip
             self._session = ref(session)
             return session
@@ -466,7 +467,8 @@ class Engine:
         preferring = EXACT_ROUTING if self.preference is None else share_text(self.preference.share)
         ways = Ways(streaming.eviction, holding.io, self._routing.name or preferring)
         ideal = streaming.headroom() if best else (0, 0.0)
-        return run_stats(self.times, self.counters, ahead, given, ways, ideal, **holding.figures())
+        drafts = None if self._drafts is None else self._drafts.figures
+        return run_stats(self.times, self.counters, ahead, given, ways, ideal, drafts=drafts, **holding.figures())
 
     def close(self) -> None:
         """Closes the engine: waits for a session of another thread; a session of this thread ends here."""

@@ -463,7 +463,8 @@ class TextSource(Protocol):
 
 @dataclass(frozen=True)
 class Piece:
-    """One step: the token, and the text that is certain after it (often, but not always, the token's own)."""
+    """One step: the token, with a draft the last of several, and the text that is certain after it (often, but not
+    always, the tokens' own)."""
 
     token: int
     text: str
@@ -525,6 +526,12 @@ class Generation:
     def written(self) -> int:
         """Number of tokens so far."""
         return len(self.tokens)
+
+    @property
+    def left(self) -> int:
+        """Number of tokens that may still come."""
+        most = self.settings.max_new_tokens
+        return (most if self.room is None else min(most, self.room)) - len(self.tokens)
 
     @property
     def follow(self) -> list[tuple[int, int]]:
@@ -699,6 +706,10 @@ class BeamGeneration:
     @property
     def written(self) -> int:
         return self._written
+
+    @property
+    def left(self) -> int:
+        return self._beams.rules.most - self._written
 
     @property
     def follow(self) -> list[tuple[int, int]]:

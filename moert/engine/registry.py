@@ -6,6 +6,7 @@
 | `device` and the settings of it | moert.beside.gpu | Holding |
 | `routing` or `predict`: hash; a hash function in the pack | moert.beside.sida | Routing: who routes, who listens |
 | `profile` | moert.beside.profile | nothing: it times Holding, routers and arithmetic as they are |
+| `draft` | moert.beside.drafts | nothing: tokens of one request that are read in one pass |
 | `json_schema` or `grammar` of a request | moert.beside.grammar | nothing: the tokens that may come next |
 
 Nothing else of the core imports them, or says neuron, hash function, device or profile.
@@ -40,6 +41,7 @@ from moert.stats import ExpertCounters
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
 
+    from moert.beside.drafts import Drafts
     from moert.beside.profile import Profile
     from moert.beside.wishes import Wishes
 
@@ -51,6 +53,8 @@ PREDICTS = (_AUTO, _GATE, _HASH, *_REST)
 """Names of all predictors."""
 ALL_NEURONS, KEPT_NEURONS, NO_DEVICE = "exact", "recent", "none"
 """Defaults of `neurons`, `keep_neurons` and `device`."""
+NO_DRAFTS = "none"
+"""Default of `draft`."""
 ALONE = (NO_DEVICE, "cpu")
 """Names of `device` without any."""
 
@@ -65,7 +69,11 @@ def check_place(wishes: Wishes) -> None:
 
 
 def check_parts(wishes: Wishes) -> None:
-    """Raises SettingInvalid for settings of experts' neurons that there can't be."""
+    """Raises SettingInvalid for settings of experts' neurons, or of drafts, that there can't be."""
+    if wishes.draft != NO_DRAFTS:
+        from moert.beside.drafts import check_wish
+
+        check_wish(wishes.draft)
     if (wishes.neurons, wishes.keep_neurons) != (ALL_NEURONS, KEPT_NEURONS):
         from moert.beside.flash.runner import check_settings
 
@@ -144,6 +152,14 @@ class Beside:
         if predicts is None:
             found.predictor = own or predictor_for(pack, name)
         return found
+
+    def drafts(self, exact: bool) -> Drafts | None:
+        """Returns the drafts of answers, if there are any. `exact`: routers choose experts as the model's own do."""
+        if self._wishes.draft == NO_DRAFTS:
+            return None
+        from moert.beside.drafts import drafts_for
+
+        return drafts_for(self._wishes.draft, self._pack.manifest.model, exact, self._note)
 
     def arithmetic(self, backend: Backend) -> Backend:
         """Returns the backend of a model."""

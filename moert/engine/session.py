@@ -29,7 +29,7 @@ from moert.engine.generation import (
 from moert.engine.text import LONG_TEXT, Text, given_ids
 from moert.errors import BudgetTooSmall, Busy, Closed, SettingInvalid, memory_shortage
 from moert.models.footprint import Load, Loads
-from moert.models.kv import State, forked, written_bytes
+from moert.models.kv import BLOCK_TOKENS, State, forked, written_bytes
 from moert.models.model import Model
 from moert.pack.codec import F32
 from moert.stats import RequestTimes
@@ -152,6 +152,24 @@ class Continued:
     opening: Opening | None = None
 
 
+class Draft(Protocol):
+    """Drafts the tokens of one answer; see moert.beside.drafts."""
+
+    def next(self, written: Sequence[int], limit: int) -> list[int]: ...
+
+    def passed(self, drafted: int, accepted: int, seconds: float) -> None: ...
+
+    def fork(self) -> Draft: ...
+
+
+class Drafts(Protocol):
+    """Makes drafts of at most `most` tokens for requests that run alone."""
+
+    most: int
+
+    def begin(self, prompt_ids: Sequence[int]) -> Draft: ...
+
+
 def common_beginning(one: Sequence[int], other: Sequence[int]) -> int:
     """Returns the length of the common beginning of both."""
     length = min(len(one), len(other))
@@ -193,6 +211,8 @@ class Request:
         self._states: list[State] = []  # of its sequences; none: waits without a prefix, or has ended
         self._unread: list[Sequence[int]] = []  # by each of them
         self._long = False  # whether these are more than a pass reads
+        self._drafts: Draft | None = None
+        self._scored = 0  # tokens of a pass with a draft
         self._kept_tokens = self._read_tokens = 0
         self._added_s = now()
         self._first_s = self._total_s = 0.0
@@ -226,7 +246,7 @@ class Request:
         noted_bytes = 0 if logprobs is None else ENTRY_BYTES * (1 + logprobs)
         return Load(
             prompt, most, generation.written, kept_tokens=self._kept_tokens, marks=marks, beams=beams,
-            noted_bytes=noted_bytes,
+            noted_bytes=noted_bytes, scored=self._scored,
         )  # fmt: skip
 
     def _read_on(self) -> None:
@@ -256,6 +276,33 @@ class Request:
         """Marks the state where its prompt has just been read."""
         if self._prefix is not None and not self.begun:
             self._prefix.mark(self._states[0], self._generation.prompt_ids)
+
+    def _draft_by(self, drafts: Drafts) -> None:
+        """Has its answer drafted, unless it has beams."""
+        if isinstance(self._generation, Generation):
+            self._drafts, self._scored = drafts.begin(self._generation.prompt_ids), 1 + drafts.most
+
+    def _draft(self, drafts: Draft) -> list[int]:
+        """Returns the draft that it reads in its next pass. Room is made at the ends of blocks, so none goes beyond."""
+        generation = self._generation
+        limit = min(generation.left, BLOCK_TOKENS - self._states[0].length % BLOCK_TOKENS) - 1
+        return drafts.next(generation.tokens, limit)
+
+    def _take_drafted(self, logits: F32, draft: Sequence[int]) -> Piece:
+        """Takes tokens from logits [1 + draft, vocab] for as long as they are those of the draft, and forgets the rest
+        of it."""
+        text, right = "", 0
+        while True:
+            piece = self._generation.take(logits[right : right + 1])
+            text += piece.text
+            if self.ended or right == len(draft) or piece.token != draft[right]:
+                break
+            right += 1
+        state = self._states[0]
+        if right < len(draft):
+            state.cut(state.length - len(draft) + right)
+        self._unread = [[*self._unread[0], *draft[:right]]]
+        return Piece(piece.token, text)
 
     def _go_on(self) -> None:
         """Goes on to the tokens that it reads next."""
@@ -288,11 +335,12 @@ class Session:
     def __init__(
         self, model: Model, text: Text, gate: Gate, times: RequestTimes, ended: Callable[[], object],
         now: Callable[[], float] = time.perf_counter, matching: Matching = no_matching, at_once: int | None = None,
+        drafts: Drafts | None = None,
     ) -> None:  # fmt: skip
         """`times` gets the figures of each request that has begun, in seconds of the clock `now`; `ended` is called
         once when the session closes. `matching` makes matchers of grammars; `at_once`: see Engine.session."""
         self._model, self._text, self._gate, self._times, self._ended = model, text, gate, times, ended
-        self._now, self._matching = now, matching
+        self._now, self._matching, self._drafts = now, matching, drafts
         self._most = at_once if at_once is not None and model.spec.continues else WHOLE
         self._lock = threading.Lock()
         self._running: list[Request] = []
@@ -321,6 +369,8 @@ class Session:
         with self._open():
             generation = self._generation(prompt, resolved, constrained)
             request = Request(prompt, generation, prefix, self._now, self._most)
+            if self._drafts is not None:
+                request._draft_by(self._drafts)
             request._take_prefix()
             try:
                 self._gate.check([request._held], self._loads)
@@ -339,9 +389,9 @@ class Session:
             self._coming = [self._generation(prompt, GenerationSettings()).prompt_ids for prompt in prompts]
 
     def turn(self) -> list[tuple[Request, Piece]]:
-        """Begins the waiting requests that fit, and returns the next token of every running one, in the order in which
-        they began, but for those that read a part of a long prompt in this turn. When all have ended, the list is empty
-        and `unfinished` 0.
+        """Begins the waiting requests that fit, and returns the next token of every running one (with a draft perhaps
+        several as one piece), in the order in which they began, but for those that read a part of a long prompt in this
+        turn. When all have ended, the list is empty and `unfinished` 0.
 
         Raises PackError, NotFinite or OutOfMemory, after which no request of the session goes on, as after Ctrl-C.
         """
@@ -374,6 +424,8 @@ class Session:
             if request.ended:
                 raise SettingInvalid("request", "has ended: fork a request that still writes")
             twin = Request(request.prompt, request._generation.fork(settings), now=self._now, most=self._most)
+            twin._drafts = None if request._drafts is None else request._drafts.fork()
+            twin._scored = request._scored
             if not request._states:
                 self._waiting.append(twin)
                 return twin
@@ -417,18 +469,22 @@ class Session:
         if not self._running:
             return []
         started_s, running = self._now(), self._running
-        logits = self._read(running)
+        first, read = running[0], running[0]._read_tokens
+        drafts = first._drafts if len(running) == 1 and first._drafts is not None and first.begun else None
+        draft = [] if drafts is None else first._draft(drafts)
+        logits = self._read(running, draft)
         if self._waiting or self._coming:
             self._model.expects(chain((each._generation.prompt_ids for each in self._waiting), self._coming))
         pieces, row, reading = list[tuple[Request, Piece]](), 0, False
         for request in running:
-            first, row = row, row + len(request._states)
+            start, row = row, row + len(request._states)
             if request._long:
                 request._read_on()
                 reading = True
                 continue
             request._mark()
-            pieces.append((request, request._generation.take(logits[first:row])))
+            taken = request._take_drafted(logits, draft) if draft else request._generation.take(logits[start:row])
+            pieces.append((request, taken))
             request._go_on()
             request._first_s = request._first_s or request._so_far_s
             if request.ended:
@@ -438,13 +494,17 @@ class Session:
             self._gate.after([each._load for each in self._running])
         if going:
             self._times.decode_s += self._now() - started_s
+        if drafts is not None:
+            drafts.passed(len(draft), first._read_tokens - read - 1, self._now() - started_s)
         if not self.unfinished:
             self._gate.idle()
         return pieces
 
-    def _read(self, running: Sequence[Request]) -> F32:
-        """Returns the logits [sequences, vocab] of the next tokens. Keeps no reference to the states: some end before
-        the turn does."""
+    def _read(self, running: Sequence[Request], draft: Sequence[int]) -> F32:
+        """Returns the logits [sequences, vocab] of the next tokens, with a draft of the only request [1 + draft,
+        vocab]. Keeps no reference to the states: some end before the turn does."""
+        if draft:
+            return self._model.read_each(running[0]._states[0], [*running[0]._unread[0], *draft])
         states = [state for each in running for state in each._states]
         unread = [ids for each in running for ids in each._unread]
         return self._model.read(states, unread if self._most == WHOLE else [ids[: self._most] for ids in unread])

@@ -453,6 +453,10 @@ class Model:
         last = [end - 1 for end in accumulate(map(len, sequences))]
         return self._logits(self._decode(sequences, states)[last])
 
+    def read_each(self, state: State, ids: Sequence[int]) -> F32:
+        """Appends tokens to a state; returns the logits [tokens, vocab] after each of them."""
+        return self._logits(self._decode([ids], [state]))
+
     def step(self, state: State, token: int) -> F32:
         """Appends one token to the state; returns the logits [vocab] of the token after it."""
         logits: F32 = self.step_many([state], [token])[0]
