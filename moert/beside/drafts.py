@@ -18,12 +18,14 @@ PASSES = (4, 8, 16)
 ALIKE = 3
 """Tokens that have to be alike before a draft."""
 _LONGEST = 8  # as many are compared
+_FIRST, _AGAIN = 8, 32  # passes of one token before the first draft; passes with drafts until another one
 _RATE = 1 / 16  # of a new observation of drafted tokens
 _SLOWEST_RATE = 1 / 8  # of a new time of a pass
 _PRIOR = 0.3  # cost of each further token of a pass, in passes of one token, until passes were timed
 _OUTLIER = 4.0  # times as long as expected: longer times count as this
 _GAIN = 1.05  # least gain that drafts are made for
-_FADING = 1 / 1024  # of what a pass costs above its prior, for each token without a draft
+_FADING = 1 / 512  # of what a pass costs above its prior, for each token without a draft
+_AT_FIRST, _LOSS, _SAVED = 4.0, 0.002, 32.0  # drafts may lose so much time: in tokens, a share, and what they saved
 
 
 @dataclass
@@ -42,17 +44,21 @@ class Drafted:
 class Price:
     """The price of drafts: how many drafted tokens are worth reading, by the measured time of passes, and by how often
     drafts were right behind as many equal tokens. Drafts that are not read count too, so that no time is lost with
-    trials in text that does not repeat."""
+    trials in text that does not repeat. Where drafts lose time none the less, they pause."""
 
     def __init__(self) -> None:
-        self._one_s: float | None = None
+        self._one_s = 0.0
+        self._untimed = _FIRST  # passes of one token that are to be timed before another draft
         self._costs = {tokens: 1 + _PRIOR * (tokens - 1) for tokens in PASSES}  # in passes of one token
         self._timed = dict.fromkeys(PASSES, 1)
+        self._lost = -_AT_FIRST  # in passes of one token; drafts pause above 0
         self._rates = [min(0.8, 0.1 * (alike + 1)) for alike in range(_LONGEST + 1)]
 
     def worth(self, alike: int, limit: int) -> int:
         """Returns the number of drafted tokens to read, at most `limit`. `alike`: equal tokens before the draft."""
         best, gain, chance, expected = 0, _GAIN, 1.0, 1.0
+        if self._untimed > 0 or self._lost > 0 or not self._one_s:
+            return 0
         for drafted in range(1, min(limit, PASSES[-1] - 1) + 1):
             chance *= self._rates[min(alike + drafted - 1, _LONGEST)]
             expected += chance
@@ -70,23 +76,28 @@ class Price:
         if wrong:
             rates[min(alike + right, _LONGEST)] *= 1 - _RATE
 
-    def passed(self, tokens: int, seconds: float) -> None:
-        """Records the time of a pass of one token, or of one of PASSES."""
+    def passed(self, tokens: int, accepted: int, seconds: float) -> None:
+        """Records the time of a pass of one token, or of one of PASSES, and how many drafted tokens were accepted."""
         if tokens == 1:
             known = self._one_s or seconds
             self._one_s = known + _SLOWEST_RATE * (min(seconds, _OUTLIER * known) - known)
+            self._untimed -= 1
+            self._lost -= _LOSS
             for each, cost in self._costs.items():
                 self._costs[each] -= _FADING * max(0.0, cost - 1 - _PRIOR * (each - 1))
-        elif self._one_s and tokens in self._costs:
+        elif tokens in self._costs:
             cost = self._costs[tokens]
             self._timed[tokens] += 1
+            self._untimed = int(self._timed[tokens] % _AGAIN == 0)
             rate = max(_SLOWEST_RATE, 1 / self._timed[tokens])
-            self._costs[tokens] += rate * (min(seconds / self._one_s, _OUTLIER * cost) - cost)
+            took = min(seconds / self._one_s, _OUTLIER * cost)
+            self._costs[tokens] += rate * (took - cost)
+            self._lost = max(-_SAVED, self._lost + took - accepted - 1)
 
 
 class Draft:
-    """The drafts of one text: the tokens that came the last time after the same tokens as now. The text is a string with
-    a letter for each token, in which searches are quick."""
+    """The drafts of one text: the tokens that came the last time after the same tokens as now. The text is a string
+    with a letter for each token, in which searches are quick."""
 
     def __init__(self, prompt_ids: Sequence[int], most: int, price: Price | None, figures: Drafted) -> None:
         """Without a price, `most` tokens are always drafted where some were found."""
@@ -123,7 +134,7 @@ class Draft:
     def passed(self, drafted: int, accepted: int, seconds: float) -> None:
         """Records the time of a pass that read one token and a draft, and how many of it were accepted."""
         if self._price is not None:
-            self._price.passed(1 + drafted, seconds)
+            self._price.passed(1 + drafted, accepted, seconds)
         if drafted:
             self._figures.passes += 1
             self._figures.drafted += drafted
