@@ -8,7 +8,7 @@ import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from moert.errors import SettingInvalid
+from moert.errors import SettingInvalid, said
 from moert.pack.model_spec import ModelSpec
 from moert.pack.parts import FixedState
 
@@ -189,5 +189,5 @@ def drafts_for(wish: str | int, spec: ModelSpec, exact: bool, note: Callable[[st
         why = "its vocabulary is too large"
     else:
         return Drafts(wish)
-    note(f"draft has no effect with this model: {why}")
+    note(f"{said('draft')} has no effect with this model: {why}")
     return None

@@ -7,16 +7,7 @@ from functools import cached_property
 from typing import TypedDict
 
 from moert.engine.budget import AUTO_ROUTING, CacheLimit, MemoryLimit, check_routing, parse_cache, parse_memory
-from moert.engine.registry import (
-    ALL_NEURONS,
-    KEPT_NEURONS,
-    NO_DEVICE,
-    NO_DRAFTS,
-    PREDICTS,
-    ROUTINGS,
-    check_parts,
-    check_place,
-)
+from moert.engine.registry import ALL_NEURONS, KEPT_NEURONS, NO_DEVICE, PREDICTS, ROUTINGS, check_parts, check_place
 from moert.errors import Adjustable, SettingInvalid, said
 from moert.experts.names import DEFAULT_EVICTION, DEFAULT_PREDICTOR, EVICTIONS
 from moert.experts.store import IoSettings, parse_io
@@ -72,8 +63,8 @@ class EngineSettings(Adjustable):
     experts are computed, a rule of moert.beside.gpu.placement. A GPU rounds in other ways than the processor; answers
     of a simulated device are the same. `template`: for conversations, in place of the pack's own chat template, a name
     of moert.chat.renderer or the path of a file. `profile`: a new file that a trace of the run is written to when the
-    engine closes (moert.beside.profile). `draft`: drafts of answers (moert.beside.drafts), "none", "auto" where they
-    save time, or tokens that are always drafted.
+    engine closes (moert.beside.profile). `draft`: drafts of answers, "none", "auto" where they save time, or
+    the number of tokens that are always drafted.
 
     Raises SettingInvalid, InvalidMemory or IoInvalid for impossible values.
     """
@@ -95,7 +86,7 @@ class EngineSettings(Adjustable):
     device_experts: str | None = None
     template: str | None = None
     profile: str | None = None
-    draft: str | int = NO_DRAFTS
+    draft: str | int = "none"
 
     def __post_init__(self) -> None:
         self.check_types()

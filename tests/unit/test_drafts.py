@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import random
+import subprocess
+import sys
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -11,6 +13,7 @@ from typing import Any
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from random_hash import add_hash
 from tiny_packs import DECODER, DECODER_SHAPE, SPECS, VOCAB, write_pack
 
 from moert.beside.drafts import ALIKE, PASSES, Draft, Drafted, Drafts, Price
@@ -44,7 +47,8 @@ def windowed() -> ModelSpec:
 def packs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     root = tmp_path_factory.mktemp("drafts")
     specs = {"decoder": DECODER_SHAPE.but(max_positions=600).spec, "window": windowed(), "mixers": SPECS["mixers"]}
-    return {name: write_pack(root / f"{name}.pack", spec, paths=False) for name, spec in specs.items()}
+    made = {name: write_pack(root / f"{name}.pack", spec, paths=False) for name, spec in specs.items()}
+    return made | {"hash": add_hash(write_pack(root / "hash.pack", DECODER, paths=False))}
 
 
 def opened(pack: Path, draft: str | int, **changes: Any) -> Engine:
@@ -205,17 +209,50 @@ def test_beams_are_not_drafted(packs, monkeypatch) -> None:
         assert max(passes.tokens[1:]) <= 2
 
 
+@NATIVE
+def test_a_hash_function_that_predicts_hears_no_wrong_draft(packs, monkeypatch) -> None:
+    heard = []
+    for wish in ("none", 7):
+        with Engine.open(packs["hash"], predict="hash", cache="40%", threads=1, draft=wish) as engine:
+            with engine.session() as session:
+                request = session.add(REPEATS, max_new_tokens=NEW, logit_bias=FEW)
+                while not request.ended:
+                    state = request._states[0] if request._states else None
+                    session.turn()
+            assert state is not None
+            heard.append((request.answer.tokens, state.heard.ids[: state.length]))
+    assert heard[0] == heard[1]
+
+
 def test_models_that_cannot_forget_or_drop_tokens_say_so(packs, tmp_path) -> None:
     notes: list[str] = []
     switch = write_pack(tmp_path / "switch.pack", SPECS["switch"], paths=False)
-    for pack in (packs["mixers"], switch):
-        with opened(pack, 7, notify=notes.append) as engine:
+    for pack, routing in ((packs["mixers"], "auto"), (switch, "auto"), (packs["hash"], "hash")):
+        with opened(pack, 7, notify=notes.append, routing=routing) as engine:
             engine.generate(REPEATS, max_new_tokens=4, ignore_eos=True)
             assert engine.stats(best=False).drafts is None
-    assert [note.partition(": ")[2] for note in notes] == [
+    assert [note.partition(": ")[2] for note in notes if note.startswith("draft")] == [
         "its recurrent states cannot forget a wrong draft",
         "its experts take a limited number of tokens in each pass",
+        "its routing is not exact",
     ]
+
+
+def test_nothing_of_it_is_loaded_for_a_run_without(packs) -> None:
+    program = "import sys, moert; moert.load(sys.argv[1]).generate([3], max_new_tokens=2); print(*sys.modules)"
+    done = subprocess.run([sys.executable, "-c", program, packs["decoder"]], capture_output=True, text=True, check=True)
+    assert "moert.engine.registry" in done.stdout
+    assert "moert.beside.drafts" not in done.stdout
+
+
+def test_the_command_line_says_what_was_drafted(moert, packs) -> None:
+    prompt = "hello world " * 4
+    run = ["run", packs["decoder"], prompt, "--max-new-tokens", 8, "--stats", "--tune"]
+    assert moert(*run, "draft=3") == 0
+    assert "\ndrafts           " in moert.err
+    assert moert(*run, "draft=none") == 0
+    assert "\ndrafts " not in moert.err
+    assert "--tune draft" in moert.refuses(*run, "draft=often")
 
 
 @pytest.mark.parametrize("wish", ["", "often", "0", 0, "65", "-1", "1.5"])
