@@ -38,7 +38,7 @@ class EngineOptions(TypedDict, total=False):
     profile: str | None
 
 
-POLICIES = frozenset({"memory", "cache", "eviction", "predict", "io", "threads", "template"})
+POLICIES = frozenset({"memory", "cache", "eviction", "predict", "io", "threads", "template", "profile"})
 """Settings that never change the states of the same tokens."""
 
 
