@@ -110,10 +110,10 @@ class Kept:
 
 class Fixed:
     """The memory of a layer without attention, for any number of tokens: its recurrent state, the `arrays` of its
-    mixer, in float32, zeros before the first token; no arrays for a layer without a mixer. It can be cut to the length
-    where it was marked, and to no other earlier one."""
+    mixer and its ngrams, in float32, zeros before the first token; no arrays for a layer without a mixer. It can be cut
+    to the length where it was marked, and to no other earlier one."""
 
-    def __init__(self, part: FixedState | None, d_model: int) -> None:
+    def __init__(self, part: FixedState | Layer | None, d_model: int) -> None:
         shapes = () if part is None else part.state_shapes(d_model)
         self.length = 0
         self.arrays = [np.zeros(shape, np.float32) for shape in shapes]
@@ -355,7 +355,7 @@ def remembered(
     """Returns the memory of a layer that has read nothing yet; `expected` tokens will come soon."""
     if isinstance(layer.mixer, (Attention, Latent)):
         return Kept(layer.mixer, expected, bits, make)
-    return Fixed(layer.mixer, d_model)
+    return Fixed(layer, d_model)
 
 
 def forked(states: list[State], parents: Sequence[int]) -> list[State]:
@@ -405,8 +405,7 @@ def growth_bytes(spec: ModelSpec, bits: KvBits = 16, beams: int = 1) -> int:
 
 def fixed_bytes(spec: ModelSpec) -> int:
     """Returns the bytes of a sequence's recurrent states, which do not grow, in all layers of the decoder."""
-    parts = [kind.mixer for kind in _layers(spec) if isinstance(kind.mixer, FixedState)]
-    return 4 * sum(math.prod(shape) for part in parts for shape in part.state_shapes(spec.d_model))
+    return 4 * sum(math.prod(shape) for kind in _layers(spec) for shape in kind.state_shapes(spec.d_model))
 
 
 def token_bytes(spec: ModelSpec, bits: KvBits = 16) -> int:
