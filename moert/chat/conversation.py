@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 from moert.chat.renderer import Renderer
@@ -185,19 +186,22 @@ class Speaker:
         """Returns the figures of Renderer.first_message."""
         return self._renderer.first_message(self._text, tokens)
 
-    def ids(self, asked: Asked) -> list[int]:
-        """Returns the token ids of the prompt that the template makes. Raises the errors of `prompt`."""
-        return self._rendered(asked)[1]
+    def rendering(self, asked: Asked) -> tuple[Callable[[], str], int]:
+        """Returns a function that any thread may call for the text of the prompt that the template makes, where there
+        is room for the memory [bytes] that its process takes, which is the second result. The function raises
+        TemplateFailed. Raises InputInvalid."""
+        renderer, request = self._renderer, self._renderer.request(asked.messages, asked.tools, asked.variables, True)
+        return partial(renderer.rendered, request), renderer.takes(request)
 
-    def _rendered(self, asked: Asked) -> tuple[str, list[int]]:
-        """Returns the prompt that the template makes, and its token ids."""
-        prompt = self._renderer.render(asked.messages, asked.tools, asked.variables)
-        return prompt, self._text.encode(prompt, whole=True)
-
-    def prompt(self, asked: Asked, prefix: Keeps, settings: GenerationSettings | None = None) -> Spoken:
-        """Returns the prompt that the template makes, for a session. Raises the errors of Renderer.render and
-        Text.encode."""
-        prompt, ids = self._rendered(asked)
+    def prompt(
+        self, asked: Asked, prefix: Keeps, settings: GenerationSettings | None = None, rendered: str | None = None
+    ) -> Spoken:
+        """Returns the prompt that the template makes, for a session; its text may have been `rendered` before. Raises
+        the errors of Renderer.render and Text.encode."""
+        prompt = rendered
+        if prompt is None:
+            prompt = self._renderer.render(asked.messages, asked.tools, asked.variables)
+        ids = self._text.encode(prompt, whole=True)
         text = self._text.detokenizer_with([*self._marks, *asked.shown])
         chosen = settings or GenerationSettings()
         if self._stops:

@@ -70,20 +70,24 @@ class Renderer:
         fails, and the errors of `room`.
         """
         request = self.request(messages, tools, variables, to_be_answered)
-        data_bytes = self._data_bytes(len(request))
-        with self._room(data_bytes + _BESIDE_BYTES):
-            body, status = _run(request, replace(self._limits, data_bytes=data_bytes))
+        with self._room(self.takes(request)):
+            return self.rendered(request)
+
+    def rendered(self, request: bytes) -> str:
+        """Returns the prompt of a request, where there is room for the process. Raises TemplateFailed."""
+        body, status = _run(request, replace(self._limits, data_bytes=self._data_bytes(len(request))))
         return self._understood(body, status)
 
-    def takes(self, messages: Sequence[Mapping[str, Any]]) -> int:
-        """Returns the most memory [bytes] that the process which renders these messages takes. Raises InputInvalid."""
-        return self._data_bytes(len(self.request(messages, None, None, True))) + _BESIDE_BYTES
+    def takes(self, request: bytes) -> int:
+        """Returns the most memory [bytes] that the process which renders a request takes."""
+        return self._data_bytes(len(request)) + _BESIDE_BYTES
 
     def first_message(self, text: Text, tokens: int) -> tuple[int, int]:
         """Returns the tokens of the prompt that a first message of `tokens` tokens becomes, and the most memory [bytes]
         that the process which renders it takes. Raises the errors of `render`."""
         around = len(text.encode(self.render([{"role": "user", "content": "a"}]), whole=True))
-        return around + tokens, self.takes([{"role": "user", "content": "a" * _USUAL_LETTERS * tokens}])
+        said = [{"role": "user", "content": "a" * _USUAL_LETTERS * tokens}]
+        return around + tokens, self.takes(self.request(said, None, None, True))
 
     def _data_bytes(self, request_bytes: int) -> int:
         letters = min(_LONG_TEMPLATE, len(self.chat.template))
