@@ -193,14 +193,16 @@ class Speaker:
         renderer, request = self._renderer, self._renderer.request(asked.messages, asked.tools, asked.variables, True)
         return partial(renderer.rendered, request), renderer.takes(request)
 
+    def render(self, asked: Asked) -> str:
+        """Returns the text of the prompt that the template makes. Raises the errors of Renderer.render."""
+        return self._renderer.render(asked.messages, asked.tools, asked.variables)
+
     def prompt(
         self, asked: Asked, prefix: Keeps, settings: GenerationSettings | None = None, rendered: str | None = None
     ) -> Spoken:
         """Returns the prompt that the template makes, for a session; its text may have been `rendered` before. Raises
         the errors of Renderer.render and Text.encode."""
-        prompt = rendered
-        if prompt is None:
-            prompt = self._renderer.render(asked.messages, asked.tools, asked.variables)
+        prompt = self.render(asked) if rendered is None else rendered
         ids = self._text.encode(prompt, whole=True)
         text = self._text.detokenizer_with([*self._marks, *asked.shown])
         chosen = settings or GenerationSettings()

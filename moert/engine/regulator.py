@@ -121,7 +121,10 @@ class Regulator:
     def _fitting_tokens(self, loads: Loads, held_bytes: int) -> int:
         """Returns the most new tokens with which each of these requests could run, less than they may write now; 0 for
         none."""
-        limit, most = (self.limit_bytes or 0) - self.promised_bytes, min(max(load.max_new_tokens for load in loads), _MOST_TOKENS)
+        limit, most = (
+            (self.limit_bytes or 0) - self.promised_bytes,
+            min(max(load.max_new_tokens for load in loads), _MOST_TOKENS),
+        )
 
         def too_many(count: int) -> bool:
             new = [max(load.written, min(count, load.max_new_tokens)) for load in loads]

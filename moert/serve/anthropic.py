@@ -84,7 +84,7 @@ async def _count(host: Host, request: Request) -> Response:
     tools = Tools.of(worker.engine, asked)
     talk = tools.talk(asked["messages"], _variables(found))
     rendered = Asked(talk.messages, talk.tools, talk.variables)
-    ids = await asyncio.wrap_future(worker.call(lambda engine: engine.speaker.ids(rendered)))
+    ids = await asyncio.wrap_future(worker.ids(rendered))
     return whole({"input_tokens": len(ids)})
 
 
