@@ -290,9 +290,9 @@ class Session:
     The answer to a request depends on nothing but the request, on the native kernels bit for bit. Requests that do not
     fit into memory beside the others wait until some have ended. Where prompts are read in parts, the one with the
     earliest deadline begins first and is read first: its length in tokens, counted from the tokens that the session had
-    read when it was added. So a short prompt passes a long one, and a long one is passed for as long as it is, at most.
-    Each method may be called from any thread; it waits while another runs. Close a session, or use it in a with block: until then nothing else can use the engine. Iterate
-    over it to take turns until all requests have ended.
+    read when it was added. So a short prompt passes a long one, but only until as many tokens were read as the long one
+    has. Each method may be called from any thread; it waits while another runs. Close a session, or use it in a with
+    block: until then nothing else can use the engine. Iterate over it to take turns until all requests have ended.
     """
 
     def __init__(
@@ -373,8 +373,8 @@ class Session:
             return self._turn()
 
     def begin(self) -> bool:
-        """Begins the waiting requests that fit, as `turn` does before all else; returns whether any request runs. Raises
-        the errors of `turn`."""
+        """Begins the waiting requests that fit, as `turn` does before all else; returns whether any request runs.
+        Raises the errors of `turn`."""
         with self._going():
             self._begin()
             return bool(self._running)

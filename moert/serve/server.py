@@ -77,18 +77,17 @@ async def _health(host: Host, request: Request) -> Response:
 
 
 async def _metrics(host: Host, request: Request) -> Response:
-    found = await _of_each(host, lambda worker: (worker.engine.stats(best=False), worker))
+    found = await _of_each(host, lambda worker, engine: (engine.stats(best=False), worker))
     return Response(metrics_text(found, host.wanted), media_type="text/plain; version=0.0.4")
 
 
-async def _of_each(host: Host, work: Callable[[Worker], T]) -> dict[str, T]:
+async def _of_each(host: Host, work: Callable[[Worker, Engine], T]) -> dict[str, T]:
     """Returns results of the workers in memory by name; of one that leaves meanwhile there is none."""
     found = dict[str, T]()
     for name, worker in host.there.items():
         with suppress(Refused):
-            found[name] = await asyncio.wrap_future(worker.call(lambda engine, worker=worker: work(worker)))
+            found[name] = await asyncio.wrap_future(worker.call(partial(work, worker)))
     return found
-
 
 async def _props(host: Host, request: Request) -> Response:
     name, worker = await host.worker(request.query_params.get("model"))
@@ -104,7 +103,7 @@ async def _props(host: Host, request: Request) -> Response:
 
 
 async def _slots(host: Host, request: Request) -> Response:
-    found, only = await _of_each(host, Worker.slots), request.query_params.get("model")
+    found, only = await _of_each(host, lambda worker, engine: worker.slots()), request.query_params.get("model")
     if only is not None:
         host.check(only)
     slots = [{"model": name, **each} for name, those in found.items() for each in those if only in (None, name)]
