@@ -196,10 +196,11 @@ class Request:
 
     def __init__(
         self, prompt: Prompt, generation: Writing, prefix: Keeps | None = None,
-        now: Callable[[], float] = time.perf_counter,
+        now: Callable[[], float] = time.perf_counter, part: int = WHOLE,
     ) -> None:  # fmt: skip
+        """`part`: tokens of the prompt that a turn reads at most."""
         self.prompt = prompt
-        self._now, self._deadline = now, 0
+        self._now, self._part, self._deadline = now, part, 0
         self._generation, self._prefix = generation, prefix
         self._states: list[State] = []  # of its sequences; none: waits without a prefix, or has ended
         self._unread: list[Sequence[int]] = []  # by each of them
@@ -236,7 +237,7 @@ class Request:
         noted_bytes = 0 if logprobs is None else ENTRY_BYTES * (1 + logprobs)
         return Load(
             prompt, most, generation.written, kept_tokens=self._kept_tokens, marks=marks, beams=beams,
-            noted_bytes=noted_bytes,
+            noted_bytes=noted_bytes, part=self._part,
         )  # fmt: skip
 
     def _read_on(self, count: int) -> None:
@@ -331,7 +332,7 @@ class Session:
         constrained = self._constrained(prompt, resolved.constraint)
         with self._open():
             generation = self._generation(prompt, resolved, constrained)
-            request = Request(prompt, generation, prefix, self._now)
+            request = Request(prompt, generation, prefix, self._now, self._part)
             request._take_prefix()
             try:
                 self._gate.check([request._held], self._loads)
@@ -399,7 +400,7 @@ class Session:
         with self._open():
             if request.ended:
                 raise SettingInvalid("request", "has ended: fork a request that still writes")
-            twin = Request(request.prompt, request._generation.fork(settings), now=self._now)
+            twin = Request(request.prompt, request._generation.fork(settings), now=self._now, part=self._part)
             twin._deadline = request._deadline
             if not request._states:
                 self._wait(twin)

@@ -22,7 +22,6 @@ from moert.engine.generation import GenerationSettings
 from moert.engine.regulator import NO_OTHERS, Others
 from moert.engine.settings import EngineSettings
 from moert.errors import BudgetTooSmall, ChatImpossible, RunError, TokenizerMissing
-from moert.machine import return_freed
 from moert.pack.errors import PackError
 from moert.serve.fields import Refused
 from moert.serve.sharing import Need, Sharing, need_of
@@ -215,8 +214,13 @@ class Host:
                 except Exception:
                     await self._share(sharing.plan({each: needs[each] for each in self._there}) or {})
                     raise
-            others = [each for each in self._there if each != name]
-            await self._close(next((each for each in others if not self._there[each].unfinished), others[0]))
+            await self._close(self._leaver(name))
+
+    def _leaver(self, name: str) -> str:
+        """Returns the model that leaves for another one: one without requests, or one whose requests all have their
+        room, or any; of several the one that was used longest ago."""
+        others = [each for each in self._there if each != name]
+        return min(others, key=lambda each: (self._there[each].unfinished > 0, each in self._wanted))
 
     async def _need(self, name: str) -> Need:
         assert self._sharing is not None
@@ -245,14 +249,16 @@ class Host:
     async def _close(self, name: str) -> None:
         """Has a model leave memory once its answers have ended."""
         self._leaving.add(name)
-        await self._in_thread(_closed, self._there[name])
-        del self._there[name]
+        asked = self._wanted.pop(name, None)
+        if asked is not None:  # its requests that wait for more room come before it goes
+            await self._fit(name, asked.least_bytes)
+            asked.end(None)
+        await self._in_thread(self._there[name].close)
+        assert self._sharing is not None
+        await self._in_thread(self._sharing.leave, name, self._there.pop(name).engine.close)
         self._leaving.discard(name)
-        await self._in_thread(return_freed)
         if self._ending:
             raise Refused(LEAVES, status=503)
-        if self._sharing is not None:
-            self._sharing.forget(name)
 
     async def _in_thread(self, work: Callable[..., T], *arguments: Any) -> T:
         return await self.loop.run_in_executor(None, partial(work, *arguments))

@@ -89,6 +89,7 @@ async def _of_each(host: Host, work: Callable[[Worker, Engine], T]) -> dict[str,
             found[name] = await asyncio.wrap_future(worker.call(partial(work, worker)))
     return found
 
+
 async def _props(host: Host, request: Request) -> Response:
     name, worker = await host.worker(request.query_params.get("model"))
     engine, spec = worker.engine, worker.engine.spec

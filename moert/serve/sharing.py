@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import gc
 import math
 import threading
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import NamedTuple
@@ -17,7 +18,7 @@ from moert.engine.settings import EngineSettings
 from moert.engine.text import Text
 from moert.errors import ChatImpossible
 from moert.kernels import REFERENCE, library
-from moert.machine import held_bytes, most_bytes, return_early, thread_bytes
+from moert.machine import held_bytes, most_bytes, return_early, return_freed, thread_bytes
 from moert.models.footprint import Footprint
 from moert.pack.reader import Pack
 
@@ -122,10 +123,14 @@ class Sharing:
         fits = most is None or sum(need.most for need in needs.values()) <= most - self.base_bytes
         return dict.fromkeys(needs, 0) if fits else None
 
-    def forget(self, name: str) -> None:
-        """Forgets an engine that is closed."""
-        self.shares.pop(name, None)
-        self._held.pop(name, None)
+    def leave(self, name: str, close: Callable[[], None]) -> None:
+        """Closes an engine, and returns its memory to the system: some of it lies in cycles of references."""
+        with self.queue.turn():
+            close()
+            gc.collect()
+            return_freed()
+            self.shares.pop(name, None)
+            self._held.pop(name, None)
 
     def _others_bytes(self, name: str) -> int:
         return sum(held for other, held in list(self._held.items()) if other != name)

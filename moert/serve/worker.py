@@ -193,6 +193,7 @@ class Worker:
         self._engine, self._most = engine, most_waiting
         self._turn, self._enlarge = turn, enlarge
         self._renderings: list[_Rendering] = []
+        self._crowded = False  # whether none of them has room until an answer ends
         self._short: list[Ticket] = []  # wait for room that others have
         self._prefixes = engine.prefixes() if engine.spec.continues else None
         self._inbox: queue.SimpleQueue[Callable[[], None] | Ticket | None] = queue.SimpleQueue()
@@ -376,7 +377,7 @@ class Worker:
             elif self._added(session, ticket):
                 accepted.append(ticket)
         for rendering in self._renderings[:RENDERINGS]:
-            if not rendering.begun:
+            if not rendering.begun and not self._crowded:
                 self._render(rendering)
         runs = session.begin()
         self._tell_places(session)
@@ -426,8 +427,7 @@ class Worker:
 
     def _render(self, rendering: _Rendering) -> None:
         """Begins to render a conversation, in a thread that waits for its process; where memory has no room for this
-        process beside the answers, they wait for it instead."""
-        rendering.begun = True
+        process beside the answers, they wait for it instead, or it waits until some have ended."""
         try:
             speaker = self._engine.speaker
             work, nbytes = speaker.rendering(rendering.asked)
@@ -437,9 +437,13 @@ class Worker:
         try:
             self._engine.reserve_aside(nbytes, _RENDER)
         except BudgetTooSmall:
-            self._finish(rendering, _result(partial(speaker.render, rendering.asked)))
+            found = _result(partial(speaker.render, rendering.asked))
+            others = self._choices or any(each.begun for each in self._renderings)
+            self._crowded = isinstance(found, BudgetTooSmall) and bool(others)
+            if not self._crowded:
+                self._finish(rendering, found)
             return
-        rendering.reserved_bytes = nbytes
+        rendering.begun, rendering.reserved_bytes = True, nbytes
 
         def run() -> None:
             found = _result(work)
@@ -450,6 +454,7 @@ class Worker:
     def _finish(self, rendering: _Rendering, found: str | Exception) -> None:
         if rendering.reserved_bytes:
             self._engine.release_aside(rendering.reserved_bytes)
+            self._crowded = False
         if rendering in self._renderings:  # nobody has cut it
             self._renderings.remove(rendering)
             rendering.then(found)
@@ -482,7 +487,7 @@ class Worker:
             choice = self._choices[request]
             found.setdefault(choice.ticket, []).extend(choice.took(piece))
             if request.ended:
-                del self._choices[request]
+                self._forget(request)
                 choice.ticket.left -= 1
         now = time.monotonic()
         for ticket, events in found.items():
@@ -495,7 +500,7 @@ class Worker:
 
     def _cancel(self, ticket: Ticket) -> None:
         for request in [each for each, choice in self._choices.items() if choice.ticket is ticket]:
-            del self._choices[request]
+            self._forget(request)
             if self._open is not None:
                 self._open.cancel(request)
             ticket.left -= 1
@@ -516,9 +521,14 @@ class Worker:
         for each in (self._renderings, self._tickets, self._short):
             each.clear()
 
+    def _forget(self, request: Request) -> None:
+        del self._choices[request]
+        self._crowded = False
+
     def _fail(self, error: Exception) -> None:
         tickets = {id(choice.ticket): choice.ticket for choice in self._choices.values()}
         self._choices.clear()
+        self._crowded = False
         for ticket in tickets.values():
             ticket.deliver(error)
             self._done(ticket)
