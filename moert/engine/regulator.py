@@ -326,7 +326,7 @@ class Admission:
 
     def together(self, running: Loads, waiting: Loads) -> int:
         count = self._regulator.together(running, waiting)
-        if 0 < len(running) + count and count < len(waiting) and not self._split:
+        if len(running) + count > 0 and count < len(waiting) and not self._split:
             self._split = True
             self.notes.append(
                 f"{len(running) + len(waiting)} prompts at once would take the experts' memory: they run "

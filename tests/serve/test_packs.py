@@ -10,6 +10,7 @@ import threading
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -22,10 +23,11 @@ from test_faults import until
 from moert.chat import renderer
 from moert.engine.engine import Engine
 from moert.engine.regulator import Others
+from moert.engine.settings import EngineSettings
 from moert.errors import BudgetTooSmall
 from moert.machine import held_bytes
 from moert.serve import answers
-from moert.serve.sharing import Need, Queue, Sharing, shares
+from moert.serve.sharing import Need, Queue, Sharing, need_of, shares
 
 HELLO = [{"role": "user", "content": "hello"}]
 FOREVER = 1 << 20
@@ -217,15 +219,13 @@ def test_the_place_in_the_queue_is_told(packs: list[Path], monkeypatch: pytest.M
         gate = running.host.there["one"].engine._admission
         monkeypatch.setattr(gate, "together", lambda running, waiting: max(0, 1 - len(running)))
         body = {"prompt": "hello", "max_tokens": 3, "stream": True}
-        with writing(running.url, "one"):
-            with httpx.stream("POST", f"{running.url}/v1/completions", json=body, timeout=60) as second:
-                assert second.headers["x-queue-place"] == "1"
-                places = [each["place"] for each in httpx.get(f"{running.url}/slots").json()]
-                assert places == [0, 1]
-                with httpx.stream("POST", f"{running.url}/v1/completions", json=body, timeout=60) as third:
-                    assert third.headers["x-queue-place"] == "2"
-                lines = second.iter_lines()
-                assert next(line for line in lines if line) == ": place 1 in the queue"
+        begins = partial(httpx.stream, "POST", f"{running.url}/v1/completions", json=body, timeout=60)
+        with writing(running.url, "one"), begins() as second:
+            assert second.headers["x-queue-place"] == "1"
+            assert [each["place"] for each in httpx.get(f"{running.url}/slots").json()] == [0, 1]
+            with begins() as third:
+                assert third.headers["x-queue-place"] == "2"
+            assert next(line for line in second.iter_lines() if line) == ": place 1 in the queue"
         ended = httpx.post(f"{running.url}/v1/completions", json={**body, "stream": False}, timeout=60)
         assert (ended.status_code, ended.headers["x-queue-place"]) == (200, "0")
 
@@ -250,6 +250,27 @@ def test_an_engine_leaves_room_to_others(packs: list[Path]) -> None:
         assert len(request.answer.tokens) == 30
         with pytest.raises(BudgetTooSmall):
             Engine.open(packs[0], memory=limit, others=Others(lambda: 0, limit)).close()
+
+
+def test_a_request_that_needs_more_than_a_share_gets_it(packs: list[Path]) -> None:
+    held = held_bytes()
+    least = need_of(packs[0], EngineSettings(), held).least
+    limit = held + 2 * least + 20_000_000
+    with serving(*packs[:2], engine=EngineSettings(memory=limit)) as running:
+        text = ask(running.url, "one")
+        assert ask(running.url, "two") == text
+        assert there(running) == ["one", "two"]
+        smallest = running.host.there["one"].engine.smallest_memory
+        most = next(1 << at for at in range(30) if smallest(8, 1 << at) > limit - least)
+        assert smallest(8, most) < limit
+        with writing(running.url, "one", most):
+            assert there(running) == ["one"]
+        assert ask(running.url, "two") == text
+        assert there(running) == ["one", "two"], "and the room is given back"
+        body = {"prompt": "hello", "max_tokens": 1 << 26, "model": "one"}
+        found = httpx.post(f"{running.url}/v1/completions", json=body, timeout=60)
+        assert found.status_code == 400
+        assert "this request needs memory=" in found.json()["error"]["message"]
 
 
 @pytest.mark.slow

@@ -1,8 +1,6 @@
-"""Parts of prompts by deadline: short prompts pass long ones, long ones are not passed for ever, answers stay the same."""
+"""Parts of prompts by deadline: short prompts pass long ones, but not for ever; answers stay the same."""
 
 from __future__ import annotations
-
-from pathlib import Path
 
 import pytest
 from tiny_packs import DECODER_SHAPE, write_pack
