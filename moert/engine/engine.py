@@ -24,7 +24,7 @@ from moert.engine.constraint import Matching
 from moert.engine.generation import GenerationOptions, GenerationSettings, Logprobs, room
 from moert.engine.prefixes import Prefixes
 from moert.engine.registry import ROUTINGS, Beside, matching
-from moert.engine.regulator import NO_OTHERS, Admission, Bounds, Notify, Others, Regulator
+from moert.engine.regulator import Admission, Bounds, Notify, Others, Regulator
 from moert.engine.scoring import Score, Scorer
 from moert.engine.session import Answer, Interrupted, Prefix, Session, Turns
 from moert.engine.settings import EngineOptions, EngineSettings
@@ -101,7 +101,7 @@ class Engine:
 
     def __init__(
         self, pack: Pack, backend: Backend, settings: EngineSettings, policies: Policies | None = None,
-        beside: Beside | None = None, others: Others = NO_OTHERS,
+        beside: Beside | None = None, others: Others | None = None,
     ) -> None:  # fmt: skip
         """`beside`: packages that take part (moert.engine.registry). See `open` for the rest. Raises PathsMissing."""
         own, self._closing = policies or Policies(), ExitStack()
@@ -114,7 +114,7 @@ class Engine:
         with self._closing as closing:
             closing.callback(backend.close)
             self._hold(settings, own, beside or Beside(pack, settings, own, self._notes.append))
-            self._bound(settings, others)
+            self._bound(settings, others or Others())
             self._run_experts(own)
             self._load(settings)
             self._closing = closing.pop_all()
@@ -201,7 +201,7 @@ class Engine:
         trace: list[Demand] | None = None,
         notify: Notify | None = None,
         policies: Policies | None = None,
-        others: Others = NO_OTHERS,
+        others: Others | None = None,
         **changes: Unpack[EngineOptions],
     ) -> Engine:
         """Opens a pack and returns its engine. `changes`: settings by name, in place of those in `settings` (or the

@@ -41,9 +41,6 @@ class Others(NamedTuple):
     promised_bytes: int = 0
 
 
-NO_OTHERS = Others()
-
-
 class Bounds(NamedTuple):
     """`limit_bytes` bounds the process, or `cache_bytes` the experts; with neither all of them stay. `name`: of the
     limit, in words."""

@@ -19,7 +19,7 @@ from starlette.responses import Response
 from moert.engine.budget import MemoryLimit
 from moert.engine.engine import Engine
 from moert.engine.generation import GenerationSettings
-from moert.engine.regulator import NO_OTHERS, Others
+from moert.engine.regulator import Others
 from moert.engine.settings import EngineSettings
 from moert.errors import BudgetTooSmall, ChatImpossible, RunError, TokenizerMissing
 from moert.pack.errors import PackError
@@ -61,7 +61,7 @@ class _Wanted:
             self.done.set_result(None) if error is None else self.done.set_exception(error)
 
 
-def _opened(path: Path, settings: EngineSettings, others: Others) -> Engine:
+def _opened(path: Path, settings: EngineSettings, others: Others | None) -> Engine:
     engine = Engine.open(path, settings, notify=_LOG.warning, others=others)
     with suppress(TokenizerMissing, ChatImpossible):  # now, not in the middle of answers
         _ = engine.text.tokenizer, engine.speaker
@@ -123,7 +123,7 @@ class Host:
         """Opens a model beside those in memory, for which there is room. Raises the errors of Engine.open."""
         sharing, path, settings = self._sharing, self.settings.packs[name], self.settings.engine
         if sharing is None:
-            self._there[name] = Worker(_opened(path, settings, NO_OTHERS), self.settings.most_waiting)
+            self._there[name] = Worker(_opened(path, settings, None), self.settings.most_waiting)
             return
         if sharing.limit_bytes is not None:
             settings = settings.but(memory=MemoryLimit(sharing.limit_bytes))
