@@ -4,10 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
-from moert.chat.renderer import Renderer
+from moert.chat.renderer import Rendered, Renderer
 from moert.engine.constraint import Grammar, Opening
 from moert.engine.generation import GenerationOptions, GenerationSettings, longest_beginning
 from moert.engine.session import Answer, Continued, Interrupted, Keeps, Prefix, Session
@@ -48,9 +47,11 @@ def marks_of(chat: ChatFormat) -> Marks:
     return next((marks for sign, marks in _CONVENTIONS.items() if sign in text), _USUAL)
 
 
-def begins_with(prompt: str, marks: Marks) -> Part:
-    """Returns the part that a model writes first after a prompt, which may end with a mark."""
-    return _marked(prompt, marks) or "answer"
+def begins_with(prompt: str, marks: Marks, said: str = "") -> Part:
+    """Returns the part that a model writes first after a prompt, which may end with a mark, and behind `said`, the
+    beginning of its reply."""
+    found = [(said.rfind(mark), part) for mark, part in marks.items() if mark in said]
+    return max(found)[1] if found else _marked(prompt, marks) or "answer"
 
 
 def _marked(prompt: str, marks: Marks) -> Part | None:
@@ -137,6 +138,8 @@ class Asked:
     forced: Callable[[bool], tuple[Grammar, bool]] | None = None
     """Returns the grammar of the reply to a prompt, which may end inside of thinking, and whether thinking is free of
     it."""
+    continues: bool = False
+    """Whether the reply goes on from the last message, the model's own."""
 
 
 class Spoken(NamedTuple):
@@ -186,29 +189,37 @@ class Speaker:
         """Returns the figures of Renderer.first_message."""
         return self._renderer.first_message(self._text, tokens)
 
-    def rendering(self, asked: Asked) -> tuple[Callable[[], str], int]:
-        """Returns a function that any thread may call for the text of the prompt that the template makes, where there
-        is room for the memory [bytes] that its process takes, which is the second result. The function raises
-        TemplateFailed. Raises InputInvalid."""
-        renderer, request = self._renderer, self._renderer.request(asked.messages, asked.tools, asked.variables, True)
-        return partial(renderer.rendered, request), renderer.takes(request)
+    def rendering(self, asked: Asked) -> tuple[Callable[[], Rendered], int]:
+        """Returns a function that any thread may call for the prompt that the template makes, where there is room for
+        the memory [bytes] that its process takes, which is the second result. The function raises the errors of
+        Renderer.render and Renderer.continued. Raises InputInvalid."""
+        given = asked.messages, asked.tools, asked.variables
+        return self._renderer.continuing(*given) if asked.continues else self._renderer.rendering(*given)
 
-    def render(self, asked: Asked) -> str:
-        """Returns the text of the prompt that the template makes. Raises the errors of Renderer.render."""
-        return self._renderer.render(asked.messages, asked.tools, asked.variables)
+    def render(self, asked: Asked) -> Rendered:
+        """Returns the prompt that the template makes, and the beginning of the reply if there is one. Raises the errors
+        of Renderer.render and Renderer.continued."""
+        given = asked.messages, asked.tools, asked.variables
+        return self._renderer.continued(*given) if asked.continues else (self._renderer.render(*given), "")
+
+    def ids(self, rendered: Rendered) -> list[int]:
+        """Returns the token ids of a prompt and the beginning of its reply. Raises the errors of Text.encode."""
+        return self._text.encode("".join(rendered), whole=True)
 
     def prompt(
-        self, asked: Asked, prefix: Keeps, settings: GenerationSettings | None = None, rendered: str | None = None
+        self, asked: Asked, prefix: Keeps, settings: GenerationSettings | None = None, rendered: Rendered | None = None
     ) -> Spoken:
-        """Returns the prompt that the template makes, for a session; its text may have been `rendered` before. Raises
-        the errors of Renderer.render and Text.encode."""
-        prompt = self.render(asked) if rendered is None else rendered
-        ids = self._text.encode(prompt, whole=True)
+        """Returns the prompt that the template makes, for a session; it may have been `rendered` before. Raises the
+        errors of `render` and `ids`."""
+        prompt, said = rendered or self.render(asked)
+        ids = self.ids((prompt, said))
         text = self._text.detokenizer_with([*self._marks, *asked.shown])
         chosen = settings or GenerationSettings()
         if self._stops:
             chosen = chosen.but(stop=(*chosen.stops, *self._stops))
-        first, free, opening = begins_with(prompt, self._marks), True, None
+        first, free, opening = begins_with(prompt, self._marks, said), True, None
+        if asked.continues and (asked.forced is not None or chosen.constraint is not None):
+            raise InputInvalid("a form or a forced call is for whole answers: leave it out where one is continued")
         if asked.forced is not None:
             grammar, free = asked.forced(first == "thinking")
             chosen = chosen.but(grammar=grammar)

@@ -314,6 +314,20 @@ WaitingOption = Annotated[
         rich_help_panel=SERVER,
     ),
 ]  # fmt: skip
+CacheDirOption = Annotated[
+    Path | None,
+    typer.Option(
+        "--cache-dir", help="Folder for states of conversations that leave memory: after a restart with the same pack "
+        "and settings, they go on from there without being read again.", show_default=False, rich_help_panel=SERVER,
+    ),
+]  # fmt: skip
+CacheSizeOption = Annotated[
+    str | None,
+    typer.Option(
+        "--cache-size", help="Most bytes of that folder, 2GB by default; the conversation that was used longest ago "
+        "leaves first.", show_default=False, rich_help_panel=SERVER,
+    ),
+]  # fmt: skip
 StatsOption = Annotated[bool, typer.Option("--stats", help="Print the figures of the run to stderr.")]
 SystemOption = Annotated[
     str | None,

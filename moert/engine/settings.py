@@ -37,6 +37,10 @@ class EngineOptions(TypedDict, total=False):
     template: str | None
 
 
+POLICIES = frozenset({"memory", "cache", "eviction", "predict", "io", "threads", "template"})
+"""Settings that never change the states of the same tokens."""
+
+
 @dataclass(frozen=True)
 class EngineSettings(Adjustable):
     """The settings of an engine. `memory`: the limit of the whole process, in bytes or as text for `--memory` ("1.5GB",

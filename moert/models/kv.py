@@ -6,6 +6,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
+from itertools import chain
 from typing import Any, Protocol
 
 import numpy as np
@@ -66,6 +67,11 @@ class Kept:
         twin.length, twin.pages, twin._own = self.length, list(self.pages), len(self.pages)
         return twin
 
+    @property
+    def parts(self) -> list[npt.NDArray[Any]]:
+        """The arrays that hold its keys and values."""
+        return [page.buffer for page in self.pages]
+
     def cut(self, length: int, expected: int) -> bool:
         """Forgets all but the first `length` tokens; `expected` will be there in all. Returns False where Ctrl-C came
         before there were pages for `length` tokens."""
@@ -118,6 +124,11 @@ class Fixed:
         earlier state. Returns the place of the first."""
         self.length += new
         return self.length - new
+
+    @property
+    def parts(self) -> list[npt.NDArray[Any]]:
+        """The arrays that hold its state."""
+        return [*self.arrays]
 
     def copy(self) -> Fixed:
         """Returns another with the same state, which goes on by itself and has no mark."""
@@ -210,6 +221,11 @@ class Recent:
         return twin
 
     @property
+    def part(self) -> npt.NDArray[np.int16]:
+        """The array [tokens, top_k] that all follows from."""
+        return self._chosen[: self.length]
+
+    @property
     def nbytes(self) -> int:
         return self._chosen.nbytes + self.experts.nbytes
 
@@ -234,7 +250,9 @@ Remembered = Kept | Fixed
 
 
 class Heard(Protocol):
-    """The memory that a Foresees has of the tokens of a sequence."""
+    """The memory that a Foresees has of the tokens of a sequence, `ids`."""
+
+    ids: list[int]
 
     def copy(self) -> Heard: ...
 
@@ -268,6 +286,21 @@ class State:
         pages of an encoder's output never are."""
         heard = None if self.heard is None else self.heard.copy()
         return State([kept.copy() for kept in self.own], self.cross, [kept.copy() for kept in self.recent], heard)
+
+    @property
+    def parts(self) -> list[npt.NDArray[Any]]:
+        """The arrays that hold all of a decoder's state, in an order that depends on the model alone."""
+        return [*chain.from_iterable(kept.parts for kept in self.own), *(kept.part for kept in self.recent)]
+
+    def expect(self, ids: Sequence[int]) -> None:
+        """Makes room in a new state for the memory of these tokens: the caller fills its `parts`, and then calls
+        `cut`."""
+        for kept in self.own:
+            kept.extend(len(ids))
+        for recent in self.recent:
+            recent.add(np.full((len(ids), recent.part.shape[1]), -1, np.int64))
+        if self.heard is not None:
+            self.heard.ids += ids
 
     def exact_until(self, length: int) -> None:
         """Declares the first `length` tokens a prompt, which is routed exactly."""
@@ -305,6 +338,11 @@ class State:
     @property
     def _beside_bytes(self) -> int:
         return sum(kept.nbytes for kept in self.recent) + (0 if self.heard is None else self.heard.nbytes)
+
+    @property
+    def is_fixed(self) -> bool:
+        """Whether some of it can be cut to few lengths."""
+        return bool(self._fixed)
 
     @property
     def _fixed(self) -> list[Fixed]:

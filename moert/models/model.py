@@ -474,6 +474,12 @@ class Model:
         for start in range(0, len(x), at_once):
             yield self._logits(x[start : start + at_once])
 
+    def hidden(self, ids: Sequence[int]) -> Iterator[F32]:
+        """Yields the hidden states of a prompt as the head takes them, behind the last norm: of ROWS tokens or fewer at
+        a time, [tokens, d_model]. Of decoders without an encoder alone."""
+        for x in _pieces(self._decode([ids], self._states([ids]))):
+            yield self.backend.norm(x, self._decoder.norm) if self._project is None else self._projected(x)
+
     @property
     def _start(self) -> int:
         start = self.spec.tokens.start
@@ -554,6 +560,10 @@ class Model:
     def _logits(self, x: F32) -> F32:
         head, norm, x = self.spec.head, self._decoder.norm, np.ascontiguousarray(x)
         if self._project is not None:
-            made = self.backend.linear(self.backend.norm(x, norm), self._project)
-            x, norm = self.backend.gated(np.ones_like(made), made), NO_NORM
+            x, norm = self._projected(x), NO_NORM
         return self.backend.head(x, norm, head.scale, head.softcap, self._head)
+
+    def _projected(self, x: F32) -> F32:
+        assert self._project is not None
+        made = self.backend.linear(self.backend.norm(x, self._decoder.norm), self._project)
+        return self.backend.gated(np.ones_like(made), made)

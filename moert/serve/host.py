@@ -16,6 +16,7 @@ from typing import Any, TypeVar
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
 
+from moert.engine.archive import Folder
 from moert.engine.budget import MemoryLimit
 from moert.engine.engine import Engine
 from moert.engine.generation import GenerationSettings
@@ -38,7 +39,8 @@ Failed = Callable[[BaseException], Response]
 @dataclass(frozen=True)
 class ServerSettings:
     """The settings of a server. `packs`: their folders by name; `api_key`: which clients have to send; `origins`: which
-    pages of other hosts may call it ("*": all); `most_waiting`: clients at a time."""
+    pages of other hosts may call it ("*": all); `most_waiting`: clients at a time; `folder`: for states of
+    conversations that leave memory."""
 
     packs: Mapping[str, Path]
     engine: EngineSettings = field(default_factory=EngineSettings)
@@ -46,6 +48,7 @@ class ServerSettings:
     api_key: str | None = None
     origins: Sequence[str] = ()
     most_waiting: int = MOST_WAITING
+    folder: Folder | None = None
 
 
 @dataclass
@@ -121,17 +124,20 @@ class Host:
 
     def open(self, name: str) -> None:
         """Opens a model beside those in memory, for which there is room. Raises the errors of Engine.open."""
-        sharing, path, settings = self._sharing, self.settings.packs[name], self.settings.engine
+        path, settings, folder = self.settings.packs[name], self.settings.engine, self.settings.folder
+        sharing, most = self._sharing, self.settings.most_waiting
         if sharing is None:
-            self._there[name] = Worker(_opened(path, settings, None), self.settings.most_waiting)
-            return
-        if sharing.limit_bytes is not None:
-            settings = settings.but(memory=MemoryLimit(sharing.limit_bytes))
-        turn, others = partial(sharing.turn, name), sharing.others(name)
-        with turn():
-            engine = _opened(path, settings, others)
-        enlarge = None if sharing.limit_bytes is None else partial(self._enlarge, name)
-        self._there[name] = Worker(engine, self.settings.most_waiting, turn, enlarge)
+            self._there[name] = Worker(_opened(path, settings, None), most, folder)
+        else:
+            if sharing.limit_bytes is not None:
+                settings = settings.but(memory=MemoryLimit(sharing.limit_bytes))
+            turn, others = partial(sharing.turn, name), sharing.others(name)
+            with turn():
+                engine = _opened(path, settings, others)
+            enlarge = None if sharing.limit_bytes is None else partial(self._enlarge, name)
+            self._there[name] = Worker(engine, most, folder, turn, enlarge)
+        if folder is not None and not self._there[name].engine.spec.continues:
+            _LOG.warning("%s reads with an encoder: nothing of it goes to %s", name, folder.path)
 
     async def worker(self, name: str | None) -> tuple[str, Worker]:
         """Returns the name and the worker of a model, by default the first one, once it is in memory. Raises Refused,

@@ -20,7 +20,6 @@ from starlette.routing import Route
 from starlette.types import ASGIApp
 
 from moert import __version__
-from moert.chat.conversation import Asked
 from moert.engine.engine import Engine
 from moert.errors import RunError
 from moert.machine import held_bytes
@@ -125,7 +124,7 @@ async def _tokenize(host: Host, request: Request) -> Response:
 
     if "messages" in found:
         talk = Tools.of(worker.engine, found).talk(openai.messages_of(found["messages"]), {})
-        ids = await asyncio.wrap_future(worker.ids(Asked(talk.messages, talk.tools)))
+        ids = await asyncio.wrap_future(worker.ids(talk.asked))
     else:
         ids = await asyncio.wrap_future(worker.call(run))
     if not found.get("with_pieces"):

@@ -1,4 +1,4 @@
-"""The memory and the turns of engines in one process: the need of each pack, its share, and what each engine holds."""
+"""The memory and the turns of engines in one process: needs of packs, their shares, and the bytes that engines hold."""
 
 from __future__ import annotations
 
@@ -50,8 +50,8 @@ def need_of(path: Path, settings: EngineSettings, base_bytes: int) -> Need:
 
 
 def shares(room_bytes: int, needs: Mapping[str, Need]) -> dict[str, int] | None:
-    """Returns the share of each pack in a room: its least, and of the rest a part in proportion to what its experts can
-    use of it; None where not all have their least."""
+    """Returns the share of each pack in a room: its least, and of the rest a part in proportion to the room of its
+    experts; None where not all have their least."""
     rest = room_bytes - sum(need.least for need in needs.values())
     if rest < 0:
         return None
@@ -81,8 +81,8 @@ class Queue:
 
 
 class Sharing:
-    """The memory limit of engines in one process. While one of them has its turn no other changes what it holds: the
-    rest of the process's memory is then what this one holds."""
+    """The memory limit of engines in one process. While one of them has its turn, the memory of the others stays as
+    it is, and all that changes belongs to this one."""
 
     def __init__(self, settings: EngineSettings) -> None:
         held, asked = held_bytes(), settings.limit
@@ -96,7 +96,7 @@ class Sharing:
 
     @contextmanager
     def turn(self, name: str) -> Iterator[None]:
-        """Waits for the turn of an engine, and measures what it holds at the end."""
+        """Waits for the turn of an engine, and measures its memory at the end."""
         if self.limit_bytes is None:
             yield
             return
@@ -116,7 +116,7 @@ class Sharing:
 
     def plan(self, needs: Mapping[str, Need]) -> dict[str, int] | None:
         """Returns the shares of packs that are in memory together; None where there is no room for all. Without a limit
-        they need what all their experts take, of the memory that this machine has free, if it says how much."""
+        they need room for all their experts in the memory that this machine has free, if it says how much."""
         if self.limit_bytes is not None:
             return shares(self.limit_bytes - self.base_bytes, needs)
         most = most_bytes()

@@ -16,6 +16,8 @@ from functools import partial
 from typing import Any, TypeVar
 
 from moert.chat.conversation import Asked, Part
+from moert.chat.renderer import Rendered
+from moert.engine.archive import Folder
 from moert.engine.engine import Engine
 from moert.engine.generation import GenerationSettings, Piece
 from moert.engine.session import Continued, Prompt, Request, Session
@@ -114,8 +116,8 @@ class Ticket:
     """Events that are delivered with those of the next turn."""
     told_s: float = 0.0
     """Time of the last delivery."""
-    rendered: str | None = None
-    """The text of its conversation by the chat template."""
+    rendered: Rendered | None = None
+    """Its conversation, rendered by the chat template."""
     place: int = 0
     """Its place among the requests that wait for memory, from 1 on; 0 once all its requests run."""
     enlarged: bool = False
@@ -171,7 +173,7 @@ class _Rendering:
     error."""
 
     asked: Asked
-    then: Callable[[str | Exception], None]
+    then: Callable[[Rendered | Exception], None]
     begun: bool = False
     reserved_bytes: int = 0
 
@@ -187,7 +189,7 @@ class Worker:
     """
 
     def __init__(
-        self, engine: Engine, most_waiting: int = MOST_WAITING,
+        self, engine: Engine, most_waiting: int = MOST_WAITING, folder: Folder | None = None,
         turn: Callable[[], AbstractContextManager[object]] = nullcontext, enlarge: Enlarge | None = None,
     ) -> None:  # fmt: skip
         self._engine, self._most = engine, most_waiting
@@ -195,7 +197,7 @@ class Worker:
         self._renderings: list[_Rendering] = []
         self._crowded = False  # whether none of them has room until an answer ends
         self._short: list[Ticket] = []  # wait for room that others have
-        self._prefixes = engine.prefixes() if engine.spec.continues else None
+        self._prefixes = engine.prefixes(folder) if engine.spec.continues else None
         self._inbox: queue.SimpleQueue[Callable[[], None] | Ticket | None] = queue.SimpleQueue()
         self._alone: list[Callable[[], None]] = []  # waits until no request runs
         self._tickets: list[Ticket] = []
@@ -277,11 +279,11 @@ class Worker:
         server ends."""
         future: Future[list[int]] = Future()
 
-        def then(found: str | Exception) -> None:
+        def then(found: Rendered | Exception) -> None:
             try:
                 if isinstance(found, Exception):
                     raise found
-                future.set_result(self._engine.text.encode(found, whole=True))
+                future.set_result(self._engine.speaker.ids(found))
             except Exception as error:
                 future.set_exception(error)
 
@@ -373,7 +375,7 @@ class Worker:
             if ticket.gone:
                 self._done(ticket)
             elif ticket.rendered is None and isinstance(talk := ticket.wish.prompts[0], Talk):
-                self._renderings.append(_Rendering(_asked(talk), partial(self._rendered, ticket)))
+                self._renderings.append(_Rendering(talk.asked, partial(self._rendered, ticket)))
             elif self._added(session, ticket):
                 accepted.append(ticket)
         for rendering in self._renderings[:RENDERINGS]:
@@ -451,7 +453,7 @@ class Worker:
 
         threading.Thread(target=run, name="moert-render", daemon=True).start()
 
-    def _finish(self, rendering: _Rendering, found: str | Exception) -> None:
+    def _finish(self, rendering: _Rendering, found: Rendered | Exception) -> None:
         if rendering.reserved_bytes:
             self._engine.release_aside(rendering.reserved_bytes)
             self._crowded = False
@@ -459,7 +461,7 @@ class Worker:
             self._renderings.remove(rendering)
             rendering.then(found)
 
-    def _rendered(self, ticket: Ticket, found: str | Exception) -> None:
+    def _rendered(self, ticket: Ticket, found: Rendered | Exception) -> None:
         if isinstance(found, Exception):
             self._refuse(ticket, found)
         else:
@@ -467,13 +469,13 @@ class Worker:
             self._tickets.append(ticket)
 
     def _add(
-        self, session: Session, prompt: Talk | str | Any, settings: GenerationSettings, rendered: str | None
+        self, session: Session, prompt: Talk | str | Any, settings: GenerationSettings, rendered: Rendered | None
     ) -> tuple[Request, ReplyReader | None]:
         engine, prefixes = self._engine, self._prefixes
         if isinstance(prompt, Talk):
             if prefixes is None:
                 prefixes = engine.prefixes()
-            spoken = engine.speaker.prompt(_asked(prompt), prefixes, settings, rendered)
+            spoken = engine.speaker.prompt(prompt.asked, prefixes, settings, rendered)
             reader = ReplyReader(spoken.marks, spoken.first, prompt.format, schemas_of(prompt.tools))
             return session.add(spoken.prompt, spoken.settings), reader
         given: Prompt = prompt
@@ -538,12 +540,7 @@ class Worker:
             self._running -= 1
 
 
-def _asked(talk: Talk) -> Asked:
-    shown = () if talk.format is None else talk.format.special
-    return Asked(talk.messages, talk.tools, talk.variables, shown, talk.forced)
-
-
-def _result(work: Callable[[], str]) -> str | Exception:
+def _result(work: Callable[[], Rendered]) -> Rendered | Exception:
     try:
         return work()
     except Exception as error:

@@ -1,4 +1,4 @@
-"""Several packs in one server: who is in memory, who leaves, who waits for whom, and what each may take."""
+"""Several packs in one server: who is in memory, who leaves, who waits for whom, and how much each may take."""
 
 from __future__ import annotations
 
