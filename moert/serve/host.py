@@ -225,7 +225,7 @@ class Host:
     def _leaver(self, name: str) -> str:
         """Returns the model that leaves for another one: one without requests, or one whose requests all have their
         room, or any; of several the one that was used longest ago."""
-        others = [each for each in self._there if each != name]
+        others = [each for each in self._there if each != name and each not in self._leaving]
         return min(others, key=lambda each: (self._there[each].unfinished > 0, each in self._wanted))
 
     async def _need(self, name: str) -> Need:
@@ -256,7 +256,7 @@ class Host:
         """Has a model leave memory once its answers have ended."""
         self._leaving.add(name)
         asked = self._wanted.pop(name, None)
-        if asked is not None:  # its requests that wait for more room come before it goes
+        if asked is not None and len(self._leaving) == 1:  # its requests that wait for more room come before it goes
             await self._fit(name, asked.least_bytes)
             asked.end(None)
         await self._in_thread(self._there[name].close)
