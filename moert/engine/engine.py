@@ -118,10 +118,11 @@ class Engine:
         self._notes = list[str]()  # for the first request
         with self._closing as closing:
             closing.callback(backend.close)
-            self._hold(settings, own, beside or Beside(pack, settings, own, self._notes.append))
+            beside = beside or Beside(pack, settings, own, self._notes.append)
+            self._hold(settings, own, beside)
             self._bound(settings, others or Others())
             self._run_experts(own)
-            self._load(settings)
+            self._load(settings, beside)
             self._closing = closing.pop_all()
 
     def _hold(self, settings: EngineSettings, own: Policies, beside: Beside) -> None:
@@ -186,13 +187,14 @@ class Engine:
         self.runner = self.holding.runner(self.cache, self.ahead, [streaming.recorder.add, *routing.listeners])
         self._closing.callback(self.cache.close)
 
-    def _load(self, settings: EngineSettings) -> None:
+    def _load(self, settings: EngineSettings, beside: Beside) -> None:
         """Loads all weights but the experts', and makes the model of them. Raises PackError."""
         pack, backend, others, routing = self.pack, self.backend, self.holding.others, self._routing
         weights = load_backbone(pack, backend.stay if others is None and isinstance(backend, Keeps) else None)
         listener = routing.before_passes(self.ahead)
-        seams = Seams(self.preference, routing.reroute, listener, self._routers)
-        self.model = Model(self.spec, weights, self.runner, others or backend, settings.kv, seams)
+        seams = Seams(self.preference, routing.reroute, listener, self._routers, beside.walk)
+        self.model = Model(self.spec, weights, self.runner, beside.arithmetic(others or backend), settings.kv, seams)
+        beside.watch(self._routers)
         del weights
         if self._regulator.tight:
             drop_page_cache(pack.file(BACKBONE))

@@ -74,16 +74,21 @@ Reroute = Callable[[LayerKey, LearnedRouter, Backend], Router]
 """Returns the router that a layer calls in place of the model's own."""
 
 
+Walk = Callable[[StackName, Sequence[Any]], Iterable[tuple[int, Any]]]
+"""Yields the layers of a stack by their numbers, each when a pass reaches it."""
+
+
 @dataclass
 class Seams:
     """Where others take part in a model, beside the ExpertRunner: `preference`, see Model.prefer; `reroute` puts other
     routers in place of the model's own; `foresight` listens before passes; `routers`: where the model puts its routers,
-    for those that call them before a layer runs."""
+    for those that call them before a layer runs; `walk` listens to the layers of a pass."""
 
     preference: Preference | None = None
     reroute: Reroute | None = None
     foresight: Foresees | None = None
     routers: Routers = field(default_factory=dict)
+    walk: Walk | None = None
 
 
 class Weights(Protocol):
@@ -273,6 +278,7 @@ class _Tower:
             added = builder.stored(f"{name}.positions.weight")
             self.positions = AddedPositions(added, pad if part.skips_pad else None, counts_pad=name == "decoder")
         self.norm = builder.norm(stack.norm, f"{name}.norm")
+        self.walk: Callable[[Sequence[_Layer]], Iterable[tuple[int, _Layer]]] = enumerate
         self.bias = None
         if stack.buckets is not None:
             table = builder.floats(f"{name}.relative_bias.weight")
@@ -288,7 +294,7 @@ class _Tower:
         reading = _Reading(spans, states, prefixes, {})
         streams = None if self.part.streams is None else begun(x, self.part.streams.n)
         shortcut: F32 | None = None  # the output of the last layer's experts, where it joins behind this layer
-        for place, layer in enumerate(self.layers):
+        for place, layer in self.walk(self.layers):
             if layer.positions is not None:
                 for rows, state in zip(spans, states, strict=True):
                     layer.positions.add_from(x[rows], state.own[place].length)
@@ -392,6 +398,9 @@ class Model:
             name: _Tower(name, stack, ropes, builder, runner, self.routers, spec.tokens.pad)
             for name, stack in spec.stacks.items()
         }
+        if seams.walk is not None:
+            for name, tower in towers.items():
+                tower.walk = partial(seams.walk, name)
         self._encoder, self._decoder = towers.get("encoder"), towers["decoder"]
         self.preference: Preference | None = None
         if seams.preference is not None:
