@@ -187,6 +187,14 @@ class Load:
     beams: int = 1
     noted_bytes: int = 0
     scored: int = 0
+    part: int | None = None
+    """Tokens of its prompt that one pass reads at most; None: all."""
+
+    @property
+    def at_once(self) -> int:
+        """Tokens that the next pass reads at most."""
+        unread = self.beams if self.written else self.prompt_tokens - self.kept_tokens
+        return unread if self.part is None else min(unread, self.part)
 
 
 Loads = Sequence[Load]
@@ -211,7 +219,7 @@ class Footprint:
 
     def prompt(self, loads: Loads) -> int:
         """Returns the bytes while the prompts of new requests are read and the others go on."""
-        tokens = sum(load.beams if load.written else load.prompt_tokens - load.kept_tokens for load in loads)
+        tokens = sum(load.at_once for load in loads)
         states = (self._state(load, max(1, load.written)) for load in loads)
         made = activation_bytes(self.spec, tokens, self.widened, _sequences(loads))
         return made + self._parts(tokens) + sum(states)
