@@ -27,9 +27,12 @@ if TYPE_CHECKING:
 
 _MESSAGES: Mapping[str, Field] = {
     "model": TEXT, "messages": TABLES, "max_tokens": whole_number(1, 1 << 30), "system": ANY, "stop_sequences": TEXTS,
-    "stream": FLAG, "tools": TABLES, "tool_choice": TABLE, "thinking": TABLE,
+    "stream": FLAG, "tools": TABLES, "tool_choice": TABLE, "thinking": TABLE, "output_config": TABLE,
+    "context_management": Field(lambda value: _keeps_all(value), "an object whose edits clear nothing"),
+    "thread": TABLE,
     **{name: SAMPLING[name] for name in ("temperature", "top_p", "top_k")},
 }  # fmt: skip
+_OUTPUT: Mapping[str, Field] = {"effort": TEXT, "format": TABLE}
 _HARMLESS = ("metadata", "service_tier", "cache_control")
 _KINDS = {
     401: "authentication_error", 404: "not_found_error", 413: "request_too_large", 429: "rate_limit_error",
@@ -37,10 +40,19 @@ _KINDS = {
 }  # fmt: skip
 
 
+def _keeps_all(given: Any) -> bool:
+    edits = given.get("edits", []) if isinstance(given, dict) and given.keys() <= {"edits"} else None
+    kind = "clear_thinking_20251015"
+    return isinstance(edits, list) and all(each == {"type": kind, "keep": "all"} for each in edits)
+
+
 def failed(error: BaseException) -> Response:
     """Returns the response for an error."""
     status, text = status_of(error)
-    return refusal(_told(status, text), status)
+    told = _told(status, text)
+    if getattr(error, "field", None) == "thread":  # upon which clients send the whole conversation
+        told["error"]["details"] = {"error_code": "thread_not_found"}
+    return refusal(told, status)
 
 
 def _told(status: int, text: str) -> dict[str, Any]:
@@ -90,12 +102,14 @@ async def _count(host: Host, request: Request) -> Response:
 
 def _variables(found: Mapping[str, Any]) -> dict[str, Any]:
     """Returns the variables by which templates turn thinking on and off."""
+    effort = read(found.get("output_config", {}), _OUTPUT).get("effort")
+    made: dict[str, Any] = {} if effort is None else {"reasoning_effort": effort}
     if "thinking" not in found:
-        return {}
+        return made
     kind = found["thinking"].get("type")
     if kind not in ("enabled", "disabled", "adaptive"):
         raise Refused("thinking.type should be enabled, disabled or adaptive", "thinking")
-    return {"enable_thinking": kind != "disabled", "thinking": kind != "disabled"}
+    return {**made, "enable_thinking": kind != "disabled", "thinking": kind != "disabled"}
 
 
 def _asked(found: Mapping[str, Any]) -> dict[str, Any]:
@@ -120,6 +134,11 @@ def _asked(found: Mapping[str, Any]) -> dict[str, Any]:
         asked["tool_choice"] = named if kind == "tool" else {"any": "required"}.get(kind, kind)
         if choice.get("disable_parallel_tool_use"):
             asked["parallel_tool_calls"] = False
+    form = read(found.get("output_config", {}), _OUTPUT).get("format")
+    if form is not None:
+        asked["response_format"] = {"type": form.get("type"), "json_schema": form}
+    if found.get("thread", {}).get("type", "create") != "create":
+        raise Refused("there is no such thread: send all messages", "thread", 404)
     return asked
 
 

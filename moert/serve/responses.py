@@ -31,7 +31,7 @@ _FIELDS: Mapping[str, Field] = {
 }  # fmt: skip
 _HARMLESS = (
     "user", "service_tier", "safety_identifier", "prompt_cache_key", "prompt_cache_retention", "include",
-    "stream_options",
+    "stream_options", "client_metadata",
 )  # fmt: skip
 _MOST_KEPT, _MOST_BYTES = 256, 64 << 20
 _KIND = {"answer": "message", "thinking": "reasoning"}
