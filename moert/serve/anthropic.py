@@ -15,7 +15,7 @@ from starlette.routing import Route
 
 from moert.chat.conversation import Asked
 from moert.serve.answers import answered, body_of, event, refusal, whole
-from moert.serve.fields import ANY, FLAG, TABLE, TABLES, TEXT, TEXTS, Field, Refused, read, required
+from moert.serve.fields import ANY, FLAG, TABLE, TABLES, TEXT, TEXTS, Field, Form, Refused, read
 from moert.serve.fields import whole as whole_number
 from moert.serve.forms import Argued, Called, Ended, Event, Wish, Wrote
 from moert.serve.openai import SAMPLING, settings_of
@@ -34,6 +34,9 @@ _MESSAGES: Mapping[str, Field] = {
 }  # fmt: skip
 _OUTPUT: Mapping[str, Field] = {"effort": TEXT, "format": TABLE}
 _HARMLESS = ("metadata", "service_tier", "cache_control")
+_FORM = Form(_MESSAGES, _HARMLESS, ("messages", "max_tokens"))
+_COUNT = Form(_MESSAGES, _HARMLESS, ("messages",))
+FORMS = {"/v1/messages": _FORM, "/v1/messages/count_tokens": _COUNT}
 _KINDS = {
     401: "authentication_error", 404: "not_found_error", 413: "request_too_large", 429: "rate_limit_error",
     503: "overloaded_error",
@@ -69,8 +72,7 @@ def routes(host: Host) -> list[Route]:
 
 
 async def _message(host: Host, request: Request) -> Any:
-    found = read(await body_of(request), _MESSAGES, _HARMLESS)
-    required(found, "max_tokens")
+    found = _FORM.read(await body_of(request))
     name, worker = await host.worker(found.get("model"))
     asked = _asked(found)
     tools = Tools.of(worker.engine, asked)
@@ -90,7 +92,7 @@ async def _message(host: Host, request: Request) -> Any:
 
 
 async def _count(host: Host, request: Request) -> Response:
-    found = read(await body_of(request), _MESSAGES, _HARMLESS)
+    found = _COUNT.read(await body_of(request))
     _, worker = await host.worker(found.get("model"))
     asked = _asked(found)
     tools = Tools.of(worker.engine, asked)
@@ -117,7 +119,7 @@ def _asked(found: Mapping[str, Any]) -> dict[str, Any]:
     messages: list[dict[str, Any]] = []
     if "system" in found:
         messages.append({"role": "system", "content": _text(found["system"], "system")})
-    given = required(found, "messages")
+    given = found["messages"]
     if not given:
         raise Refused("messages is empty: give at least one", "messages")
     for at, message in enumerate(given):

@@ -24,6 +24,7 @@ from moert.serve.fields import (
     TABLES,
     TEXT,
     Field,
+    Form,
     Refused,
     one_of,
     read,
@@ -43,6 +44,9 @@ _BOTH: Mapping[str, Field] = {
 }  # fmt: skip
 _CHAT: Mapping[str, Field] = {**_BOTH, "messages": TABLES, "tools": TABLES}
 _GENERATE: Mapping[str, Field] = {**_BOTH, "prompt": TEXT, "system": TEXT, "raw": FLAG, "suffix": one_of("")}
+_CHAT_FORM, _GENERATE_FORM = Form(_CHAT, needed=("model",)), Form(_GENERATE, ("context",), ("model",))
+_SHOW_FORM = Form({"model": TEXT, "name": TEXT, "verbose": FLAG})
+FORMS = {"/api/chat": _CHAT_FORM, "/api/generate": _GENERATE_FORM, "/api/show": _SHOW_FORM}
 _SAME = ("temperature", "top_k", "top_p", "min_p", "seed", "stop", "presence_penalty", "frequency_penalty")
 _OPTIONS: Mapping[str, Field] = {
     **{name: SAMPLING[name] for name in _SAME}, "num_predict": whole_number(-2, 1 << 30),
@@ -71,8 +75,8 @@ def routes(host: Host) -> list[Route]:
 
 
 async def _chat(host: Host, request: Request) -> Any:
-    found = read(await body_of(request), _CHAT)
-    name, worker = await host.worker(required(found, "model"))
+    found = _CHAT_FORM.read(await body_of(request))
+    name, worker = await host.worker(found["model"])
     if not found.get("messages"):
         return whole(
             {**_head(name), "message": {"role": "assistant", "content": ""}, "done": True, "done_reason": "load"}
@@ -90,8 +94,8 @@ async def _chat(host: Host, request: Request) -> Any:
 
 
 async def _generate(host: Host, request: Request) -> Any:
-    found = read(await body_of(request), _GENERATE, ("context",))
-    name, worker = await host.worker(required(found, "model"))
+    found = _GENERATE_FORM.read(await body_of(request))
+    name, worker = await host.worker(found["model"])
     prompt: Any = found.get("prompt", "")
     if not prompt:
         return whole({**_head(name), "response": "", "done": True, "done_reason": "load"})
@@ -285,11 +289,8 @@ _DETAILS = {
 }  # fmt: skip
 
 
-_SHOW: Mapping[str, Field] = {"model": TEXT, "name": TEXT, "verbose": FLAG}
-
-
 async def _show(host: Host, request: Request) -> Response:
-    found = read(await body_of(request), _SHOW)
+    found = _SHOW_FORM.read(await body_of(request))
     name = found["model"] if "model" in found else required(found, "name")
     name, worker = await host.worker(name)
     engine = worker.engine

@@ -25,11 +25,11 @@ from moert.serve.fields import (
     TABLES,
     TEXT,
     Field,
+    Form,
     Refused,
     number,
     one_of,
     read,
-    required,
 )
 from moert.serve.fields import whole as whole_number
 from moert.serve.forms import Argued, Called, Ended, Event, Wish, Wrote
@@ -69,6 +69,8 @@ _HARMLESS = (
     "user", "metadata", "store", "service_tier", "safety_identifier", "prompt_cache_key", "prompt_cache_retention",
     "verbosity",
 )  # fmt: skip
+_CHAT_FORM, _TEXT_FORM = Form(_CHAT, _HARMLESS, ("messages",)), Form(_TEXT, _HARMLESS, ("prompt",))
+FORMS = {"/v1/chat/completions": _CHAT_FORM, "/v1/completions": _TEXT_FORM}
 _STREAM: Mapping[str, Field] = {"include_usage": FLAG, "include_obfuscation": FLAG}
 _NAMES = {
     "temperature": "temperature", "top_p": "top_p", "top_k": "top_k", "min_p": "min_p", "stop": "stop",
@@ -165,8 +167,8 @@ def routes(host: Host) -> list[Route]:
 
 
 async def _chat(host: Host, request: Request) -> Any:
-    found = read(await body_of(request), _CHAT, _HARMLESS)
-    messages = messages_of(required(found, "messages"))
+    found = _CHAT_FORM.read(await body_of(request))
+    messages = messages_of(found["messages"])
     options = read(found.get("stream_options", {}), _STREAM)
     name, worker = await host.worker(found.get("model"))
     tools = Tools.of(worker.engine, found)
@@ -285,8 +287,8 @@ def _likely(token: Likely) -> dict[str, Any]:
 
 
 async def _complete(host: Host, request: Request) -> Any:
-    found = read(await body_of(request), _TEXT, _HARMLESS)
-    prompts = _prompts(required(found, "prompt"))
+    found = _TEXT_FORM.read(await body_of(request))
+    prompts = _prompts(found["prompt"])
     options = read(found.get("stream_options", {}), _STREAM)
     count = found.get("n", 1)
     if found.get("best_of", count) != count:

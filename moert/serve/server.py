@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import signal
 import socket
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Awaitable, Callable
 from contextlib import nullcontext
 from functools import partial
 from importlib.resources import files
@@ -26,9 +26,10 @@ from moert.errors import RunError
 from moert.machine import held_bytes
 from moert.serve import anthropic, ollama, openai, responses
 from moert.serve.answers import body_of, whole
-from moert.serve.fields import FLAG, TABLES, TEXT, Field, Refused, read, required
+from moert.serve.fields import FLAG, IDS, TABLES, TEXT, Form, Refused, required
 from moert.serve.host import GRACE_S, Host, ServerSettings
 from moert.serve.metrics import metrics_text
+from moert.serve.openapi import description
 from moert.serve.tools import Tools
 
 _MOST_CONNECTIONS = 512
@@ -47,6 +48,8 @@ def application(host: Host) -> ASGIApp:
         *(Route(path, host.guarded(partial(work, host), openai.failed), methods=[way]) for way, path, work in own),
         *(route for interface in (openai, responses, anthropic, ollama) for route in interface.routes(host)),
     ]
+    described = description(routes, {"/tokenize": _TOKENIZE, "/detokenize": _DETOKENIZE}, host.names)
+    routes.append(Route("/openapi.json", host.guarded(partial(_described, described), openai.failed), methods=["GET"]))
     app = Starlette(routes=routes, exception_handlers={HTTPException: _unknown})
     if not host.settings.origins:
         return app
@@ -59,11 +62,17 @@ async def _unknown(request: Request, error: Exception) -> Response:
     """Answers for a path or a method that the server lacks."""
     status = error.status_code if isinstance(error, HTTPException) else 500
     words = "there is no such path" if status == 404 else "this path takes another method"
-    return openai.failed(Refused(f"{request.method} {request.url.path[:80]}: {words}", status=status))
+    answer = openai.failed(Refused(f"{request.method} {request.url.path[:80]}: {words}", status=status))
+    answer.headers.update((isinstance(error, HTTPException) and error.headers) or {})  # the methods that there are
+    return answer
 
 
 async def _page(request: Request) -> Response:
     return HTMLResponse(files("moert.serve").joinpath("page.html").read_text(encoding="utf-8"))
+
+
+async def _described(found: Any, request: Request) -> Response:
+    return whole(found)
 
 
 async def _health(host: Host, request: Request) -> Response:
@@ -93,13 +102,13 @@ async def _slots(host: Host, request: Request) -> Response:
     return whole(await asyncio.wrap_future(worker.call(lambda engine: worker.slots())))
 
 
-_TOKENIZE: Mapping[str, Field] = {
+_TOKENIZE = Form({
     "model": TEXT, "content": TEXT, "messages": TABLES, "tools": TABLES, "add_special": FLAG, "with_pieces": FLAG
-}  # fmt: skip
+})  # fmt: skip
 
 
 async def _tokenize(host: Host, request: Request) -> Response:
-    found = read(await body_of(request), _TOKENIZE)
+    found = _TOKENIZE.read(await body_of(request))
     _, worker = await host.worker(found.get("model"))
 
     def run(engine: Engine) -> list[int]:
@@ -116,19 +125,13 @@ async def _tokenize(host: Host, request: Request) -> Response:
     return whole({"tokens": pairs, "count": len(ids)})
 
 
-_DETOKENIZE: Mapping[str, Field] = {
-    "model": TEXT,
-    "tokens": Field(
-        lambda value: isinstance(value, list) and all(type(each) is int and 0 <= each < 1 << 31 for each in value),
-        "a list of token ids",
-    ),
-}
+_DETOKENIZE = Form({"model": TEXT, "tokens": IDS}, needed=("tokens",))
 
 
 async def _detokenize(host: Host, request: Request) -> Response:
-    found = read(await body_of(request), _DETOKENIZE)
+    found = _DETOKENIZE.read(await body_of(request))
     _, worker = await host.worker(found.get("model"))
-    ids = required(found, "tokens")
+    ids = found["tokens"]
     if wrong := [each for each in ids if each >= worker.engine.spec.vocab_size]:
         raise Refused(
             f"tokens has {wrong[0]}: the model has tokens up to {worker.engine.spec.vocab_size - 1}", "tokens"
