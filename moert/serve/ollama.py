@@ -127,14 +127,16 @@ def _message(message: Mapping[str, Any]) -> dict[str, Any]:
     if message.get("thinking"):
         made["reasoning_content"] = message["thinking"]
     if message.get("tool_calls"):
+        calls = message["tool_calls"]
+        if not TABLES.takes(calls) or not all(isinstance(each.get("function"), dict) for each in calls):
+            raise Refused("tool_calls should be a list of objects with a function", "messages")
         made["tool_calls"] = [
             {
                 "id": str(at),
                 "type": "function",
-                "function": {**each, "arguments": json.dumps(each.get("arguments", {}))},
+                "function": {**call["function"], "arguments": json.dumps(call["function"].get("arguments", {}))},
             }
-            for at, call in enumerate(message["tool_calls"])
-            for each in [call.get("function", {}) if isinstance(call, dict) else {}]
+            for at, call in enumerate(calls)
         ]
     if message.get("role") == "tool":
         made.setdefault("tool_call_id", str(message.get("tool_name", "0")))

@@ -18,6 +18,7 @@ from starlette.requests import Request
 from starlette.responses import HTMLResponse, Response
 from starlette.routing import Route
 from starlette.types import ASGIApp
+from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from moert import __version__
 from moert.chat.conversation import Asked
@@ -33,6 +34,8 @@ from moert.serve.openapi import description
 from moert.serve.tools import Tools
 
 _MOST_CONNECTIONS = 512
+IDLE_S = 30.0
+"""Seconds that a connection may hold its place without a request."""
 _PAUSE_S, _LOOK_S = 0.01, 0.1
 
 
@@ -76,6 +79,8 @@ async def _described(found: Any, request: Request) -> Response:
 
 
 async def _health(host: Host, request: Request) -> Response:
+    if host.worker_there is not None and not host.worker_there.alive:
+        raise Refused("the engine has ended: start the server again", status=503)
     return whole({"status": "ok", "model": host.name_there})
 
 
@@ -176,11 +181,39 @@ def serve(settings: ServerSettings, listening: socket.socket, ready: Callable[[s
         raise SystemExit(128 + ended)
 
 
+class _Connection(H11Protocol):
+    """A connection that closes where no request comes whole within IDLE_S seconds, but for its body."""
+
+    _due: asyncio.TimerHandle | None = None
+
+    def connection_made(self, transport: Any) -> None:
+        super().connection_made(transport)
+        self._wait()
+
+    def on_response_complete(self) -> None:
+        super().on_response_complete()
+        self._wait()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        super().connection_lost(exc)
+        if self._due is not None:
+            self._due.cancel()
+
+    def _wait(self) -> None:
+        if self._due is not None:
+            self._due.cancel()
+        self._due = asyncio.get_running_loop().call_later(IDLE_S, self._close)
+
+    def _close(self) -> None:
+        if self.cycle is None or self.cycle.response_complete:
+            self.transport.close()
+
+
 def http_server(host: Host) -> uvicorn.Server:
     """Returns the server of HTTP for all interfaces."""
     config = uvicorn.Config(
-        application(host), http="h11", ws="none", loop="asyncio", lifespan="off", log_config=None, access_log=False,
-        server_header=False, limit_concurrency=_MOST_CONNECTIONS, timeout_keep_alive=30,
+        application(host), http=_Connection, ws="none", loop="asyncio", lifespan="off", log_config=None,
+        access_log=False, server_header=False, limit_concurrency=_MOST_CONNECTIONS, timeout_keep_alive=int(IDLE_S),
         timeout_graceful_shutdown=int(GRACE_S) + 5, h11_max_incomplete_event_size=64 << 10,
     )  # fmt: skip
     made = uvicorn.Server(config)

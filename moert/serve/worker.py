@@ -177,6 +177,11 @@ class Worker:
         return self._engine
 
     @property
+    def alive(self) -> bool:
+        """Whether the thread runs."""
+        return self._thread.is_alive()
+
+    @property
     def unfinished(self) -> int:
         """Number of clients whose answers have not ended."""
         return self._running
@@ -200,7 +205,7 @@ class Worker:
     def submit(self, wish: Wish, loop: asyncio.AbstractEventLoop) -> Ticket:
         """Returns a ticket for the wish of a client. Raises Refused where too many wait, or the server ends."""
         with self._count:
-            if self._closing:
+            if self._closing or not self.alive:
                 raise Refused(_LEAVES, status=503)
             if self._running >= self._most:
                 self.refused += 1

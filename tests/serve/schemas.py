@@ -20,8 +20,6 @@ from typing import Any
 
 import httpx
 import jsonschema
-
-sys.path[:0] = [str(Path(__file__).parents[1])]
 from grammar_packs import byte_level, write_grammar_pack
 from serving import Running, serving
 from tiny_packs import EOS
@@ -30,7 +28,7 @@ COMMIT = "ba103c73756198dd9b149ddc7db7867da7a077f6"
 COUNT, AT_ONCE, MOST_TOKENS, PER_SCHEMA = 300, 16, 2000, 2
 TEMPLATE = "{% for m in messages %}{{ m.content }}</s>{% endfor %}"
 CLOSING = {'"': 9.0, "}": 12.0, '"}': 12.0, "]": 12.0, ",": -4.0, "\n": -9.0, "\n\n": -9.0, " ": -9.0, "  ": -9.0}
-DIGITS = {digit: -3.0 for digit in "0123456789"}
+DIGITS = dict.fromkeys("0123456789", -3.0)
 
 
 def schemas(folder: Path, count: int) -> Iterator[tuple[str, Any]]:
