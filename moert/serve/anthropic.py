@@ -20,7 +20,7 @@ from moert.serve.fields import whole as whole_number
 from moert.serve.forms import Argued, Called, Ended, Event, Wish, Wrote
 from moert.serve.openai import SAMPLING, settings_of
 from moert.serve.tools import Tools
-from moert.serve.worker import status_of
+from moert.serve.worker import Ticket, status_of
 
 if TYPE_CHECKING:
     from moert.serve.host import Host
@@ -86,7 +86,7 @@ async def _message(host: Host, request: Request) -> Any:
     }  # fmt: skip
     return await answered(
         request, worker, ticket, bool(found.get("stream")),
-        lambda: _stream(head, ticket.events(), stops), lambda: _whole(head, ticket.events(), stops),
+        lambda: _stream(head, ticket, stops), lambda: _whole(head, ticket.events(), stops),
         b'event: ping\ndata: {"type": "ping"}\n\n',
     )  # fmt: skip
 
@@ -250,16 +250,16 @@ def _object(text: str) -> Any:
     return found if isinstance(found, dict) else {"value": found}
 
 
-async def _stream(head: Mapping[str, Any], events: AsyncIterator[Event], stops: Sequence[str]) -> AsyncIterator[bytes]:
+async def _stream(head: Mapping[str, Any], ticket: Ticket, stops: Sequence[str]) -> AsyncIterator[bytes]:
     def told(name: str, **fields: Any) -> bytes:
         return event({"type": name, **fields}, name)
 
-    usage = {"input_tokens": 0, "cache_creation_input_tokens": 0, "cache_read_input_tokens": 0, "output_tokens": 0}
+    usage = _usage(Ended(0, "cancelled", 0, ticket.prompt_tokens, 0))  # the last event says how many were kept
     message = {**head, "content": [], "stop_reason": None, "stop_sequence": None, "usage": usage}
     yield told("message_start", message=message)
     at, kind, called = -1, "", False
     try:
-        async for each in events:
+        async for each in ticket.events():
             wanted = ("text" if each.part == "answer" else "thinking") if isinstance(each, Wrote) else "tool_use"
             begins = isinstance(each, Called) or (isinstance(each, Wrote) and wanted != kind)
             if kind and (begins or isinstance(each, Ended)):

@@ -20,6 +20,7 @@ from moert.engine.generation import GenerationSettings
 from moert.engine.settings import EngineSettings
 from moert.errors import ChatImpossible, RunError, TokenizerMissing
 from moert.pack.errors import PackError
+from moert.pack.messages import in_one_line
 from moert.serve.fields import Refused
 from moert.serve.worker import MOST_WAITING, Worker
 
@@ -128,7 +129,7 @@ class Host:
             except (Refused, RunError, PackError, MemoryError) as error:
                 return failed(error)
             except Exception as error:
-                _LOG.exception("%s", request.url.path)
+                _LOG.exception("%s", in_one_line(request.url.path))
                 return failed(error)
 
         return endpoint

@@ -101,6 +101,8 @@ class Ticket:
     wish: Wish
     _loop: asyncio.AbstractEventLoop
     _events: asyncio.Queue[list[Event] | BaseException] = field(default_factory=asyncio.Queue)
+    prompt_tokens: int = 0
+    """Of the first prompt, once the ticket is accepted."""
     left: int = 0
     """Answers that have not ended."""
     gone: bool = False
@@ -311,7 +313,7 @@ class Worker:
                 ticket.deliver(error)
                 self._done(ticket)
                 continue
-            ticket.left = len(added)
+            ticket.left, ticket.prompt_tokens = len(added), added[0].request.answer.prompt_tokens
             ticket.deliver([])
             self._choices |= {each.request: each for each in added}
 

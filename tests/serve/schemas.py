@@ -1,4 +1,5 @@
-"""Real JSON schemas on the server: `python -m tests.serve.schemas FOLDER [COUNT]`, FOLDER a clone of JSONSchemaBench.
+"""Real JSON schemas on the server: `python -m tests.serve.schemas FOLDER SOURCE`. SOURCE is JSONSchemaBench's repository,
+of which one commit is fetched into FOLDER where it is not there.
 
 Each of COUNT schemas binds an answer of random weights, whose tokens that close something are preferred: else a text
 or a list would seldom end. Each answer that has ended must be JSON that the package jsonschema finds valid; a schema
@@ -29,6 +30,14 @@ COUNT, AT_ONCE, MOST_TOKENS, PER_SCHEMA = 300, 16, 2000, 2
 TEMPLATE = "{% for m in messages %}{{ m.content }}</s>{% endfor %}"
 CLOSING = {'"': 9.0, "}": 12.0, '"}': 12.0, "]": 12.0, ",": -4.0, "\n": -9.0, "\n\n": -9.0, " ": -9.0, "  ": -9.0}
 DIGITS = dict.fromkeys("0123456789", -3.0)
+
+
+def fetch(folder: Path, source: str) -> None:
+    git = ["git", "-C", str(folder)]
+    folder.mkdir(parents=True, exist_ok=True)
+    subprocess.run([*git, "init", "--quiet"], check=True)
+    if subprocess.run([*git, "cat-file", "-e", COMMIT], capture_output=True).returncode != 0:
+        subprocess.run([*git, "fetch", "--quiet", "--depth", "1", source, COMMIT], check=True)
 
 
 def schemas(folder: Path, count: int) -> Iterator[tuple[str, Any]]:
@@ -99,8 +108,8 @@ def main(folder: Path, count: int, running: Running) -> int:
 
 
 if __name__ == "__main__":
+    fetch(Path(sys.argv[1]), sys.argv[2])
     with tempfile.TemporaryDirectory() as place:
         pack = write_grammar_pack(Path(place) / "tiny.pack", byte_level(), TEMPLATE)
         with serving(pack) as server:
-            count = int(sys.argv[2]) if sys.argv[2:] else COUNT
-            sys.exit(main(Path(sys.argv[1]), count, server))
+            sys.exit(main(Path(sys.argv[1]), COUNT, server))

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 import pytest
+from chat_packs import SPEC, write_chat_pack
 from grammar_packs import byte_level, write_grammar_pack
 from pydantic import BaseModel
 from serving import Running, serving
@@ -180,6 +181,15 @@ def test_llm_knows_it_by_a_file(v1: str, tmp_path: Path) -> None:
     found = json.loads(run("--schema", json.dumps(Answer.model_json_schema())))
     assert Answer.model_validate(found)
     run("-T", "llm_version")
+
+
+def test_schemathesis_finds_no_fault(tmp_path: Path) -> None:
+    pytest.importorskip("schemathesis")
+    with serving(write_chat_pack(tmp_path / "short.pack", SPEC)) as running:
+        command = [sys.executable, "-m", "schemathesis.cli", "run", f"{running.url}/openapi.json", "--seed", "1"]
+        limits = ["--max-examples", "10", "--request-timeout", "60", "--exclude-checks", "positive_data_acceptance"]
+        done = subprocess.run([*command, *limits], capture_output=True, text=True, cwd=tmp_path)
+    assert done.returncode == 0, done.stdout[-4000:]
 
 
 @pytest.mark.parametrize("part", ["openai", "anthropic"])

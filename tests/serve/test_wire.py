@@ -7,18 +7,20 @@ import json
 import socket
 import time
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import httpx
 import jsonschema
 import pytest
-from chat_packs import ENDLESS, write_chat_pack
+from chat_packs import ENDLESS, SPEC, THINKING, write_chat_pack
 from grammar_packs import byte_level, write_grammar_pack
 from serving import Running, serving
 from tiny_packs import EOS, MIXERS_SHAPE
 
 from moert.engine.generation import GenerationSettings
+from moert.pack.model_spec import ModelSpec
 from moert.serve import answers, server
 
 TOOLS = (
@@ -51,10 +53,11 @@ def chunks(found: httpx.Response) -> list[Any]:
 
 def test_several_calls_are_numbered_in_their_order(calling: httpx.Client) -> None:
     most = 0
-    for seed in range(8):
+    for seed in range(4):
         body = {
             "messages": HELLO, "tools": [TOOL], "tool_choice": "required", "temperature": 1.0, "seed": seed,
             "logit_bias": {str(each): -9.0 * (seed % 2) for each in (EOS, 3)},  # one and many
+            "max_tokens": 200,
         }  # fmt: skip
         whole = calling.post("/v1/chat/completions", json=body).json()["choices"][0]
         pieces = [
@@ -93,6 +96,57 @@ def test_each_interface_ends_once(calling: httpx.Client) -> None:
     assert [kinds.count(each) for each in ("response.created", "response.completed")] == [1, 1]
     lines = calling.post("/api/chat", json={"model": "calls", "messages": HELLO}).text.splitlines()
     assert [json.loads(line)["done"] for line in lines].count(True) == 1
+
+
+def test_anthropic_counts_the_prompt_at_once(client: httpx.Client) -> None:
+    body = {"messages": HELLO, "max_tokens": 2, "stream": True}
+    count = client.post("/v1/messages/count_tokens", json={"messages": HELLO}).json()["input_tokens"]
+    found = {each["type"]: each for each in chunks(client.post("/v1/messages", json=body))}
+    assert found["message_start"]["message"]["usage"]["input_tokens"] == count
+    last = found["message_delta"]["usage"]
+    assert last["input_tokens"] + last["cache_read_input_tokens"] == count
+
+
+def test_anthropic_signs_what_was_thought(tmp_path: Path) -> None:
+    pack = write_chat_pack(tmp_path / "thinks.pack", ENDLESS, THINKING, {20: "</think>", 21: "<think>"})
+    likely = GenerationSettings(logit_bias={20: 4.0}, max_new_tokens=60)
+    with serving(pack, defaults=likely) as running, httpx.Client(base_url=running.url, timeout=60) as client:
+        body = {"messages": HELLO, "max_tokens": 60, "stream": True, "temperature": 1.0}
+        for _ in range(20):
+            found = chunks(client.post("/v1/messages", json=body))
+            begun = [(each["index"], each["content_block"]["type"]) for each in found if "content_block" in each]
+            if len(begun) == 2 and begun[0][1] == "thinking":
+                break
+    assert begun == [(0, "thinking"), (1, "text")]
+    kinds = [each["delta"]["type"] for each in found if each.get("index") == 0 and "delta" in each]
+    assert kinds[-1] == "signature_delta"
+    assert set(kinds[:-1]) == {"thinking_delta"}
+
+
+@pytest.mark.parametrize("schema", [FINE, 5, {"type": "hiccup"}])
+def test_a_schema_of_a_json_object_is_not_overlooked(schema: Any, calling: httpx.Client) -> None:
+    body = {"messages": HELLO, "response_format": {"type": "json_object", "schema": schema}}
+    found = calling.post("/v1/chat/completions", json=body)
+    if schema is not FINE:
+        assert found.status_code == 400
+        return
+    jsonschema.validate(json.loads(found.json()["choices"][0]["message"]["content"]), FINE)
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_prompt_beyond_the_context_is_refused_before_a_stream_begins(stream: bool, tmp_path: Path) -> None:
+    pack = write_chat_pack(tmp_path / "short.pack", SPEC)
+    with serving(pack) as running, httpx.Client(base_url=running.url, timeout=60) as client:
+        talk = [{"role": "user", "content": "hello " * 100}]
+        for path, field in (("/v1/chat/completions", "max_tokens"), ("/v1/messages", "max_tokens")):
+            found = client.post(path, json={"messages": talk, field: 4, "stream": stream})
+            assert (found.status_code, "the model can take" in found.json()["error"]["message"]) == (400, True)
+
+
+def test_pieces_of_tokens_are_the_text(client: httpx.Client) -> None:
+    found = client.post("/tokenize", json={"content": "hello world", "with_pieces": True}).json()
+    assert "".join(each["piece"] for each in found["tokens"]) == "hello world"
+    assert len(found["tokens"]) == found["count"]
 
 
 def test_anthropic_binds_an_answer(calling: httpx.Client) -> None:
@@ -134,8 +188,15 @@ def test_calls_of_ollama_that_are_none(calling: httpx.Client) -> None:
         assert (found.status_code, "tool_calls should be" in found.json()["error"]) == (400, True)
 
 
-@pytest.mark.parametrize("spec", [MIXERS_SHAPE.but(eos=(), max_positions=None).spec], ids=["windows and states"])
-def test_a_conversation_of_a_hybrid_model_goes_on_without_reading_its_past(spec: Any, tmp_path: Path) -> None:
+def windowed(spec: ModelSpec) -> ModelSpec:
+    kinds = tuple(replace(kind, mixer=replace(kind.mixer, window=16)) for kind in spec.decoder.kinds)  # type: ignore[type-var]
+    return replace(spec, decoder=replace(spec.decoder, kinds=kinds))
+
+
+@pytest.mark.parametrize(
+    "spec", [MIXERS_SHAPE.but(eos=(), max_positions=None).spec, windowed(ENDLESS)], ids=["states", "windows"]
+)
+def test_a_conversation_of_a_hybrid_model_goes_on_without_reading_its_past(spec: ModelSpec, tmp_path: Path) -> None:
     pack = write_chat_pack(tmp_path / "mixers.pack", spec)
     with serving(pack) as running, httpx.Client(base_url=running.url, timeout=60) as client:
         talk: list[Any] = [{"role": "user", "content": "hello world " * 40}]
@@ -159,6 +220,7 @@ def test_a_template_may_read_json(tmp_path: Path) -> None:
         assert (found.status_code, "\n" in found.json()["error"]["message"]) == (400, False)
 
 
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
 def test_a_server_without_its_engine_does_not_seem_well(pack: Path) -> None:
     with serving(pack) as running, httpx.Client(base_url=running.url, timeout=60) as client:
         worker = running.host.worker_there
