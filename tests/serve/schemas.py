@@ -1,5 +1,5 @@
-"""Real JSON schemas on the server: `python -m tests.serve.schemas FOLDER SOURCE`. SOURCE is JSONSchemaBench's repository,
-of which one commit is fetched into FOLDER where it is not there.
+"""Real JSON schemas on the server: `python -m tests.serve.schemas FOLDER SOURCE`. SOURCE is the repository of
+JSONSchemaBench, of which one commit is fetched into FOLDER where it is not there.
 
 Each of COUNT schemas binds an answer of random weights, whose tokens that close something are preferred: else a text
 or a list would seldom end. Each answer that has ended must be JSON that the package jsonschema finds valid; a schema

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import json
+import re
 import socket
 import time
 from collections.abc import Iterator
@@ -296,6 +297,15 @@ def test_a_gigabyte_is_not_read(server: Running, client: httpx.Client) -> None:
     assert client.get("/health").status_code == 200
 
 
+def test_a_path_is_one_line_of_the_log(
+    server: Running, client: httpx.Client, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(server.host, "check", lambda name: 1 / 0)
+    assert client.get("/v1/models/a%0d%e2%80%a8forged").status_code == 500
+    (record,) = [each for each in caplog.records if each.name == "moert.serve"]
+    assert record.getMessage().splitlines() == [record.getMessage()]
+
+
 @pytest.mark.parametrize(
     ("path", "body"),
     [
@@ -349,3 +359,11 @@ def test_all_paths_are_described_and_say_their_methods(client: httpx.Client) -> 
         assert found.status_code == 405
         assert method.upper() in found.headers["allow"]
         assert method == "get" or "requestBody" in methods[method] or path == "/v1/embeddings"
+
+
+def test_the_checklist_names_tests_that_there_are() -> None:
+    root = Path(__file__).parents[2]
+    named = re.findall(r"`(test_\w+)`", (root / "docs/server_checklist.md").read_text(encoding="utf-8"))
+    there = "".join(each.read_text(encoding="utf-8") for each in Path(__file__).parent.glob("test_*.py"))
+    assert [each for each in named if f"def {each}(" not in there] == []
+    assert len(named) > 40
