@@ -72,7 +72,7 @@ unchanged: setup  ## record in build/unchanged what a change of structure must l
 
 test-clients: $(CLIENTS)/.installed  ## the server with programs of others, real schemas, and requests made up from its description (15 minutes)
 	$(CLIENTS)/bin/python -m pytest -p no:randomly tests/serve/test_client_programs.py
-	PYTHONPATH=tests $(CLIENTS)/bin/python -m tests.serve.schemas $(CLIENTS)/schemas $(SCHEMAS)
+	PYTHONPATH=.:tests $(CLIENTS)/bin/python tests/serve/schemas.py $(CLIENTS)/schemas $(SCHEMAS)
 
 # An environment on top of .venv, so that nothing that these programs need changes what all other tests run with.
 $(CLIENTS)/.installed: tests/serve/clients.txt tests/serve/clients.json | setup

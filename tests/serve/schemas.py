@@ -1,4 +1,4 @@
-"""Real JSON schemas on the server: `python -m tests.serve.schemas FOLDER SOURCE`. SOURCE is the repository of
+"""Real JSON schemas on the server: `tests/serve/schemas.py FOLDER SOURCE`. SOURCE is the repository of
 JSONSchemaBench, of which one commit is fetched into FOLDER where it is not there.
 
 Each of COUNT schemas binds an answer of random weights, whose tokens that close something are preferred: else a text

@@ -210,6 +210,39 @@ def test_a_conversation_of_a_hybrid_model_goes_on_without_reading_its_past(spec:
             talk += [{"role": "assistant", "content": said}, {"role": "user", "content": "more"}]
 
 
+def test_a_conversation_is_kept_while_others_share_its_beginning(pack: Path) -> None:
+    with serving(pack) as running, httpx.Client(base_url=running.url, timeout=60) as client:
+
+        def read(prompt: str) -> tuple[int, int]:
+            used = client.post("/v1/completions", json={"prompt": prompt, "max_tokens": 2}).json()["usage"]
+            return used["prompt_tokens"], used["prompt_tokens_details"]["cached_tokens"]
+
+        first = "one small step " * 20 + "and silver fish"
+        tokens, kept = read(first)
+        assert kept == 0
+        read("zigzag " * 40)
+        assert read("one small step " * 20 + "but storm clouds")[1] > 0, "they begin alike"
+        assert read(first + " and more")[1] >= tokens - 2
+
+
+def test_text_may_come_in_parts(client: httpx.Client) -> None:
+    parts = [{"type": "text", "text": "hel"}, {"type": "text", "text": "lo"}]
+    for path, field in (("/v1/chat/completions", "messages"), ("/v1/messages", "messages"), ("/v1/responses", "input")):
+        most = "max_output_tokens" if field == "input" else "max_tokens"
+        asked = [{field: [{"role": "user", "content": content}], most: 6} for content in ("hello", parts)]
+        one, other = (client.post(path, json=body).json() for body in asked)
+        found = [each.get("choices") or each.get("content") or each["output"][0]["content"] for each in (one, other)]
+        assert found[0] == found[1]
+
+
+def test_a_stop_string_is_in_no_piece(client: httpx.Client) -> None:
+    body = {"messages": HELLO, "max_tokens": 30}
+    said = client.post("/v1/chat/completions", json=body).json()["choices"][0]["message"]["content"]
+    stop = said[12:15]
+    found = chunks(client.post("/v1/chat/completions", json={**body, "stop": stop, "stream": True}))
+    assert "".join(each["choices"][0]["delta"].get("content", "") for each in found) == said[: said.index(stop)]
+
+
 def test_a_template_may_read_json(tmp_path: Path) -> None:
     template = "{% for m in messages %}{{ (m.content | fromjson).a }}{% endfor %}"
     pack = write_chat_pack(tmp_path / "reads.pack", ENDLESS, template)
@@ -363,7 +396,7 @@ def test_all_paths_are_described_and_say_their_methods(client: httpx.Client) -> 
 
 def test_the_checklist_names_tests_that_there_are() -> None:
     root = Path(__file__).parents[2]
-    named = re.findall(r"`(test_\w+)`", (root / "docs/server_checklist.md").read_text(encoding="utf-8"))
+    named = re.findall(r"`(test_\w+)`", (root / "docs/server.md").read_text(encoding="utf-8"))
     there = "".join(each.read_text(encoding="utf-8") for each in Path(__file__).parent.glob("test_*.py"))
     assert [each for each in named if f"def {each}(" not in there] == []
     assert len(named) > 40
