@@ -30,7 +30,8 @@ TEMPLATE = (
 MOST = 300
 ENDS = GenerationSettings(logit_bias={EOS: 20.0}, max_new_tokens=MOST)
 """Answers end where their grammar lets them."""
-SCRIPT, MODULES = Path(__file__).with_name("clients.mjs"), Path("build/clients/node_modules")
+SCRIPT = Path(__file__).with_name("clients.mjs")
+MODULES = SCRIPT.parents[2] / "build/clients/node_modules"
 
 
 class Answer(BaseModel):
@@ -183,6 +184,7 @@ def test_llm_knows_it_by_a_file(v1: str, tmp_path: Path) -> None:
     run("-T", "llm_version")
 
 
+@pytest.mark.slow
 def test_schemathesis_finds_no_fault(tmp_path: Path) -> None:
     pytest.importorskip("schemathesis")
     with serving(write_chat_pack(tmp_path / "short.pack", SPEC)) as running:
