@@ -35,8 +35,8 @@ DIGITS = dict.fromkeys("0123456789", -3.0)
 def fetch(folder: Path, source: str) -> None:
     git = ["git", "-C", str(folder)]
     folder.mkdir(parents=True, exist_ok=True)
-    subprocess.run([*git, "init", "--quiet"], check=True)
     if subprocess.run([*git, "cat-file", "-e", COMMIT], capture_output=True).returncode != 0:
+        subprocess.run([*git, "init", "--quiet"], check=True)
         subprocess.run([*git, "fetch", "--quiet", "--depth", "1", source, COMMIT], check=True)
 
 
