@@ -28,6 +28,7 @@ from moert.pack.codec import (
 from moert.pack.layout import Neurons, group_of
 from moert.pack.manifest import Files, Preference, Quantization
 from moert.pack.model_spec import ExpertKey, Head, Join, Layer, LayerKey, ModelSpec, Stack, stack_of
+from moert.pack.ngrams import GatedStreams, Ngrams
 from moert.pack.parts import (
     Act,
     Attention,
@@ -45,7 +46,7 @@ from moert.pack.parts import (
 from moert.pack.paths import PATHS, build
 from moert.pack.reader import Pack, Projection
 from moert.pack.writer import PackWriter, add_to_pack
-from tests.random_packs import random_biases, random_trellis
+from tests.random_packs import random_biases, random_trellis, write_tables
 from tests.shapes import Shape, every, frequencies
 
 VOCAB, PAD, EOS, UNKNOWN = 64, 0, 1, 2
@@ -105,8 +106,22 @@ def streaming(spec: ModelSpec) -> ModelSpec:
     return replace(spec, family="streams", decoder=replace(spec.decoder, kinds=kinds))
 
 
-STREAMS = streaming(MIXERS_SHAPE.spec)
-SPECS = {"decoder": DECODER, "switch": SWITCH, "mixers": MIXERS, "late": LATE, "streams": STREAMS}
+TOGETHER = Ngrams(3, 4, 224, 4, EOS, (12345678901234567, 7, 99999999999), (53, 59, 61, 43), _NORM)
+
+
+def gated(spec: ModelSpec) -> ModelSpec:
+    """A decoder with three streams that gates mix, and tokens together in its first layer and its fifth."""
+    layers = [
+        replace(
+            spec.decoder[at], norm=None, streams=GatedStreams(3, 5, _NORM), ngrams=TOGETHER if at in (0, 4) else None
+        )
+        for at in range(len(spec.decoder))
+    ]
+    return replace(spec, family="gated", decoder=stack_of(layers, None))
+
+
+STREAMS, GATED = streaming(MIXERS_SHAPE.spec), gated(MIXERS_SHAPE.spec)
+SPECS = {"decoder": DECODER, "switch": SWITCH, "mixers": MIXERS, "late": LATE, "streams": STREAMS, "gated": GATED}
 
 
 def with_ends(spec: ModelSpec, eos: tuple[int, ...]) -> ModelSpec:
@@ -115,8 +130,8 @@ def with_ends(spec: ModelSpec, eos: tuple[int, ...]) -> ModelSpec:
 
 def with_capacity(name: str, capacity: int | None) -> ModelSpec:
     """One of SPECS, whose experts take so many tokens."""
-    if name == "streams":
-        return streaming(with_capacity("mixers", capacity))
+    if name in ("streams", "gated"):
+        return (streaming if name == "streams" else gated)(with_capacity("mixers", capacity))
     if name != "late":
         return SHAPES[name].but(capacity=capacity).spec
     part = replace(_FULL, router=Router(1, False, capacity, overflow="nothing" if capacity is None else "itself"))
@@ -150,6 +165,7 @@ def write_pack(
             matrices["down"] = _transposed(matrices["down"])
         writer.write_expert(key, matrices, biases=random_biases(spec, key, seed))
     writer.write_file("backbone.safetensors", save(backbone(spec, seed)))
+    write_tables(writer, spec, seed)
     writer.write_file("config.json", b"{}\n")
     if tokenizer:
         writer.write_file("tokenizer.json", _tokenizer().to_str().encode())

@@ -47,9 +47,11 @@ def marks_of(chat: ChatFormat) -> Marks:
     return next((marks for sign, marks in _CONVENTIONS.items() if sign in text), _USUAL)
 
 
-def begins_with(prompt: str, marks: Marks) -> Part:
-    """Returns the part that a model writes first after a prompt, which may end with a mark."""
-    return _marked(prompt, marks) or "answer"
+def begins_with(prompt: str, marks: Marks, said: str = "") -> Part:
+    """Returns the part that a model writes first after a prompt, which may end with a mark, and behind `said`, the
+    beginning of its reply."""
+    found = [(said.rfind(mark), part) for mark, part in marks.items() if mark in said]
+    return max(found)[1] if found else _marked(prompt, marks) or "answer"
 
 
 def _marked(prompt: str, marks: Marks) -> Part | None:
@@ -136,6 +138,8 @@ class Asked:
     forced: Callable[[bool], tuple[Grammar, bool]] | None = None
     """Returns the grammar of the reply to a prompt, which may end inside of thinking, and whether thinking is free of
     it."""
+    continues: bool = False
+    """Whether the reply goes on from the last message, the model's own."""
 
 
 class Spoken(NamedTuple):
@@ -187,22 +191,26 @@ class Speaker:
 
     def ids(self, asked: Asked) -> list[int]:
         """Returns the token ids of the prompt that the template makes. Raises the errors of `prompt`."""
-        return self._rendered(asked)[1]
+        return self._rendered(asked)[2]
 
-    def _rendered(self, asked: Asked) -> tuple[str, list[int]]:
-        """Returns the prompt that the template makes, and its token ids."""
-        prompt = self._renderer.render(asked.messages, asked.tools, asked.variables)
-        return prompt, self._text.encode(prompt, whole=True)
+    def _rendered(self, asked: Asked) -> tuple[str, str, list[int]]:
+        """Returns the prompt that the template makes, the beginning of the reply if there is one, and the token ids of
+        both."""
+        given = asked.messages, asked.tools, asked.variables
+        prompt, said = self._renderer.continued(*given) if asked.continues else (self._renderer.render(*given), "")
+        return prompt, said, self._text.encode(prompt + said, whole=True)
 
     def prompt(self, asked: Asked, prefix: Keeps, settings: GenerationSettings | None = None) -> Spoken:
-        """Returns the prompt that the template makes, for a session. Raises the errors of Renderer.render and
-        Text.encode."""
-        prompt, ids = self._rendered(asked)
+        """Returns the prompt that the template makes, for a session. Raises the errors of Renderer.render,
+        Renderer.continued and Text.encode."""
+        prompt, said, ids = self._rendered(asked)
         text = self._text.detokenizer_with([*self._marks, *asked.shown])
         chosen = settings or GenerationSettings()
         if self._stops:
             chosen = chosen.but(stop=(*chosen.stops, *self._stops))
-        first, free, opening = begins_with(prompt, self._marks), True, None
+        first, free, opening = begins_with(prompt, self._marks, said), True, None
+        if asked.continues and (asked.forced is not None or chosen.constraint is not None):
+            raise InputInvalid("a form or a forced call is for whole answers: leave it out where one is continued")
         if asked.forced is not None:
             grammar, free = asked.forced(first == "thinking")
             chosen = chosen.but(grammar=grammar)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.util
 import json
 import os
+import secrets
 import selectors
 import signal
 import socket
@@ -74,6 +75,30 @@ class Renderer:
         with self._room(data_bytes + _BESIDE_BYTES):
             body, status = _run(request, replace(self._limits, data_bytes=data_bytes))
         return self._understood(body, status)
+
+    def continued(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        variables: Mapping[str, Any] | None = None,
+    ) -> tuple[str, str]:
+        """Returns the prompt before the content of the last message, which is the model's own, and that content as the
+        template writes it; nothing closes it. Raises the errors of `render`, and InputInvalid where there is
+        no such message or the template changes it, but for white space around it."""
+        last = messages[-1] if messages else {}
+        content = last.get("content")
+        if last.get("role") != "assistant" or not isinstance(content, str):
+            raise InputInvalid("the last message is not the assistant's, or no text: it can't be continued")
+        mark = f"continued{secrets.token_hex(8)}"
+        whole, marked = (
+            self.render([*messages[:-1], {**last, "content": text}], tools, variables, to_be_answered=False)
+            for text in (content, mark)
+        )
+        before, found, _ = marked.partition(mark)
+        for text in (content, content.rstrip(), content.strip()):
+            if found and whole.startswith(before + text):
+                return before, text
+        raise InputInvalid("the model's chat template changes the last message: it can't be continued")
 
     def takes(self, messages: Sequence[Mapping[str, Any]]) -> int:
         """Returns the most memory [bytes] that the process which renders these messages takes. Raises InputInvalid."""

@@ -17,6 +17,8 @@ from moert.command.prompts import PromptRecord, Source, check_output, longest_te
 from moert.command.settings import (
     CHAT_NEW_TOKENS,
     PROMPTS,
+    CacheDirOption,
+    CacheSizeOption,
     DriveOption,
     HostOption,
     HubArgument,
@@ -336,13 +338,16 @@ def serve(
     key_file: KeyOption = None,
     origins: OriginOption = None,
     most_waiting: WaitingOption = 64,
+    cache_dir: CacheDirOption = None,
+    cache_size: CacheSizeOption = None,
     asked: Asked = NOTHING,
 ) -> None:
     """Answer clients that speak OpenAI's, Anthropic's or Ollama's interface, until Ctrl-C."""
     defaults, chosen = _settings(asked), engine_settings(asked)
-    from moert.command.serving import run_server
+    from moert.command.serving import folder_of, run_server
 
-    run_server([_here(pack) for pack in packs], (host, port), key_file, origins or (), most_waiting, defaults, chosen)
+    folder, found = folder_of(cache_dir, cache_size), [_here(pack) for pack in packs]
+    run_server(found, (host, port), key_file, origins or (), most_waiting, folder, defaults, chosen)
 
 
 @app.command(cls=grouped("bench"))

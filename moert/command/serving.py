@@ -6,13 +6,20 @@ import logging
 import sys
 from collections.abc import Sequence
 from pathlib import Path
+from tempfile import TemporaryFile
+from typing import TYPE_CHECKING
 
 from moert.command import console
 from moert.engine.generation import GenerationSettings
 from moert.engine.settings import EngineSettings
 from moert.errors import InputInvalid, RunError
+from moert.pack.messages import NotASize, parse_size
+
+if TYPE_CHECKING:
+    from moert.engine.archive import Folder
 
 _MOST_KEY_BYTES = 4096
+_USUAL_SIZE = "2GB"
 
 
 def run_server(
@@ -21,6 +28,7 @@ def run_server(
     key_file: Path | None,
     origins: Sequence[str],
     most_waiting: int,
+    folder: Folder | None,
     defaults: GenerationSettings,
     engine: EngineSettings,
 ) -> None:
@@ -35,7 +43,7 @@ def run_server(
             raise RunError("moert serve needs further packages: pip install 'moert[serve]'") from None
         raise
     logging.basicConfig(stream=sys.stderr, level=logging.WARNING, format="moert: %(message)s")
-    settings = ServerSettings(names, engine, defaults, key, origins, most_waiting)
+    settings = ServerSettings(names, engine, defaults, key, origins, most_waiting, folder)
     with bound(*address) as listening:
         serve(settings, listening, lambda found: _ready(found, names, key is None))
 
@@ -49,6 +57,26 @@ def names_of(packs: Sequence[Path]) -> dict[str, Path]:
             raise RunError(f"{found[name]} and {pack} have the same name {name}: rename the folder of one")
         found[name] = pack
     return found
+
+
+def folder_of(path: Path | None, most: str | None) -> Folder | None:
+    """Returns the folder where conversations are kept, which nobody else may read where it is new. Raises RunError, or
+    InputInvalid."""
+    if path is None:
+        if most is not None:
+            raise RunError("--cache-size has no effect without --cache-dir: leave it out")
+        return None
+    from moert.engine.archive import Folder
+
+    try:
+        most_bytes = parse_size(_USUAL_SIZE if most is None else most)
+        path.mkdir(0o700, parents=True, exist_ok=True)
+        with TemporaryFile(dir=path):
+            return Folder(path, most_bytes)
+    except NotASize as error:
+        raise RunError(f"--cache-size {error}") from None
+    except OSError as error:
+        raise InputInvalid(f"--cache-dir {path} can't be written: {error.strerror or error}") from None
 
 
 def _key(path: Path) -> str:

@@ -233,6 +233,12 @@ SETTINGS = (
         int, values="N",
     ),
     Setting(
+        "profile", _SHOWN, _RUN,
+        "Write a trace of the run to this new file, for ui.perfetto.dev: the times of attention, router, cache, reads "
+        "and experts in each layer of each token. --stats adds a table of them.",
+        values="FILE",
+    ),
+    Setting(
         "raw", _SHOWN, _WRITING,
         "Print text to a terminal exactly as the model writes it. By default control characters and invisible "
         "letters are written out, as in <U+001B>.",
@@ -312,6 +318,20 @@ WaitingOption = Annotated[
     typer.Option(
         "--most-waiting", min=1, help="Refuse further clients (429) while this many wait or are answered.",
         rich_help_panel=SERVER,
+    ),
+]  # fmt: skip
+CacheDirOption = Annotated[
+    Path | None,
+    typer.Option(
+        "--cache-dir", help="Folder for states of conversations that leave memory: after a restart with the same pack "
+        "and settings, they go on from there without being read again.", show_default=False, rich_help_panel=SERVER,
+    ),
+]  # fmt: skip
+CacheSizeOption = Annotated[
+    str | None,
+    typer.Option(
+        "--cache-size", help="Most bytes of that folder, 2GB by default; the conversation that was used longest ago "
+        "leaves first.", show_default=False, rich_help_panel=SERVER,
     ),
 ]  # fmt: skip
 StatsOption = Annotated[bool, typer.Option("--stats", help="Print the figures of the run to stderr.")]

@@ -5,11 +5,14 @@ from __future__ import annotations
 import os
 from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
+from dataclasses import fields
 from functools import cached_property, partial
 from mmap import PAGESIZE
 from typing import TYPE_CHECKING, Any
 from weakref import WeakSet, ref
 
+from moert import __version__
+from moert.engine.archive import Archive, Folder
 from moert.engine.budget import (
     EXACT_ROUTING,
     Budget,
@@ -25,9 +28,9 @@ from moert.engine.generation import GenerationOptions, GenerationSettings, Logpr
 from moert.engine.prefixes import Prefixes
 from moert.engine.registry import ROUTINGS, Beside, matching
 from moert.engine.regulator import Admission, Bounds, Notify, Regulator
-from moert.engine.scoring import Score, Scorer
+from moert.engine.scoring import Pooling, Score, Scorer
 from moert.engine.session import Answer, Interrupted, Prefix, Session, Turns
-from moert.engine.settings import EngineOptions, EngineSettings
+from moert.engine.settings import POLICIES, EngineOptions, EngineSettings
 from moert.engine.text import LONG_TEXT, Text, several
 from moert.errors import SettingInvalid, memory_shortage, said
 from moert.experts.ahead import Further, Lookahead, Worth
@@ -44,9 +47,11 @@ from moert.models.backbone import load_backbone
 from moert.models.ffn import Routers
 from moert.models.footprint import Footprint, Load
 from moert.models.model import Model, Seams
+from moert.pack.codec import F32
+from moert.pack.files import sha256
 from moert.pack.manifest import BACKBONE
 from moert.pack.model_spec import ExpertKey
-from moert.pack.reader import Pack
+from moert.pack.reader import MANIFEST, Pack
 from moert.stats import ExpertCounters, ReadAhead, RequestTimes, Room, RunStats, Ways, run_stats, size
 
 if TYPE_CHECKING:
@@ -106,16 +111,17 @@ class Engine:
         own, self._closing = policies or Policies(), ExitStack()
         self.pack, self.spec, self.backend = pack, pack.manifest.model, backend
         self.counters, self.times = ExpertCounters(), RequestTimes()
-        self._turns, self._template = Turns(), settings.template
+        self._turns, self._settings = Turns(), settings
         self._prefixes = WeakSet[Prefix | Prefixes]()
         self._session: ref[Session] | None = None  # the latest
         self._notes = list[str]()  # for the first request
         with self._closing as closing:
             closing.callback(backend.close)
-            self._hold(settings, own, beside or Beside(pack, settings, own, self._notes.append))
+            beside = beside or Beside(pack, settings, own, self._notes.append)
+            self._hold(settings, own, beside)
             self._bound(settings)
             self._run_experts(own)
-            self._load(settings)
+            self._load(settings, beside)
             self._closing = closing.pop_all()
 
     def _hold(self, settings: EngineSettings, own: Policies, beside: Beside) -> None:
@@ -179,13 +185,14 @@ class Engine:
         self.runner = self.holding.runner(self.cache, self.ahead, [streaming.recorder.add, *routing.listeners])
         self._closing.callback(self.cache.close)
 
-    def _load(self, settings: EngineSettings) -> None:
+    def _load(self, settings: EngineSettings, beside: Beside) -> None:
         """Loads all weights but the experts', and makes the model of them. Raises PackError."""
         pack, backend, others, routing = self.pack, self.backend, self.holding.others, self._routing
         weights = load_backbone(pack, backend.stay if others is None and isinstance(backend, Keeps) else None)
         listener = routing.before_passes(self.ahead)
-        seams = Seams(self.preference, routing.reroute, listener, self._routers)
-        self.model = Model(self.spec, weights, self.runner, others or backend, settings.kv, seams)
+        seams = Seams(self.preference, routing.reroute, listener, self._routers, beside.walk)
+        self.model = Model(self.spec, weights, self.runner, beside.arithmetic(others or backend), settings.kv, seams)
+        beside.watch(self._routers)
         del weights
         if self._regulator.tight:
             drop_page_cache(pack.file(BACKBONE))
@@ -317,6 +324,13 @@ class Engine:
         with self._turns.turn():
             return Scorer(self.model, self.text, self._admission).steps(text, count, further)
 
+    def embed(self, text: Prompt, pooling: Pooling = "mean") -> F32:
+        """Returns the embedding of a text, a vector [d_model] of length 1: the direction of the mean of its tokens'
+        hidden states behind the last norm (special tokens that the tokenizer adds count), or with "last" of the last
+        one. Raises InputInvalid for a model with an encoder, and the errors of `score`."""
+        with self._turns.turn():
+            return Scorer(self.model, self.text, self._admission).embedding(text, pooling)
+
     def stream(
         self, prompt: Prompt, settings: GenerationSettings | None = None, **changes: Unpack[GenerationOptions]
     ) -> Iterator[str]:
@@ -399,15 +413,31 @@ class Engine:
             self._prefixes.add(prefix)
         return Conversation(self.speaker, prefix, system, tools, variables)
 
-    def prefixes(self) -> Prefixes:
+    def prefixes(self, folder: Folder | None = None) -> Prefixes:
         """Returns an empty prefix cache that requests of this engine can share, for Continued. Under a memory limit it
         takes a quarter of the room beyond the least for a usual request, and its states go where requests need it;
-        without a limit it takes a GiB."""
+        without a limit it takes a GiB. States that leave memory go to the `folder`, all others when the engine closes;
+        any engine finds them there whose pack and settings give the same states."""
         spare = self._regulator.spare_bytes
-        made = Prefixes(1 << 30 if spare is None else spare // 4)
         with self._turns.turn():
+            archive = None if folder is None else self._archive(folder)
+            made = Prefixes(1 << 30 if spare is None else spare // 4, archive)
             self._prefixes.add(made)
+        if archive is not None:
+            self._closing.callback(made.close)
         return made
+
+    def _archive(self, folder: Folder) -> Archive:
+        """Returns the archive in a folder, of which this engine sees the states that it would compute itself."""
+        model, admission = self.model, self._admission  # and not this engine, which would then hold itself
+        facts = [(each.name, getattr(self._settings, each.name)) for each in fields(EngineSettings)]
+        share = None if self.preference is None else self.preference.share
+        named = [__version__, model.backend.name, share, *(each for each in facts if each[0] not in POLICIES)]
+        digest = sha256(repr(named).encode() + self.pack.file(MANIFEST).read_bytes()).hexdigest()
+        room = partial(self._aside, "load a conversation that was kept")
+        return Archive(
+            folder, digest, lambda ids: model.begin([ids])[0][0], room, lambda note: admission.notify(note)
+        )  # fmt: skip
 
     @cached_property
     def _matching(self) -> Matching:
@@ -423,7 +453,8 @@ class Engine:
         from moert.chat.renderer import Renderer, chat_of
 
         room = partial(self._aside, "render the model's chat template")
-        return Speaker(Renderer(chat_of(self.pack, self.text, self._template), room=room), self.text, self.session)
+        chat = chat_of(self.pack, self.text, self._settings.template)
+        return Speaker(Renderer(chat, room=room), self.text, self.session)
 
     def stats(self, best: bool = True) -> RunStats:
         """Returns the figures of all requests since the engine was opened. `best`: with the hit rate of Belady's rule,

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
+from moert.engine.archive import Archive
 from moert.engine.session import common_beginning
 from moert.models.kv import State, written_bytes
 
@@ -21,11 +22,12 @@ class Prefixes:
 
     A request takes a copy of the state with the longest common beginning. Copies share the pages of the KV cache, so a
     beginning that many conversations have is in memory once. A recurrent state can be cut to few lengths: of models
-    that have one, a copy is kept where each prompt ends. `most_bytes` bounds the memory; None: nothing does.
+    that have one, a copy is kept where each prompt ends. `most_bytes` bounds the memory; None: nothing does. `archive`
+    gets the states that leave memory.
     """
 
-    def __init__(self, most_bytes: int | None = None) -> None:
-        self.most_bytes = most_bytes
+    def __init__(self, most_bytes: int | None = None, archive: Archive | None = None) -> None:
+        self.most_bytes, self._archive = most_bytes, archive
         self._entries: list[_Entry] = []
         self._clock = 0
 
@@ -41,11 +43,12 @@ class Prefixes:
         """Returns a state after the longest beginning of the prompt that one can go back to, and the length of that
         beginning: at least one token is left to be read. None and 0 where no state has such a beginning. The state is
         to hold `expected` tokens in the end."""
-        best, length = None, 0
-        for entry in self._entries:
-            alike = min(common_beginning(entry.ids, prompt_ids), len(prompt_ids) - 1)
-            if alike > length and (reach := entry.state.reach(alike)) > length:
-                best, length = entry, reach
+        best, length = self._longest(prompt_ids)
+        if self._archive is not None:
+            found = self._archive.take(prompt_ids, length, self.most_bytes)
+            if found is not None:
+                self.give(*found)
+                best, length = self._longest(prompt_ids)
         if best is None:
             return None, 0
         self._use(best)
@@ -73,11 +76,28 @@ class Prefixes:
             self.drop()
 
     def drop(self) -> bool:
-        """Forgets the state that was used longest ago; returns False where there is none."""
+        """Forgets the state that was used longest ago, but for the archive; returns False where there is none."""
         if not self._entries:
             return False
-        self._entries.remove(min(self._entries, key=lambda entry: entry.used))
+        entry = min(self._entries, key=lambda entry: entry.used)
+        self._entries.remove(entry)
+        if self._archive is not None:
+            self._archive.put(entry.ids, entry.state)
         return True
+
+    def close(self) -> None:
+        """Forgets all states, the one that was used longest ago first."""
+        while self.drop():
+            pass
+
+    def _longest(self, prompt_ids: Sequence[int]) -> tuple[_Entry | None, int]:
+        """Returns the entry with the longest beginning of the prompt that one can go back to, and its length."""
+        best, length = None, 0
+        for entry in self._entries:
+            alike = min(common_beginning(entry.ids, prompt_ids), len(prompt_ids) - 1)
+            if alike > length and (reach := entry.state.reach(alike)) > length:
+                best, length = entry, reach
+        return best, length
 
     def _use(self, entry: _Entry) -> None:
         self._clock += 1

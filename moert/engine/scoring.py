@@ -1,5 +1,5 @@
 """The likelihood of a given text under a model: each token's log-probability, and perplexity over tokens and over
-words."""
+words. And a text's embedding."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import math
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from typing import Literal, get_args
 
 import numpy as np
 
@@ -21,6 +22,10 @@ from moert.models.model import Model
 from moert.pack.codec import F32
 
 _LOGIT_BYTES = 8 << 20
+_LEAST_LENGTH = 1e-12
+Pooling = Literal["mean", "last"]
+POOLINGS = get_args(Pooling)
+"""Ways to make one vector of the hidden states of a text."""
 _LARGEST_EXPONENT = 600.0  # a perplexity beyond this is as bad as any, and still a finite number
 
 
@@ -118,6 +123,26 @@ class Scorer:
                         at = len(found)
                         add(ids[at] if at < len(ids) else generation.likeliest(row), row)
         return found
+
+    def embedding(self, text: str | Sequence[int], pooling: Pooling) -> F32:
+        """Returns one vector [d_model] of length 1 for a text: the mean of its tokens' hidden states behind the last
+        norm, or the last one of them. Raises the errors of `score`."""
+        spec = self._model.spec
+        if spec.encoder is not None:
+            raise InputInvalid("this model reads with an encoder: only texts of other models have embeddings")
+        if pooling not in POOLINGS:
+            raise SettingInvalid("pooling", f"is {pooling!r}: it should be one of {', '.join(POOLINGS)}")
+        ids = self._text.ids(text, self._aside)
+        check_ids(spec, ids)
+        if spec.max_positions is not None and len(ids) > spec.max_positions:
+            raise PromptTooLong(f"the text has {len(ids)} tokens, the model can take {spec.max_positions}: shorten it")
+        found, read = np.zeros(spec.d_model), 0
+        with self._admitted(Load(len(ids), 1)):
+            for rows in self._model.hidden(ids):
+                read += len(rows)
+                generation.check_finite(np.abs(rows), read, "text")
+                found = found + rows.sum(0, dtype=np.float64) if pooling == "mean" else rows[-1].astype(np.float64)
+        return (found / max(float(np.linalg.norm(found)), _LEAST_LENGTH)).astype(np.float32)
 
     def _behind_encoder(
         self, text: str | Sequence[int], target: str | Sequence[int] | None, context: int | None

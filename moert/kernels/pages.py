@@ -56,7 +56,9 @@ class PageLayout:
 
 
 class KeptPage(Protocol):
-    """A page wherever a backend keeps it."""
+    """A page wherever a backend keeps it; `buffer` has its bytes in memory."""
+
+    buffer: U8
 
     @property
     def nbytes(self) -> int: ...

@@ -6,6 +6,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
+from itertools import chain
 from typing import Any, Protocol
 
 import numpy as np
@@ -66,6 +67,11 @@ class Kept:
         twin.length, twin.pages, twin._own = self.length, list(self.pages), len(self.pages)
         return twin
 
+    @property
+    def parts(self) -> list[npt.NDArray[Any]]:
+        """The arrays that hold its keys and values."""
+        return [page.buffer for page in self.pages]
+
     def cut(self, length: int, expected: int) -> bool:
         """Forgets all but the first `length` tokens; `expected` will be there in all. Returns False where Ctrl-C came
         before there were pages for `length` tokens."""
@@ -104,10 +110,10 @@ class Kept:
 
 class Fixed:
     """The memory of a layer without attention, for any number of tokens: its recurrent state, the `arrays` of its
-    mixer, in float32, zeros before the first token; no arrays for a layer without a mixer. It can be cut to the length
-    where it was marked, and to no other earlier one."""
+    mixer and its ngrams, in float32, zeros before the first token; no arrays for a layer without a mixer. It can be cut
+    to the length where it was marked, and to no other earlier one."""
 
-    def __init__(self, part: FixedState | None, d_model: int) -> None:
+    def __init__(self, part: FixedState | Layer | None, d_model: int) -> None:
         shapes = () if part is None else part.state_shapes(d_model)
         self.length = 0
         self.arrays = [np.zeros(shape, np.float32) for shape in shapes]
@@ -118,6 +124,11 @@ class Fixed:
         earlier state. Returns the place of the first."""
         self.length += new
         return self.length - new
+
+    @property
+    def parts(self) -> list[npt.NDArray[Any]]:
+        """The arrays that hold its state."""
+        return [*self.arrays]
 
     def copy(self) -> Fixed:
         """Returns another with the same state, which goes on by itself and has no mark."""
@@ -210,6 +221,11 @@ class Recent:
         return twin
 
     @property
+    def part(self) -> npt.NDArray[np.int16]:
+        """The array [tokens, top_k] that all follows from."""
+        return self._chosen[: self.length]
+
+    @property
     def nbytes(self) -> int:
         return self._chosen.nbytes + self.experts.nbytes
 
@@ -234,7 +250,9 @@ Remembered = Kept | Fixed
 
 
 class Heard(Protocol):
-    """The memory that a Foresees has of the tokens of a sequence."""
+    """The memory that a Foresees has of the tokens of a sequence, `ids`."""
+
+    ids: list[int]
 
     def copy(self) -> Heard: ...
 
@@ -268,6 +286,21 @@ class State:
         pages of an encoder's output never are."""
         heard = None if self.heard is None else self.heard.copy()
         return State([kept.copy() for kept in self.own], self.cross, [kept.copy() for kept in self.recent], heard)
+
+    @property
+    def parts(self) -> list[npt.NDArray[Any]]:
+        """The arrays that hold all of a decoder's state, in an order that depends on the model alone."""
+        return [*chain.from_iterable(kept.parts for kept in self.own), *(kept.part for kept in self.recent)]
+
+    def expect(self, ids: Sequence[int]) -> None:
+        """Makes room in a new state for the memory of these tokens: the caller fills its `parts`, and then calls
+        `cut`."""
+        for kept in self.own:
+            kept.extend(len(ids))
+        for recent in self.recent:
+            recent.add(np.full((len(ids), recent.part.shape[1]), -1, np.int64))
+        if self.heard is not None:
+            self.heard.ids += ids
 
     def exact_until(self, length: int) -> None:
         """Declares the first `length` tokens a prompt, which is routed exactly."""
@@ -307,6 +340,11 @@ class State:
         return sum(kept.nbytes for kept in self.recent) + (0 if self.heard is None else self.heard.nbytes)
 
     @property
+    def is_fixed(self) -> bool:
+        """Whether some of it can be cut to few lengths."""
+        return bool(self._fixed)
+
+    @property
     def _fixed(self) -> list[Fixed]:
         return [kept for kept in self.own if isinstance(kept, Fixed) and kept.arrays]
 
@@ -317,7 +355,7 @@ def remembered(
     """Returns the memory of a layer that has read nothing yet; `expected` tokens will come soon."""
     if isinstance(layer.mixer, (Attention, Latent)):
         return Kept(layer.mixer, expected, bits, make)
-    return Fixed(layer.mixer, d_model)
+    return Fixed(layer, d_model)
 
 
 def forked(states: list[State], parents: Sequence[int]) -> list[State]:
@@ -367,8 +405,7 @@ def growth_bytes(spec: ModelSpec, bits: KvBits = 16, beams: int = 1) -> int:
 
 def fixed_bytes(spec: ModelSpec) -> int:
     """Returns the bytes of a sequence's recurrent states, which do not grow, in all layers of the decoder."""
-    parts = [kind.mixer for kind in _layers(spec) if isinstance(kind.mixer, FixedState)]
-    return 4 * sum(math.prod(shape) for part in parts for shape in part.state_shapes(spec.d_model))
+    return 4 * sum(math.prod(shape) for kind in _layers(spec) for shape in kind.state_shapes(spec.d_model))
 
 
 def token_bytes(spec: ModelSpec, bits: KvBits = 16) -> int:

@@ -37,12 +37,14 @@ from moert.models.ffn import (
     Routers,
     SharedExpert,
 )
-from moert.models.kv import Heard, Kept, Recent, State, remembered
+from moert.models.kv import Fixed, Heard, Kept, Recent, State, remembered
 from moert.models.mixers import MIXES, AddedPositions, DistanceBias, FixedMixer, Rotary, query_scales
-from moert.models.streams import StreamMixer, begun, ended
+from moert.models.ngrams import NgramMixer
+from moert.models.streams import StreamGates, StreamMixer, StreamNorm, begun, ended
 from moert.pack.codec import F32
 from moert.pack.manifest import Preference
 from moert.pack.model_spec import Layer, LayerKey, ModelSpec, Stack, StackName
+from moert.pack.ngrams import GatedStreams
 from moert.pack.parts import Attention, Beside, Experts, Ffn, FixedState, Latent, Norm, Rope, Tensor
 
 
@@ -74,16 +76,21 @@ Reroute = Callable[[LayerKey, LearnedRouter, Backend], Router]
 """Returns the router that a layer calls in place of the model's own."""
 
 
+Walk = Callable[[StackName, Sequence[Any]], Iterable[tuple[int, Any]]]
+"""Yields the layers of a stack by their numbers, each when a pass reaches it."""
+
+
 @dataclass
 class Seams:
     """Where others take part in a model, beside the ExpertRunner: `preference`, see Model.prefer; `reroute` puts other
     routers in place of the model's own; `foresight` listens before passes; `routers`: where the model puts its routers,
-    for those that call them before a layer runs."""
+    for those that call them before a layer runs; `walk` listens to the layers of a pass."""
 
     preference: Preference | None = None
     reroute: Reroute | None = None
     foresight: Foresees | None = None
     routers: Routers = field(default_factory=dict)
+    walk: Walk | None = None
 
 
 class Weights(Protocol):
@@ -145,14 +152,32 @@ class Builder:
         after = None if join.after is None else self.norm(join.after, f"{name}.mixer_after")
         return FixedMixer(MIXES[type(part)](part, f"{name}.mixer", self), norm, after, join.add, self.backend)
 
-    def streams(self, layer: Layer, name: str) -> StreamMixer | None:
+    def streams(self, layer: Layer, name: str) -> StreamMixer | StreamGates | None:
         """Returns the mixer of streams around a half of a layer; None for one stream."""
         if layer.streams is None:
             return None
+        if isinstance(layer.streams, GatedStreams):
+            return self.gates(layer.streams, name, self.matrix(f"{name}.join"))
         assert layer.norm is not None
         weight, bias, scale = self.stored(f"{name}.weight"), self.floats(f"{name}.bias"), self.floats(f"{name}.scale")
         norm = NormWeights(np.ones(weight.data.shape[1], np.float32), None, layer.norm.eps)
         return StreamMixer(layer.streams, self.backend.matrix(weight), bias, scale, norm, self.backend)
+
+    def gates(self, part: GatedStreams, name: str, join: Matrix | None = None) -> StreamGates:
+        norm = StreamNorm(self.floats(f"{name}.norm.weight"), part.n, part.norm.eps, self.backend)
+        return StreamGates(part, norm, self.matrix(f"{name}.narrow"), self.matrix(f"{name}.wide"), join, self.backend)
+
+    def ngrams(self, layer: Layer, name: str) -> NgramMixer | None:
+        """Returns the embedding of a layer's tokens together; None where there is none."""
+        part, streams = layer.ngrams, layer.streams
+        if part is None or streams is None:
+            return None
+        norms = [
+            StreamNorm(self.floats(f"{name}.{each}_norm.weight"), streams.n, part.norm.eps, self.backend)
+            for each in ("key", "stream", "conv")
+        ]
+        key, value, taps = self.matrix(f"{name}.key"), self.matrix(f"{name}.value"), self.floats(f"{name}.conv.weight")
+        return NgramMixer(part, self.stored(f"{name}.table"), key, value, norms, taps, self.backend)
 
     def ffn(self, layer: Layer, at: LayerKey, runner: ExpertRunner, routers: Routers) -> MoeFfn | DenseFfn | None:
         name, join = f"{at.stack}.{at.layer}", layer.ffn_join
@@ -245,15 +270,17 @@ class _Layer:
         below = sum(other.stack == at.stack for other in routers)
         self.ffn = builder.ffn(part, at, runner, routers)
         self.routed = below if at in routers else None
+        self.ngrams = builder.ngrams(part, f"{name}.ngrams")
         self.to_mixer = None if mixer is None else builder.streams(part, f"{name}.mixer_streams")
         self.to_ffn = None if self.ffn is None else builder.streams(part, f"{name}.ffn_streams")
 
 
 class _Reading(NamedTuple):
-    """Sequences that are read in one pass: the rows of each, one sequence after the other, and its state. `prefixes`:
-    for each sequence, how many of its first tokens see each other, where nothing was read before. `known`: the
-    positions that layers of this pass have used."""
+    """Sequences of tokens that are read in one pass: the rows of each, one sequence after the other, and its state.
+    `prefixes`: for each sequence, how many of its first tokens see each other, where nothing was read before. `known`:
+    the positions that layers of this pass have used."""
 
+    sequences: Sequence[Sequence[int]]
     spans: Sequence[slice]
     states: Sequence[State]
     prefixes: Sequence[int]
@@ -273,6 +300,9 @@ class _Tower:
             added = builder.stored(f"{name}.positions.weight")
             self.positions = AddedPositions(added, pad if part.skips_pad else None, counts_pad=name == "decoder")
         self.norm = builder.norm(stack.norm, f"{name}.norm")
+        gated = stack.streams if isinstance(stack.streams, GatedStreams) else None
+        self.end = ended if gated is None else builder.gates(gated, f"{name}.streams").end
+        self.walk: Callable[[Sequence[_Layer]], Iterable[tuple[int, _Layer]]] = enumerate
         self.bias = None
         if stack.buckets is not None:
             table = builder.floats(f"{name}.relative_bias.weight")
@@ -281,18 +311,23 @@ class _Tower:
             _Layer(stack[layer], LayerKey(name, layer), builder, runner, routers) for layer in range(len(stack))
         ]
 
-    def read(self, x: F32, lengths: Sequence[int], states: Sequence[State], prefixes: Sequence[int]) -> None:
-        """Runs all layers on x [tokens, d_model] in place, sequences of `lengths` tokens one after the other; for
+    def read(
+        self, x: F32, sequences: Sequence[Sequence[int]], states: Sequence[State], prefixes: Sequence[int]
+    ) -> None:  # fmt: skip
+        """Runs all layers on x [tokens, d_model] in place, the tokens of `sequences` one after the other; for
         `prefixes` see _Reading."""
+        lengths = list(map(len, sequences))
         spans = [slice(start, end) for start, end in pairwise(accumulate(lengths, initial=0))]
-        reading = _Reading(spans, states, prefixes, {})
+        reading = _Reading(sequences, spans, states, prefixes, {})
         streams = None if self.part.streams is None else begun(x, self.part.streams.n)
         shortcut: F32 | None = None  # the output of the last layer's experts, where it joins behind this layer
-        for place, layer in enumerate(self.layers):
+        for place, layer in self.walk(self.layers):
             if layer.positions is not None:
                 for rows, state in zip(spans, states, strict=True):
                     layer.positions.add_from(x[rows], state.own[place].length)
             entered = x.copy() if layer.part.parallel else None
+            if streams is not None and layer.ngrams is not None:
+                self._join(place, reading, streams, layer.ngrams)
             if streams is None or layer.to_mixer is None:
                 self._mix(place, reading, x)
             else:
@@ -311,7 +346,15 @@ class _Tower:
                 x += shortcut
             shortcut = made
         if streams is not None:
-            x[:] = ended(streams)
+            x[:] = self.end(streams)
+
+    def _join(self, place: int, reading: _Reading, streams: F32, ngrams: NgramMixer) -> None:
+        """Adds the embedding of several tokens together to streams [tokens, n, d_model] in place."""
+        for ids, span, state in zip(reading.sequences, reading.spans, reading.states, strict=True):
+            own = state.own[place]
+            assert isinstance(own, Fixed)
+            own.extend(len(ids))
+            ngrams.join(streams[span], ids, own.arrays[-2:])
 
     def _mix(self, place: int, reading: _Reading, x: F32) -> None:
         """Runs a layer's mixer, and its attention to an encoder's output, on x [tokens, d_model] in place."""
@@ -321,7 +364,7 @@ class _Tower:
             if isinstance(own, Kept):
                 self._attend(layer, rows, own, prefix, reading.known)
             elif layer.mixer is not None:
-                layer.mixer.read(rows, own)
+                layer.mixer.read(rows, own, counted=layer.ngrams is not None)
             else:
                 own.extend(len(rows))
             if layer.cross is not None:
@@ -392,6 +435,9 @@ class Model:
             name: _Tower(name, stack, ropes, builder, runner, self.routers, spec.tokens.pad)
             for name, stack in spec.stacks.items()
         }
+        if seams.walk is not None:
+            for name, tower in towers.items():
+                tower.walk = partial(seams.walk, name)
         self._encoder, self._decoder = towers.get("encoder"), towers["decoder"]
         self.preference: Preference | None = None
         if seams.preference is not None:
@@ -474,6 +520,12 @@ class Model:
         for start in range(0, len(x), at_once):
             yield self._logits(x[start : start + at_once])
 
+    def hidden(self, ids: Sequence[int]) -> Iterator[F32]:
+        """Yields the hidden states of a prompt as the head takes them, behind the last norm: of ROWS tokens or fewer at
+        a time, [tokens, d_model]. Of decoders without an encoder alone."""
+        for x in _pieces(self._decode([ids], self._states([ids]))):
+            yield self.backend.norm(x, self._decoder.norm) if self._project is None else self._projected(x)
+
     @property
     def _start(self) -> int:
         start = self.spec.tokens.start
@@ -523,7 +575,7 @@ class Model:
         x = self._embedded(encoder, prompts, [0] * len(prompts))
         d_model, make = self.spec.d_model, self.backend.pages
         states = [State([remembered(layer.part, d_model, n, 16, make) for layer in encoder.layers]) for n in lengths]
-        encoder.read(x, lengths, states, [0] * len(prompts))
+        encoder.read(x, prompts, states, [0] * len(prompts))
         return np.split(self.backend.norm(x, encoder.norm), np.cumsum(lengths)[:-1])
 
     def _embedded(self, tower: _Tower, sequences: Sequence[Sequence[int]], starts: Sequence[int]) -> F32:
@@ -538,12 +590,12 @@ class Model:
 
     def _decode(self, sequences: Sequence[Sequence[int]], states: Sequence[State]) -> F32:
         """Runs the tokens of each sequence after those in its state; returns hidden states [all tokens, d_model]."""
-        starts, lengths = [state.length for state in states], list(map(len, sequences))
+        starts = [state.length for state in states]
         x = self._embedded(self._decoder, sequences, starts)
         if self.foresight is not None:
             self.foresight.decodes(sequences, _heard(states))
         prefixes = [0 if start else self._prefix(ids) for ids, start in zip(sequences, starts, strict=True)]
-        self._decoder.read(x, lengths, states, prefixes)
+        self._decoder.read(x, sequences, states, prefixes)
         return x
 
     def _prefix(self, ids: Sequence[int]) -> int:
@@ -554,6 +606,10 @@ class Model:
     def _logits(self, x: F32) -> F32:
         head, norm, x = self.spec.head, self._decoder.norm, np.ascontiguousarray(x)
         if self._project is not None:
-            made = self.backend.linear(self.backend.norm(x, norm), self._project)
-            x, norm = self.backend.gated(np.ones_like(made), made), NO_NORM
+            x, norm = self._projected(x), NO_NORM
         return self.backend.head(x, norm, head.scale, head.softcap, self._head)
+
+    def _projected(self, x: F32) -> F32:
+        assert self._project is not None
+        made = self.backend.linear(self.backend.norm(x, self._decoder.norm), self._project)
+        return self.backend.gated(np.ones_like(made), made)

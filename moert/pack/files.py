@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import hashlib
 import os
 import re
 import stat
 import weakref
+from array import array
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from io import FileIO
@@ -32,13 +34,14 @@ def beside(path: Path, ending: str) -> Path:
 
 
 @contextmanager
-def atomic_write(path: Path) -> Iterator[Path]:
+def atomic_write(path: Path, durable: bool = True) -> Iterator[Path]:
     """Yields the name of a new file beside `path` to write to: when the block ends, the file is made durable and takes
-    the place of `path`. If the block or the system fails, `path` stays as it was and no file stays beside it. Raises
-    OSError."""
+    the place of `path`. If the block or the system fails, `path` stays as it was and no file stays beside it. A file
+    that is not `durable` is quicker, and may be damaged after a power cut. Raises OSError."""
     with _beside(path) as fresh:
         yield fresh
-        fsync(fresh)
+        if durable:
+            fsync(fresh)
         os.replace(fresh, path)
 
 
@@ -58,6 +61,11 @@ def write_in_order(files: Sequence[tuple[Path, bytes | bytearray]]) -> None:
             fsync(fresh)
         for fresh, path, _ in staged:
             os.replace(fresh, path)
+
+
+def sha256(body: bytes | array[int] = b"") -> hashlib._Hash:
+    """Returns the sha256 of bytes, to which more may be added."""
+    return hashlib.sha256(body)
 
 
 def fsync(path: Path) -> None:

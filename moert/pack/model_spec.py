@@ -8,6 +8,7 @@ from functools import cached_property, lru_cache
 from typing import Annotated, ClassVar, Literal, NamedTuple, TypeVar
 
 from moert.pack.documents import MAX_COUNT, Within, extended
+from moert.pack.ngrams import DIGITS, MOST_IDS, MOST_WORD, GatedStreams, Ngrams
 from moert.pack.parts import (
     MOST,
     MOST_FEATURES,
@@ -25,6 +26,7 @@ from moert.pack.parts import (
     PositionTable,
     Role,
     Rope,
+    Shapes,
     Streams,
     Tensor,
     matrix,
@@ -51,9 +53,9 @@ class Layer:
     """One layer. mixer(norm(x)) joins the stream x, if the layer has a mixer; in a decoder that reads an encoder's
     output x += cross(norm(x), output); ffn(norm(x)) joins x, if the layer has an ffn; and if it is `scaled`, at the end
     x *= a number of its own. Without a norm all parts get x as it is. `positions` are added to x before. If the layer
-    is `parallel`, its ffn gets the norm of the x that its mixer got."""
+    is `parallel`, its ffn gets the norm of the x that its mixer got. `ngrams` join the streams before."""
 
-    LEFT_OUT: ClassVar = ("parallel", "streams")
+    LEFT_OUT: ClassVar = ("parallel", "streams", "ngrams")
     norm: Norm | None
     mixer: Attention | Latent | FixedState | None
     cross: Attention | None
@@ -63,7 +65,8 @@ class Layer:
     scaled: bool = False
     positions: PositionTable | None = None
     parallel: bool = False
-    streams: Streams | None = None
+    streams: Streams | GatedStreams | None = None
+    ngrams: Ngrams | None = None
 
     @property
     def attention(self) -> Attention | Latent | None:
@@ -76,8 +79,10 @@ class Layer:
 
     @property
     def inner_norm(self) -> Norm | None:
-        """Returns the norm whose eps those of heads have: the layer's or, without one, that behind its mixer."""
-        return self.norm or self.mixer_join.after
+        """Returns the norm whose eps those of heads have: the layer's or, without one, that behind its mixer or of its
+        streams."""
+        own = self.streams.norm if isinstance(self.streams, GatedStreams) else None
+        return self.norm or self.mixer_join.after or own
 
     @property
     def adds_experts(self) -> bool:
@@ -95,9 +100,18 @@ class Layer:
         bounds behind activations, shortcuts, choices that return their input."""
         return any(extended(getattr(self, field.name)) for field in fields(self))
 
+    def state_shapes(self, d_model: int) -> Shapes:
+        """Returns the shapes of the arrays of its recurrent state: those of its mixer first."""
+        found = self.mixer.state_shapes(d_model) if isinstance(self.mixer, FixedState) else ()
+        if self.ngrams is None or self.streams is None:
+            return found
+        return *found, *self.ngrams.state_shapes(self.streams.n * d_model)
+
     def tensors(self, at: str, d_model: int) -> Iterator[Tensor]:
         if self.positions is not None:
             yield from self.positions.tensors(at, d_model)
+        if self.ngrams is not None and self.streams is not None:
+            yield from self.ngrams.tensors(f"{at}.ngrams", d_model, self.streams.n)
         if self.mixer is not None:
             yield from self._streams(f"{at}.mixer_streams", d_model)
             yield from self._norm(f"{at}.mixer_norm", d_model)
@@ -147,9 +161,15 @@ class Layer:
             yield "a parallel layer needs a mixer and a feed-forward, and has no attention to an encoder"
         if self.streams is not None:
             yield from self._unfit_for_streams()
+        if self.ngrams is not None:
+            yield from self.ngrams.contradictions()
+            if self.streams is None or not isinstance(self.mixer, FixedState):
+                yield "a layer has tokens together, and no streams that they join, or no mixer with a fixed state"
 
     def _unfit_for_streams(self) -> Iterator[str]:
-        if self.norm is None:
+        if isinstance(self.streams, GatedStreams):
+            yield from self.streams.contradictions()
+        elif self.norm is None:
             yield "a layer has streams whose weights have the eps of the layer's norm, which it has not"
         if self.parallel or self.scaled or self.positions is not None or self.cross is not None:
             yield "a layer with streams is parallel or scaled, or has positions or attention to an encoder"
@@ -184,7 +204,7 @@ class Stack:
         return next((kind.buckets for kind in self.kinds if kind.buckets is not None), None)
 
     @property
-    def streams(self) -> Streams | None:
+    def streams(self) -> Streams | GatedStreams | None:
         """Returns the streams that all its layers have."""
         return self.kinds[0].streams
 
@@ -196,6 +216,8 @@ class Stack:
     def tensors(self, at: str, d_model: int) -> Iterator[Tensor]:
         if self.norm is not None:
             yield from self.norm.tensors(f"{at}.norm", d_model)
+        if isinstance(self.streams, GatedStreams):
+            yield from self.streams.end_tensors(f"{at}.streams", d_model)
         if self.positions is not None:
             yield from self.positions.tensors(at, d_model)
         if (buckets := self.buckets) is not None:
@@ -328,9 +350,10 @@ class ModelSpec:
 
     @property
     def stream_width(self) -> int:
-        """Returns the number of features of a token between two layers, in all of its streams together."""
-        streams = self.decoder.streams
-        return self.d_model if streams is None else streams.n * self.d_model
+        """Returns the number of features of a token between two layers, in all of its streams together, and of its
+        number, where layers embed tokens together."""
+        streams, digits = self.decoder.streams, DIGITS if self.tables else 0
+        return self.d_model if streams is None else streams.n * self.d_model + digits
 
     def stack(self, name: StackName) -> Stack | None:
         return self.encoder if name == "encoder" else self.decoder
@@ -386,6 +409,14 @@ class ModelSpec:
         """Returns every tensor that stays in memory, by its canonical name: the contract of backbone.safetensors."""
         return {tensor.name: tensor for tensor in self._tensors()}
 
+    @cached_property
+    def tables(self) -> dict[str, Tensor]:
+        """Returns every tensor that stays on the drive, by its canonical name: the contract of ngrams.safetensors."""
+        kinds = enumerate(self.decoder.layers)
+        parts = [(f"decoder.{layer}.ngrams", self.decoder.kinds[kind].ngrams) for layer, kind in kinds]
+        tables = [part.table(at) for at, part in parts if part is not None]
+        return {table.name: table for table in tables}
+
     def _tensors(self) -> Iterator[Tensor]:
         tied = self.head.tied
         yield Tensor("embed.weight", (self.vocab_size, self.d_model), "head" if tied else "embed")
@@ -422,6 +453,11 @@ class ModelSpec:
         if self.encoder is not None and self.encoder.streams is not None:
             yield "in the encoder, a layer has streams, which only decoders have"
             return
+        for ngrams in (kind.ngrams for kind in self.decoder.kinds if kind.ngrams is not None):
+            largest = max(self.vocab_size - 1, ngrams.end) * max(ngrams.multipliers)
+            if self.vocab_size > MOST_IDS or ngrams.end >= self.vocab_size or largest > MOST_WORD:
+                yield f"its tokens together are for fewer than {self.vocab_size} tokens, or for other ones"
+                return
         if self.encoder is not None and (why := _unfit(self.encoder)) is not None:
             yield f"in the encoder, a layer has {why}, which only decoders have"
             return

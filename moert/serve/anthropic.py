@@ -13,11 +13,10 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 
-from moert.chat.conversation import Asked
 from moert.serve.answers import answered, body_of, event, refusal, whole
 from moert.serve.fields import ANY, FLAG, TABLE, TABLES, TEXT, TEXTS, Field, Form, Refused, read
 from moert.serve.fields import whole as whole_number
-from moert.serve.forms import Argued, Called, Ended, Event, Wish, Wrote
+from moert.serve.forms import Argued, Called, Ended, Event, Talk, Wish, Wrote
 from moert.serve.openai import SAMPLING, settings_of
 from moert.serve.tools import Tools
 from moert.serve.worker import Ticket, status_of
@@ -79,7 +78,7 @@ async def _message(host: Host, request: Request) -> Any:
     stops = tuple(found.get("stop_sequences", ()))
     changes = {**found, "stop": list(stops)} if stops else found
     (settings,) = settings_of(changes, host.defaults, **tools.settings(asked))
-    talk = tools.talk(asked["messages"], _variables(found))
+    talk = _talk(tools, asked, found)
     ticket = worker.submit(Wish([talk], [settings]), host.loop)
     head = {
         "id": f"msg_{secrets.token_hex(12)}", "type": "message", "role": "assistant", "model": name,
@@ -95,11 +94,15 @@ async def _count(host: Host, request: Request) -> Response:
     found = _COUNT.read(await body_of(request))
     _, worker = await host.worker(found.get("model"))
     asked = _asked(found)
-    tools = Tools.of(worker.engine, asked)
-    talk = tools.talk(asked["messages"], _variables(found))
-    rendered = Asked(talk.messages, talk.tools, talk.variables)
-    ids = await asyncio.wrap_future(worker.call(lambda engine: engine.speaker.ids(rendered)))
+    talk = _talk(Tools.of(worker.engine, asked), asked, found)
+    ids = await asyncio.wrap_future(worker.call(lambda engine: engine.speaker.ids(talk.asked)))
     return whole({"input_tokens": len(ids)})
+
+
+def _talk(tools: Tools, asked: Mapping[str, Any], found: Mapping[str, Any]) -> Talk:
+    """Returns the conversation of a request, whose answer goes on from a last message of the assistant."""
+    messages = asked["messages"]
+    return tools.talk(messages, _variables(found), messages[-1]["role"] == "assistant")
 
 
 def _variables(found: Mapping[str, Any]) -> dict[str, Any]:

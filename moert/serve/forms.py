@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
-from moert.chat.conversation import Part
+from moert.chat.conversation import Asked, Part
 from moert.engine.constraint import Grammar
 from moert.engine.generation import GenerationSettings, Logprobs, StopReason
 from moert.serve.calls import Format
@@ -15,13 +15,21 @@ from moert.serve.calls import Format
 @dataclass(frozen=True)
 class Talk:
     """A conversation to be answered by the model's chat template: its messages, JSON schemas of tools, other variables
-    of the template. `format`: the form in which the model calls tools; `forced`: see moert.chat.conversation.Asked."""
+    of the template. `format`: the form in which the model calls tools; `forced` and `continues`: see
+    moert.chat.conversation.Asked."""
 
     messages: Sequence[Mapping[str, Any]]
     tools: Sequence[Mapping[str, Any]] | None = None
     variables: Mapping[str, Any] = field(default_factory=dict)
     format: Format | None = None
     forced: Callable[[bool], tuple[Grammar, bool]] | None = None
+    continues: bool = False
+
+    @property
+    def asked(self) -> Asked:
+        """The input of the template."""
+        shown = () if self.format is None else self.format.special
+        return Asked(self.messages, self.tools, self.variables, shown, self.forced, self.continues)
 
 
 @dataclass(frozen=True)

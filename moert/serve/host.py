@@ -15,6 +15,7 @@ from typing import Any
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
 
+from moert.engine.archive import Folder
 from moert.engine.engine import Engine
 from moert.engine.generation import GenerationSettings
 from moert.engine.settings import EngineSettings
@@ -34,7 +35,8 @@ Failed = Callable[[BaseException], Response]
 @dataclass(frozen=True)
 class ServerSettings:
     """The settings of a server. `packs`: their folders by name; `api_key`: which clients have to send; `origins`: which
-    pages of other hosts may call it ("*": all); `most_waiting`: clients at a time."""
+    pages of other hosts may call it ("*": all); `most_waiting`: clients at a time; `folder`: for states of
+    conversations that leave memory."""
 
     packs: Mapping[str, Path]
     engine: EngineSettings = field(default_factory=EngineSettings)
@@ -42,6 +44,7 @@ class ServerSettings:
     api_key: str | None = None
     origins: Sequence[str] = ()
     most_waiting: int = MOST_WAITING
+    folder: Folder | None = None
 
 
 class Host:
@@ -83,7 +86,9 @@ class Host:
         engine = Engine.open(self.settings.packs[name], self.settings.engine, notify=_LOG.warning)
         with suppress(TokenizerMissing, ChatImpossible):  # now, not in the middle of answers
             _ = engine.text.tokenizer, engine.speaker
-        worker = Worker(engine, self.settings.most_waiting)
+        worker = Worker(engine, self.settings.most_waiting, self.settings.folder)
+        if self.settings.folder is not None and not engine.spec.continues:
+            _LOG.warning("%s reads with an encoder: nothing of it goes to %s", name, self.settings.folder.path)
         self._open = name, worker
         return worker
 

@@ -1,8 +1,9 @@
-"""Ollama's interface: /api/chat, /api/generate, /api/tags, /api/show, /api/ps, /api/version."""
+"""Ollama's interface: /api/chat, /api/generate, /api/embed, /api/tags, /api/show, /api/ps, /api/version."""
 
 from __future__ import annotations
 
 import json
+import time
 from collections.abc import AsyncIterator, Mapping
 from datetime import datetime, timezone
 from functools import partial
@@ -32,7 +33,7 @@ from moert.serve.fields import (
 )
 from moert.serve.fields import whole as whole_number
 from moert.serve.forms import Argued, Called, Ended, Event, Talk, Wish, Wrote
-from moert.serve.openai import SAMPLING, messages_of, settings_of
+from moert.serve.openai import MOST_INPUTS, SAMPLING, embedded, messages_of, settings_of, texts_of
 from moert.serve.tools import Tools, form_of
 from moert.serve.worker import status_of
 
@@ -44,9 +45,16 @@ _BOTH: Mapping[str, Field] = {
 }  # fmt: skip
 _CHAT: Mapping[str, Field] = {**_BOTH, "messages": TABLES, "tools": TABLES}
 _GENERATE: Mapping[str, Field] = {**_BOTH, "prompt": TEXT, "system": TEXT, "raw": FLAG, "suffix": one_of("")}
+_EMBED: Mapping[str, Field] = {
+    "model": TEXT, "input": ANY, "truncate": one_of(False), "dimensions": whole_number(1, 1 << 30), "options": TABLE,
+    "keep_alive": ANY,
+}  # fmt: skip
 _CHAT_FORM, _GENERATE_FORM = Form(_CHAT, needed=("model",)), Form(_GENERATE, ("context",), ("model",))
 _SHOW_FORM = Form({"model": TEXT, "name": TEXT, "verbose": FLAG})
-FORMS = {"/api/chat": _CHAT_FORM, "/api/generate": _GENERATE_FORM, "/api/show": _SHOW_FORM}
+_EMBED_FORM = Form(_EMBED, needed=("model", "input"))
+FORMS = {
+    "/api/chat": _CHAT_FORM, "/api/embed": _EMBED_FORM, "/api/generate": _GENERATE_FORM, "/api/show": _SHOW_FORM,
+}  # fmt: skip
 _SAME = ("temperature", "top_k", "top_p", "min_p", "seed", "stop", "presence_penalty", "frequency_penalty")
 _OPTIONS: Mapping[str, Field] = {
     **{name: SAMPLING[name] for name in _SAME}, "num_predict": whole_number(-2, 1 << 30),
@@ -65,7 +73,8 @@ def failed(error: BaseException) -> Response:
 def routes(host: Host) -> list[Route]:
     """Returns the paths of this interface."""
     paths = {
-        "/api/chat": ("POST", _chat), "/api/generate": ("POST", _generate), "/api/show": ("POST", _show),
+        "/api/chat": ("POST", _chat), "/api/generate": ("POST", _generate), "/api/embed": ("POST", _embed),
+        "/api/show": ("POST", _show),
         "/api/tags": ("GET", _tags), "/api/ps": ("GET", _running), "/api/version": ("GET", _version),
     }  # fmt: skip
     return [
@@ -117,6 +126,20 @@ async def _generate(host: Host, request: Request) -> Any:
         lambda: _stream(name, ticket.events(), chat=False), lambda: _whole(name, ticket.events(), chat=False),
         b"", "application/x-ndjson",
     )  # fmt: skip
+
+
+async def _embed(host: Host, request: Request) -> Response:
+    found = _EMBED_FORM.read(await body_of(request))
+    name, worker = await host.worker(found["model"])
+    given = found["input"]
+    _options(found)
+    began_s = time.monotonic()
+    inputs = [] if given in ("", []) else texts_of(given, "input", MOST_INPUTS)
+    vectors, tokens = await embedded(request, worker, inputs, found)
+    return whole({
+        "model": name, "embeddings": [vector.tolist() for vector in vectors], "load_duration": 0,
+        "total_duration": int((time.monotonic() - began_s) * 1e9), "prompt_eval_count": tokens,
+    })  # fmt: skip
 
 
 def _message(message: Mapping[str, Any]) -> dict[str, Any]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import secrets
 import time
+from base64 import b64encode
 from collections.abc import AsyncIterator, Mapping, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -15,6 +16,8 @@ from starlette.routing import Route
 
 from moert.engine.engine import Engine
 from moert.engine.generation import GenerationSettings, Likely, Logprobs
+from moert.engine.scoring import POOLINGS
+from moert.pack.codec import F32
 from moert.serve.answers import answered, body_of, event, refusal, unless_gone, whole
 from moert.serve.fields import (
     ANY,
@@ -60,17 +63,26 @@ _CHAT: Mapping[str, Field] = {
     **_BOTH, "messages": TABLES, "max_completion_tokens": whole_number(1, _MOST_TOKENS), "logprobs": FLAG,
     "top_logprobs": whole_number(0, 20), "tools": TABLES, "tool_choice": ANY, "parallel_tool_calls": FLAG,
     "response_format": TABLE, "chat_template_kwargs": TABLE, "reasoning_effort": TEXT, "grammar": TEXT,
+    "continue_final_message": FLAG, "add_generation_prompt": FLAG,
 }  # fmt: skip
 _TEXT: Mapping[str, Field] = {
     **_BOTH, "prompt": ANY, "logprobs": whole_number(0, 20), "echo": FLAG, "suffix": one_of(""),
     "best_of": whole_number(1, 16), "response_format": TABLE, "grammar": TEXT,
 }  # fmt: skip
+_EMBED: Mapping[str, Field] = {
+    "model": TEXT, "input": ANY, "encoding_format": one_of("float", "base64"), "dimensions": whole_number(1, 1 << 30),
+    "pooling": one_of(*POOLINGS),
+}  # fmt: skip
+_MOST_PROMPTS, MOST_INPUTS = 64, 2048
 _HARMLESS = (
     "user", "metadata", "store", "service_tier", "safety_identifier", "prompt_cache_key", "prompt_cache_retention",
     "verbosity",
 )  # fmt: skip
 _CHAT_FORM, _TEXT_FORM = Form(_CHAT, _HARMLESS, ("messages",)), Form(_TEXT, _HARMLESS, ("prompt",))
-FORMS = {"/v1/chat/completions": _CHAT_FORM, "/v1/completions": _TEXT_FORM}
+_EMBED_FORM = Form(_EMBED, ("user",), ("input",))
+FORMS = {
+    "/v1/chat/completions": _CHAT_FORM, "/v1/completions": _TEXT_FORM, "/v1/embeddings": _EMBED_FORM,
+}  # fmt: skip
 _STREAM: Mapping[str, Field] = {"include_usage": FLAG, "include_obfuscation": FLAG}
 _NAMES = {
     "temperature": "temperature", "top_p": "top_p", "top_k": "top_k", "min_p": "min_p", "stop": "stop",
@@ -181,7 +193,7 @@ async def _chat(host: Host, request: Request) -> Any:
     variables = dict(found.get("chat_template_kwargs", {}))
     if "reasoning_effort" in found:
         variables.setdefault("reasoning_effort", found["reasoning_effort"])
-    talk = tools.talk(messages, variables)
+    talk = tools.talk(messages, variables, _continues(found))
     ticket = worker.submit(Wish([talk], settings), host.loop)
     head = {"id": f"chatcmpl-{secrets.token_hex(12)}", "created": int(time.time()), "model": name}
     return await answered(
@@ -189,6 +201,18 @@ async def _chat(host: Host, request: Request) -> Any:
         lambda: _chat_stream(head, ticket.events(), bool(options.get("include_usage")), len(settings)),
         lambda: _chat_whole(head, ticket.events(), len(settings)),
     )  # fmt: skip
+
+
+def _continues(found: Mapping[str, Any]) -> bool:
+    """Returns whether the answer goes on from the last message. Raises Refused."""
+    continues: bool = found.get("continue_final_message", False)
+    if found.get("add_generation_prompt", not continues) == continues:
+        other = "false" if continues else "true"
+        raise Refused(
+            f"add_generation_prompt should be {other} where continue_final_message is {str(continues).lower()}",
+            "add_generation_prompt",
+        )
+    return continues
 
 
 async def _chat_stream(
@@ -288,7 +312,7 @@ def _likely(token: Likely) -> dict[str, Any]:
 
 async def _complete(host: Host, request: Request) -> Any:
     found = _TEXT_FORM.read(await body_of(request))
-    prompts = _prompts(found["prompt"])
+    prompts = texts_of(found["prompt"], "prompt", _MOST_PROMPTS)
     options = read(found.get("stream_options", {}), _STREAM)
     count = found.get("n", 1)
     if found.get("best_of", count) != count:
@@ -314,8 +338,8 @@ async def _complete(host: Host, request: Request) -> Any:
     )  # fmt: skip
 
 
-def _prompts(given: Any) -> list[Any]:
-    """Returns the prompts, texts or lists of token ids. Raises Refused."""
+def texts_of(given: Any, field: str, most: int) -> list[Any]:
+    """Returns the texts in a field, texts or lists of token ids. Raises Refused."""
 
     def is_ids(value: Any) -> bool:
         right = isinstance(value, list) and bool(value)
@@ -324,10 +348,10 @@ def _prompts(given: Any) -> list[Any]:
     if isinstance(given, str) or is_ids(given):
         return [given]
     if isinstance(given, list) and given and all(isinstance(each, str) or is_ids(each) for each in given):
-        if len(given) > 64:
-            raise Refused(f"prompt has {len(given)} prompts, at most 64 are taken at once", "prompt")
+        if len(given) > most:
+            raise Refused(f"{field} has {len(given)} texts, at most {most} are taken at once", field)
         return given
-    raise Refused("prompt should be text, a list of token ids, or a list of these", "prompt")
+    raise Refused(f"{field} should be text, a list of token ids, or a list of these", field)
 
 
 async def _text_stream(
@@ -434,6 +458,50 @@ async def _echoed(
     return whole({**head, "choices": choices, "usage": usage})
 
 
+# Embeddings -----------------------------------------------------------------------------------------------------------
+
+
+async def _embed(host: Host, request: Request) -> Response:
+    found = _EMBED_FORM.read(await body_of(request))
+    inputs = texts_of(found["input"], "input", MOST_INPUTS)
+    name, worker = await host.worker(found.get("model"))
+    vectors, tokens = await embedded(request, worker, inputs, found)
+    coded = found.get("encoding_format") == "base64"
+    data = [
+        {"object": "embedding", "index": at, "embedding": _in_base64(each) if coded else each.tolist()}
+        for at, each in enumerate(vectors)
+    ]
+    usage = {"prompt_tokens": tokens, "total_tokens": tokens}
+    return whole({"object": "list", "data": data, "model": name, "usage": usage})
+
+
+def _in_base64(vector: F32) -> str:
+    return b64encode(vector.astype("<f4").tobytes()).decode()
+
+
+async def embedded(
+    request: Request, worker: Worker, inputs: Sequence[str | Sequence[int]], found: Mapping[str, Any]
+) -> tuple[list[F32], int]:
+    """Returns the embeddings of texts, one after the other between answers, and the number of their tokens. Raises
+    Refused, or the errors of Engine.embed."""
+    width = worker.engine.spec.d_model
+    if (dimensions := found.get("dimensions", width)) != width:
+        raise Refused(f"dimensions is {dimensions}: embeddings of this model have {width}", "dimensions")
+    pooling, vectors, tokens = found.get("pooling", "mean"), list[F32](), 0
+
+    def run(text: str | Sequence[int], engine: Engine) -> tuple[F32, int]:
+        ids = engine.text.ids(text)
+        return engine.embed(ids, pooling), len(ids)
+
+    for text in inputs:
+        vector, read_tokens = await unless_gone(
+            request, asyncio.wrap_future(worker.call(partial(run, text), alone=True))
+        )  # fmt: skip
+        vectors.append(vector)
+        tokens += read_tokens
+    return vectors, tokens
+
+
 # Models ---------------------------------------------------------------------------------------------------------------
 
 
@@ -449,7 +517,3 @@ async def _model(host: Host, request: Request) -> Response:
 
 def _of_model(host: Host, name: str) -> dict[str, Any]:
     return {"id": name, "object": "model", "created": host.created, "owned_by": "moert"}
-
-
-async def _embed(host: Host, request: Request) -> Response:
-    raise Refused("embeddings are not supported by models that write text", status=400)

@@ -21,7 +21,6 @@ from starlette.types import ASGIApp
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from moert import __version__
-from moert.chat.conversation import Asked
 from moert.engine.engine import Engine
 from moert.errors import RunError
 from moert.machine import held_bytes
@@ -119,7 +118,7 @@ async def _tokenize(host: Host, request: Request) -> Response:
     def run(engine: Engine) -> list[int]:
         if "messages" in found:
             talk = Tools.of(engine, found).talk(openai.messages_of(found["messages"]), {})
-            return engine.speaker.ids(Asked(talk.messages, talk.tools))
+            return engine.speaker.ids(talk.asked)
         return engine.text.encode(required(found, "content"), whole=not found.get("add_special", False))
 
     ids = await asyncio.wrap_future(worker.call(run))

@@ -47,10 +47,16 @@ class Tools:
             raise Refused("the form of tool calls in the model's chat template is not known: leave tools out", "tools")
         return cls(template, special, listed, format, _choice(listed, choice, found.get("parallel_tool_calls", True)))
 
-    def talk(self, messages: Sequence[Mapping[str, Any]], variables: Mapping[str, Any]) -> Talk:
-        """Returns the conversation of a request, its messages as the template takes them."""
+    def talk(
+        self, messages: Sequence[Mapping[str, Any]], variables: Mapping[str, Any], continues: bool = False
+    ) -> Talk:
+        """Returns the conversation of a request, its messages as the template takes them. `continues`: the answer goes
+        on from the last one. Raises Refused where that one calls tools."""
+        if continues and messages[-1].get("tool_calls"):
+            raise Refused("the last message calls tools: give their results, or a text to go on from", "messages")
         made = for_template(messages, self.template, self.format)
-        return Talk(made, self.listed, variables, self.format, None if self.choice is None else self._forced)
+        forced = None if self.choice is None else self._forced
+        return Talk(made, self.listed, variables, self.format, forced, continues)
 
     def settings(self, found: Mapping[str, Any]) -> dict[str, Any]:
         """Returns settings for the form of the answer that a request names. Raises Refused."""

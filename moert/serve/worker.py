@@ -13,7 +13,8 @@ from concurrent.futures import Future
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
-from moert.chat.conversation import Asked, Part
+from moert.chat.conversation import Part
+from moert.engine.archive import Folder
 from moert.engine.engine import Engine
 from moert.engine.generation import GenerationSettings, Piece
 from moert.engine.session import Continued, Prompt, Request, Session
@@ -159,9 +160,9 @@ def _joined(events: Iterable[Event]) -> list[Event]:
 class Worker:
     """One thread that owns an engine. `submit` and `call` may be called from any thread."""
 
-    def __init__(self, engine: Engine, most_waiting: int = MOST_WAITING) -> None:
+    def __init__(self, engine: Engine, most_waiting: int = MOST_WAITING, folder: Folder | None = None) -> None:
         self._engine, self._most = engine, most_waiting
-        self._prefixes = engine.prefixes() if engine.spec.continues else None
+        self._prefixes = engine.prefixes(folder) if engine.spec.continues else None
         self._inbox: queue.SimpleQueue[Callable[[], None] | Ticket | None] = queue.SimpleQueue()
         self._alone: list[Callable[[], None]] = []  # waits until no request runs
         self._tickets: list[Ticket] = []
@@ -322,11 +323,9 @@ class Worker:
     ) -> tuple[Request, ReplyReader | None]:
         engine, prefixes = self._engine, self._prefixes
         if isinstance(prompt, Talk):
-            shown = () if prompt.format is None else prompt.format.special
-            asked = Asked(prompt.messages, prompt.tools, prompt.variables, shown, prompt.forced)
             if prefixes is None:
                 prefixes = engine.prefixes()
-            spoken = engine.speaker.prompt(asked, prefixes, settings)
+            spoken = engine.speaker.prompt(prompt.asked, prefixes, settings)
             reader = ReplyReader(spoken.marks, spoken.first, prompt.format, schemas_of(prompt.tools))
             return session.add(spoken.prompt, spoken.settings), reader
         given: Prompt = prompt

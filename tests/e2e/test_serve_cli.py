@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 import signal
 import socket
+import stat
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -64,6 +65,20 @@ def test_it_answers_and_ends_cleanly(pack: Path, sent: signal.Signals, status: i
         _, errors = process.communicate(timeout=60)
         assert process.returncode == status
         assert "Traceback" not in errors
+
+
+@pytest.mark.parametrize("sent", [signal.SIGINT, signal.SIGTERM])
+def test_conversations_are_kept_at_the_end(pack: Path, tmp_path: Path, sent: signal.Signals) -> None:
+    folder, found = tmp_path / "new" / "kept", list[int]()
+    body = {"model": "tiny", "messages": HELLO, "max_tokens": 8}
+    for _ in range(2):
+        with started(pack, "--cache-dir", folder, "--cache-size", "1MB") as (process, url):
+            usage = httpx.post(f"{url}/v1/chat/completions", json=body, timeout=60).json()["usage"]
+            found.append(usage["prompt_tokens_details"]["cached_tokens"])
+            process.send_signal(sent)
+            assert process.communicate(timeout=60)[1].count("\n") <= 1
+    assert found == [0, usage["prompt_tokens"] - 1]
+    assert {stat.S_IMODE(each.stat().st_mode) for each in (folder, *folder.iterdir())} == {0o700, 0o600}
 
 
 def test_an_answer_in_the_middle_is_cut_at_the_end(pack: Path) -> None:

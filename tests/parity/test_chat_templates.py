@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from contextlib import suppress
 from typing import Any
 
 import pytest
@@ -13,7 +14,7 @@ from transformers import PreTrainedTokenizerFast
 
 from moert.chat.renderer import Renderer
 from moert.chat.sandbox import answer
-from moert.errors import TemplateFailed
+from moert.errors import InputInvalid, TemplateFailed
 from moert.pack.text import ChatFormat
 
 SMALL = {
@@ -41,7 +42,8 @@ def theirs(template: str, messages: list[dict[str, Any]], options: dict[str, Any
     try:
         text = tokenizer.apply_chat_template(
             messages, tools=options.get("tools"), tokenize=False,
-            add_generation_prompt=options.get("to_be_answered", True), **options.get("variables", {}),
+            add_generation_prompt=options.get("to_be_answered", True),
+            continue_final_message=options.get("continues", False), **options.get("variables", {}),
         )  # fmt: skip
     except Exception:
         return None
@@ -69,6 +71,40 @@ def test_the_same_in_a_process_of_its_own(template: str) -> None:
     renderer = Renderer(ChatFormat(TEMPLATES[template], TOKENS))
     messages = CONVERSATIONS["three"]
     assert renderer.render(messages, TOOLS) == theirs(TEMPLATES[template], messages, {"tools": TOOLS})
+
+
+class Here(Renderer):
+    """Renders in this process."""
+
+    def render(self, messages: Any, tools: Any = None, variables: Any = None, to_be_answered: bool = True) -> str:
+        found = answer(self.request(messages, tools, variables, to_be_answered))
+        if "text" not in found:
+            raise TemplateFailed(str(found))
+        return found["text"]
+
+
+@pytest.mark.parametrize("said", ["Five", "", "Five, as ", " Five", "<think>\nfour and", "hm\n</think>\n\nFive"])
+@pytest.mark.parametrize("template", TEMPLATES)
+def test_the_same_beginning_of_a_reply(template: str, said: str) -> None:
+    renderer = Here(ChatFormat(TEMPLATES[template], TOKENS))
+    messages = [USER, {"role": "assistant", "content": said}]
+    expected = theirs(TEMPLATES[template], messages, {"to_be_answered": False, "continues": True})
+    found = None
+    with suppress(InputInvalid, TemplateFailed):
+        found = "".join(renderer.continued(messages))
+    if found is None:
+        assert expected is None or "</think>" in said, "there a template may leave out thoughts"
+    else:
+        assert found == expected or (not said and found.rstrip() == expected), "theirs trims the prompt, too"
+    with pytest.raises(InputInvalid, match="not the assistant's"):
+        renderer.continued([USER])
+
+
+def test_a_reply_that_a_template_changes_is_not_continued() -> None:
+    for changed in ("{{ m.content | upper }}", "{{ m.content[:4] }}", "{{ m.content | replace('v', 'f') }}", "-"):
+        renderer = Here(ChatFormat(f"{{% for m in messages %}}{changed}{{% endfor %}}", TOKENS))
+        with pytest.raises(InputInvalid, match="template changes the last message: it can't be continued"):
+            renderer.continued([USER, {"role": "assistant", "content": "Five fives"}])
 
 
 def test_most_of_these_are_prompts_and_some_are_refused() -> None:

@@ -20,6 +20,7 @@ from moeconv.measure.trial import LoadedModel
 from moeconv.source.checkpoint import Checkpoint
 from moert.engine.scoring import Scorer
 from moert.engine.text import Text
+from moert.errors import InputInvalid
 from moert.kernels.backend import opaque
 from moert.pack.reader import Pack
 from tests.kept_keys import WideKeys
@@ -53,6 +54,31 @@ def test_log_likelihood_equals_that_of_transformers(family: str, tiny: Tiny) -> 
         assert found.log_likelihood == pytest.approx(float(expected.sum()), abs=5e-4 * len(wanted))
         assert found.token_perplexity == pytest.approx(float(torch.exp(-expected.mean())), rel=1e-3)
         assert (found.scored, found.words, found.word_perplexity) == (len(wanted), None, None)
+
+
+@pytest.mark.parametrize("family", TINY)
+def test_embeddings_equal_the_hidden_states_of_transformers(family: str, tiny: Tiny) -> None:
+    plain = family, next(iter(TINY[family][1]))
+    mine = scorer(tiny.pack(*plain))
+    if mine._model.spec.encoder is not None:
+        with pytest.raises(InputInvalid, match="reads with an encoder"):
+            mine.embedding([3, 4], "mean")
+        return
+    reference, heads = transformers_model(tiny.source(*plain)), list[torch.Tensor]()
+    modules = reference if isinstance(reference, torch.nn.Module) else reference.model
+    (head,) = (module for name, module in modules.named_modules() if name.split(".")[-1] == "lm_head")
+    head.register_forward_pre_hook(lambda module, inputs: heads.append(inputs[0]))
+    for length in (1, 17, 300):
+        ids = [2 + (7 * at + length) % (VOCAB - 2) for at in range(length)]
+        if length > (mine._model.spec.max_positions or length):
+            continue
+        with torch.inference_mode():
+            reference(torch.tensor([ids]))
+            hidden = heads[-1][0].double()
+        for pooling, pooled in (("mean", hidden.mean(0)), ("last", hidden[-1])):
+            found = mine.embedding(ids, pooling)
+            assert np.linalg.norm(found) == pytest.approx(1, abs=1e-6)
+            np.testing.assert_allclose(found, (pooled / pooled.norm()).numpy(), atol=5e-4)
 
 
 def test_perplexity_equals_what_moeconv_measures(tiny: Tiny) -> None:

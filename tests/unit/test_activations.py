@@ -16,6 +16,7 @@ from moert.kernels import library
 from moert.models.footprint import activation_bytes
 from moert.models.kv import state_bytes
 from moert.pack.model_spec import Join, Layer, ModelSpec, stack_of
+from moert.pack.ngrams import GatedStreams
 from moert.pack.parts import (
     Attention,
     Experts,
@@ -76,10 +77,12 @@ def shapes(d_model: int, d_ff: int) -> dict[str, ModelSpec]:
     parallel = replace(decoder.spec, decoder=stack_of([replace(decoder.spec.decoder[0], parallel=True)], norm))
     layer = replace(decoder.spec.decoder[0], streams=Streams(4, 20, 1e-6))
     streams = replace(decoder.spec, decoder=stack_of([layer], norm))
+    gates = replace(layer, norm=None, streams=GatedStreams(4, d_model // 8, norm))
+    gated = replace(decoder.spec, decoder=stack_of([gates], None))
     shortcut = with_shortcut(decoder.but(decoder=(True, True)).spec, 0, 3)
     return {
         "decoder": decoder.spec, "switch": switch.spec, "narrow": narrow, "late": _late(decoder.spec),
-        "parallel": parallel, "streams": streams, "shortcut": shortcut, **fixed,
+        "parallel": parallel, "streams": streams, "gated": gated, "shortcut": shortcut, **fixed,
     }  # fmt: skip
 
 
@@ -113,6 +116,7 @@ def few(case: Case) -> Iterator[Hashable]:
         "late",
         "parallel",
         "streams",
+        "gated",
         "shortcut",
         "conv",
         "delta",

@@ -77,6 +77,29 @@ def test_words_end_where_white_space_begins(engines: dict[str, Engine]) -> None:
     assert Likelihood(-1.0, 2, 1) + Likelihood(-2.0, 3, 4) == Likelihood(-3.0, 5, 5)
 
 
+@pytest.mark.parametrize("name", ["decoder", "mixers"])
+def test_an_embedding_depends_on_its_text_alone(engines: dict[str, Engine], name: str) -> None:
+    engine = engines[name]
+    mean, last = engine.embed(TEXT), engine.embed(TEXT, "last")
+    assert np.linalg.norm(mean) == pytest.approx(1, abs=1e-6)
+    assert mean.dtype == np.float32
+    assert not np.allclose(mean, last)
+    assert np.array_equal(engine.embed(TEXT[:1]), engine.embed(TEXT[:1], "last"))
+    with Engine.open(engine.pack.root, threads=2, memory="auto") as other:
+        other.embed(TEXT[::-1])
+        assert np.array_equal(other.embed(other.encode(TEXT)), mean)
+        assert np.array_equal(other.embed(TEXT, "last"), last)
+    with pytest.raises(SettingInvalid, match="pooling is 'cls': it should be one of mean, last"):
+        engine.embed(TEXT, "cls")  # type: ignore[arg-type]
+
+
+def test_an_embedding_fits_into_the_memory_or_is_refused(packs: dict[str, Path]) -> None:
+    with Engine.open(packs["decoder"], threads=1) as engine:
+        least = engine.smallest_memory(1, 1)
+    with Engine.open(packs["decoder"], threads=1, memory=least + (1 << 20)) as engine, pytest.raises(BudgetTooSmall):
+        engine.embed([5] * 400)
+
+
 def test_each_window_stands_by_itself(engines: dict[str, Engine]) -> None:
     engine = engines["decoder"]
     ids = engine.text.encode(TEXT, whole=True)
