@@ -24,6 +24,7 @@ from moert.engine.regulator import Others
 from moert.engine.settings import EngineSettings
 from moert.errors import BudgetTooSmall, ChatImpossible, RunError, TokenizerMissing
 from moert.pack.errors import PackError
+from moert.pack.messages import in_one_line
 from moert.serve.fields import Refused
 from moert.serve.sharing import Need, Sharing, need_of
 from moert.serve.worker import LEAVES, MOST_WAITING, Worker
@@ -105,6 +106,11 @@ class Host:
     def there(self) -> dict[str, Worker]:
         """The workers of the models in memory by name, the one that was used last behind the others."""
         return dict(self._there)
+
+    @property
+    def alive(self) -> bool:
+        """Whether the engines of all models that stay in memory run."""
+        return all(worker.alive for name, worker in self._there.items() if name not in self._leaving)
 
     @property
     def wanted(self) -> list[tuple[str, int]]:
@@ -304,7 +310,7 @@ class Host:
             except (Refused, RunError, PackError, MemoryError) as error:
                 return failed(error)
             except Exception as error:
-                _LOG.exception("%s", request.url.path)
+                _LOG.exception("%s", in_one_line(request.url.path))
                 return failed(error)
 
         return endpoint

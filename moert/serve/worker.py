@@ -108,6 +108,8 @@ class Ticket:
     wish: Wish
     _loop: asyncio.AbstractEventLoop
     _events: asyncio.Queue[list[Event] | BaseException] = field(default_factory=asyncio.Queue)
+    prompt_tokens: int = 0
+    """Of the first prompt, once the ticket is accepted."""
     left: int = 0
     """Answers that have not ended."""
     gone: bool = False
@@ -215,6 +217,11 @@ class Worker:
         return self._engine
 
     @property
+    def alive(self) -> bool:
+        """Whether the thread runs."""
+        return self._thread.is_alive()
+
+    @property
     def unfinished(self) -> int:
         """Number of clients whose answers have not ended."""
         return self._running
@@ -240,7 +247,7 @@ class Worker:
     def submit(self, wish: Wish, loop: asyncio.AbstractEventLoop) -> Ticket:
         """Returns a ticket for the wish of a client. Raises Refused where too many wait, or the server ends."""
         with self._count:
-            if self._closing:
+            if self._closing or not self.alive:
                 raise Refused(LEAVES, status=503)
             if self._running >= self._most:
                 self.refused += 1
@@ -288,7 +295,7 @@ class Worker:
                 future.set_exception(error)
 
         with self._count:
-            if self._closing:
+            if self._closing or not self.alive:
                 raise Refused(LEAVES, status=503)
             self._inbox.put(lambda: self._renderings.append(_Rendering(asked, then)))
         return future
@@ -401,7 +408,7 @@ class Worker:
                 session.cancel(each.request)
             self._refuse(ticket, error)
             return False
-        ticket.left = len(added)
+        ticket.left, ticket.prompt_tokens = len(added), added[0].request.answer.prompt_tokens
         self._choices |= {each.request: each for each in added}
         return True
 

@@ -6,14 +6,13 @@ import asyncio
 import json
 import socket
 import time
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import httpx
 import pytest
 from chat_packs import ENDLESS, write_chat_pack
-from serving import Running, serving
+from serving import Running, serving, until
 
 from moert.engine.engine import Engine
 from moert.engine.generation import GenerationSettings
@@ -38,14 +37,6 @@ def message_of(path: str, found: httpx.Response) -> str:
     text: str = error if path.startswith("/api") else error["message"]
     assert "\n" not in text
     return text
-
-
-def until(true: Callable[[], bool]) -> None:
-    for _ in range(2000):
-        if true():
-            return
-        time.sleep(0.005)
-    raise AssertionError("it did not come to be")
 
 
 @pytest.mark.parametrize("path", PATHS)
