@@ -48,6 +48,7 @@ from moert.pack.manifest import (
     NEURONS_MINOR,
     PARALLEL_MINOR,
     PLAIN_MINOR,
+    POOLS_MINOR,
     POWERS_MINOR,
     PREFERRING_MINOR,
     STREAMS_MINOR,
@@ -257,6 +258,8 @@ class PackWriter:
 
     def _minor(self, preferences: tuple[Preference, ...]) -> int:
         dense, kinds = self.quantization.dense, [kind for stack in self.spec.stacks.values() for kind in stack.kinds]
+        if any(kind.pools for kind in kinds):
+            return POOLS_MINOR
         if any(kind.streams is not None for kind in kinds):
             return STREAMS_MINOR
         if any(kind.extended for kind in kinds):

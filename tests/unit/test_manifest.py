@@ -97,7 +97,7 @@ NULLABLE = {
     "quality", "target_loss", "calibration", "heldout", "encoder", "capacity", "clip", "max_positions", "bos", "pad",
     "start", "importance", "qk_norm", "rope", "buckets", "cross", "dense", "window", "softcap", "limit", "biases",
     "chunk", "q_rank", "groups", "shared", "beside", "after", "stretch", "positions", "first", "mixer", "ffn", "norm",
-    "neurons", "rank", "bound", "streams",
+    "neurons", "rank", "bound", "streams", "pools", "indexer", "by_token",
 }  # fmt: skip
 
 
@@ -288,7 +288,8 @@ def test_every_matrix_has_a_role_and_nothing_else(spec: ModelSpec) -> None:
     )
     for name, role in roles.items():
         apart = ("norm", "bias", "rope", "positions", "after", "sinks", "shared_gate", "scale", "conv", "a_log")
-        apart = (*apart, "streams", "mixer.b.", "mixer.d", *(() if name.startswith(by_feature) else ["mixer.a."]))
+        apart = (*apart, "streams", "router.table", ".places", "mixer.b.", "mixer.d")
+        apart = apart if name.startswith(by_feature) else (*apart, "mixer.a.")
         plain = any(each in name for each in apart)
         assert (role is None) == plain, name
     assert roles["embed.weight"] == ("head" if spec.head.tied else "embed")
