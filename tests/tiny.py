@@ -188,7 +188,10 @@ def _save(model: Any, path: Path, seed: int, first: int | None = None) -> Path:
     with torch.no_grad():
         for name, weight in (*model.named_parameters(), *_kept_buffers(model)):
             noise = torch.randn(weight.shape, generator=generator)
-            if "bias" in name and "relative" not in name:
+            if name.endswith("tid2eid"):
+                experts = torch.rand(len(weight), model.config.n_routed_experts, generator=generator)
+                weight.copy_(experts.argsort(dim=1)[:, : weight.shape[1]])
+            elif "bias" in name and "relative" not in name:
                 weight.copy_(0.2 * noise)
             elif name.endswith("A_log"):
                 weight.copy_(noise - 2)  # states that last for some tokens, or for hundreds
