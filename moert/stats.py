@@ -170,6 +170,7 @@ class RunStats:
     block_requests: int = 0
     block_hits: int = 0
     device: Shown | None = None
+    profile: Shown | None = None
 
     def to_dict(self) -> dict[str, Any]:
         return asdict(self)
@@ -190,6 +191,7 @@ class RunStats:
             f"read from disk   {size(self.bytes_read)} in {reads}; waited {self.stall_s:.3f} s",
             *self._ahead_lines(),
             *([] if self.device is None else self.device.lines()),
+            *([] if self.profile is None else self.profile.lines()),
             f"room             {self._room_text()}",
             f"peak memory      {size(self.peak_rss_bytes)} (the whole process)",
         ]

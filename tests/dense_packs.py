@@ -7,7 +7,7 @@ from pathlib import Path
 
 import numpy as np
 import torch
-from random_packs import random_biases, random_expert
+from random_packs import random_biases, random_expert, write_tables
 from safetensors.torch import save
 from torch import Tensor
 
@@ -39,6 +39,7 @@ def write_dense_pack(
         experts = random_expert(spec, key, quantization.group_size)
         writer.write_expert(key, experts, biases=random_biases(spec, key))
     writer.write_file(BACKBONE, save(tensors))
+    write_tables(writer, spec)
     writer.finish("tests", None)
     return tensors
 

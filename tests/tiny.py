@@ -234,9 +234,9 @@ def reconfigure(path: Path, **changes: Any) -> dict[str, Any]:
 
 
 def _kept_buffers(model: Any) -> list[tuple[str, torch.Tensor]]:
-    """Those that are saved with the parameters."""
+    """Those of floats that are saved with the parameters."""
     kept = model.state_dict()
-    return [(name, buffer) for name, buffer in model.named_buffers() if name in kept]
+    return [(name, buffer) for name, buffer in model.named_buffers() if name in kept and buffer.is_floating_point()]
 
 
 def _save_tokenizer(path: Path) -> None:

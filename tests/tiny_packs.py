@@ -28,6 +28,7 @@ from moert.pack.codec import (
 from moert.pack.layout import Neurons, group_of
 from moert.pack.manifest import Files, Preference, Quantization
 from moert.pack.model_spec import ExpertKey, Head, Join, Layer, LayerKey, ModelSpec, Stack, stack_of
+from moert.pack.ngrams import GatedStreams, Ngrams
 from moert.pack.parts import (
     Act,
     Attention,
@@ -47,7 +48,7 @@ from moert.pack.paths import PATHS, build
 from moert.pack.pools import Indexer, Pooled, Pools
 from moert.pack.reader import Pack, Projection
 from moert.pack.writer import PackWriter, add_to_pack
-from tests.random_packs import random_biases, random_trellis
+from tests.random_packs import random_biases, random_trellis, write_tables
 from tests.shapes import Shape, every, frequencies
 
 VOCAB, PAD, EOS, UNKNOWN = 64, 0, 1, 2
@@ -107,7 +108,18 @@ def streaming(spec: ModelSpec) -> ModelSpec:
     return replace(spec, family="streams", decoder=replace(spec.decoder, kinds=kinds))
 
 
-STREAMS = streaming(MIXERS_SHAPE.spec)
+TOGETHER = Ngrams(3, 4, 224, 4, EOS, (12345678901234567, 7, 99999999999), (53, 59, 61, 43), _NORM)
+
+
+def gated(spec: ModelSpec) -> ModelSpec:
+    """A decoder with three streams that gates mix, and tokens together in its first layer and its fifth."""
+    layers = [
+        replace(
+            spec.decoder[at], norm=None, streams=GatedStreams(3, 5, _NORM), ngrams=TOGETHER if at in (0, 4) else None
+        )
+        for at in range(len(spec.decoder))
+    ]
+    return replace(spec, family="gated", decoder=stack_of(layers, None))
 
 
 def pooling(capacity: int | None = None) -> ModelSpec:
@@ -123,8 +135,11 @@ def pooling(capacity: int | None = None) -> ModelSpec:
     return replace(DECODER, family="pools", ropes=(Rope(4),), decoder=stack_of(layers, _NORM))
 
 
-POOLS = pooling()
-SPECS = {"decoder": DECODER, "switch": SWITCH, "mixers": MIXERS, "late": LATE, "streams": STREAMS, "pools": POOLS}
+STREAMS, GATED, POOLS = streaming(MIXERS_SHAPE.spec), gated(MIXERS_SHAPE.spec), pooling()
+SPECS = {
+    "decoder": DECODER, "switch": SWITCH, "mixers": MIXERS, "late": LATE, "streams": STREAMS, "gated": GATED,
+    "pools": POOLS,
+}  # fmt: skip
 
 
 def with_ends(spec: ModelSpec, eos: tuple[int, ...]) -> ModelSpec:
@@ -133,8 +148,8 @@ def with_ends(spec: ModelSpec, eos: tuple[int, ...]) -> ModelSpec:
 
 def with_capacity(name: str, capacity: int | None) -> ModelSpec:
     """One of SPECS, whose experts take so many tokens."""
-    if name == "streams":
-        return streaming(with_capacity("mixers", capacity))
+    if name in ("streams", "gated"):
+        return (streaming if name == "streams" else gated)(with_capacity("mixers", capacity))
     if name == "pools":
         return pooling(capacity)
     if name != "late":
@@ -170,6 +185,7 @@ def write_pack(
             matrices["down"] = _transposed(matrices["down"])
         writer.write_expert(key, matrices, biases=random_biases(spec, key, seed))
     writer.write_file("backbone.safetensors", save(backbone(spec, seed)))
+    write_tables(writer, spec, seed)
     writer.write_file("config.json", b"{}\n")
     if tokenizer:
         writer.write_file("tokenizer.json", _tokenizer().to_str().encode())

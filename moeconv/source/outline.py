@@ -16,6 +16,7 @@ from moeconv.strict_json import NotJson, bounded, parse
 from moert.pack.documents import brief, plain, read
 from moert.pack.errors import ManifestInvalid
 from moert.pack.model_spec import Layer, ModelSpec, Stack
+from moert.pack.ngrams import GatedStreams
 from moert.pack.parts import Attention, Experts, Ffn, FixedState, GatedDelta, Latent, Mamba, Mamba2, Router, ShortConv
 from moert.pack.pools import Pooled
 
@@ -210,10 +211,14 @@ def _stream(spec: ModelSpec, layers: Sequence[Layer]) -> Iterator[str]:
     if any(norm is not None and norm.kind == "layer" for norm in norms):
         yield "LayerNorms"
     if (streams := spec.decoder.streams) is not None:
-        yield f"{streams.n} streams in place of one"
+        yield f"{streams.n} streams in place of one" + " that gates mix" * isinstance(streams, GatedStreams)
+    together = [layer.ngrams for layer in layers if layer.ngrams is not None]
+    for n in dict.fromkeys(part.n for part in together):
+        where = f"in {len(together)} of {len(layers)} layers, {sum(part.rows for part in together)} rows on the drive"
+        yield f"embeddings of up to {n} tokens together {where}"
     if any(layer.parallel for layer in layers):
         yield "attention and feed-forward side by side"
-    if any(layer.norm is None for layer in layers):
+    if any(layer.norm is None and not isinstance(layer.streams, GatedStreams) for layer in layers):
         yield "no norms before attention and experts"
     if any(layer.mixer_join.after is not None or layer.ffn_join.after is not None for layer in layers):
         yield "norms after attention and experts"

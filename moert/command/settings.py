@@ -233,6 +233,12 @@ SETTINGS = (
         int, values="N",
     ),
     Setting(
+        "profile", _SHOWN, _RUN,
+        "Write a trace of the run to this new file, for ui.perfetto.dev: the times of attention, router, cache, reads "
+        "and experts in each layer of each token. --stats adds a table of them.",
+        values="FILE",
+    ),
+    Setting(
         "raw", _SHOWN, _WRITING,
         "Print text to a terminal exactly as the model writes it. By default control characters and invisible "
         "letters are written out, as in <U+001B>.",

@@ -5,9 +5,10 @@
 | `neurons`, `keep_neurons`; experts in blocks of neurons | moert.beside.flash | Holding: who runs a layer's experts |
 | `device` and the settings of it | moert.beside.gpu | Holding |
 | `routing` or `predict`: hash; a hash function in the pack | moert.beside.sida | Routing: who routes, who listens |
+| `profile` | moert.beside.profile | nothing: it times Holding, routers and arithmetic as they are |
 | `json_schema` or `grammar` of a request | moert.beside.grammar | nothing: the tokens that may come next |
 
-Nothing else of the core imports them, or says neuron, hash function or device.
+Nothing else of the core imports them, or says neuron, hash function, device or profile.
 """
 
 from __future__ import annotations
@@ -29,6 +30,8 @@ from moert.experts.names import (
 from moert.experts.store import ExpertStore
 from moert.experts.streaming import Holding
 from moert.kernels.backend import Backend
+from moert.models.ffn import Routers
+from moert.models.model import Walk
 from moert.pack.learnt import HASH, HashFunction
 from moert.pack.model_spec import ModelSpec
 from moert.pack.reader import Pack
@@ -37,6 +40,7 @@ from moert.stats import ExpertCounters
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
 
+    from moert.beside.profile import Profile
     from moert.beside.wishes import Wishes
 
 _HASH = "hash"
@@ -98,9 +102,19 @@ class Beside:
 
             check_neurons(pack, wishes.neurons)
         self._function = self._hash_function()
+        self._profile: Profile | None = None
 
     def holding(self, whole: ExpertStore, backend: Backend, counters: ExpertCounters) -> Holding:
         """Returns how experts are held and run. Raises PackError, DeviceMissing or SettingInvalid."""
+        held = self._held(whole, backend, counters)
+        if self._wishes.profile is None:
+            return held
+        from moert.beside.profile import Profile
+
+        self._profile = Profile(self._wishes.profile, counters)
+        return self._profile.holding(held)
+
+    def _held(self, whole: ExpertStore, backend: Backend, counters: ExpertCounters) -> Holding:
         wishes = self._wishes
         if wishes.device not in ALONE:
             from moert.beside.gpu.tiers import held_on_device
@@ -130,6 +144,20 @@ class Beside:
         if predicts is None:
             found.predictor = own or predictor_for(pack, name)
         return found
+
+    def arithmetic(self, backend: Backend) -> Backend:
+        """Returns the backend of a model."""
+        return backend if self._profile is None else self._profile.arithmetic(backend)
+
+    @property
+    def walk(self) -> Walk | None:
+        """Yields the layers of a model; None: nobody listens."""
+        return None if self._profile is None else self._profile.walk
+
+    def watch(self, routers: Routers) -> None:
+        """Listens to the routers of a model."""
+        if self._profile is not None:
+            self._profile.watch(routers)
 
     def _hash_function(self) -> HashFunction | None:
         """Returns the pack's hash function, if it predicts or routes."""

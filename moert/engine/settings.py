@@ -35,9 +35,10 @@ class EngineOptions(TypedDict, total=False):
     device_keep: str | None
     device_experts: str | None
     template: str | None
+    profile: str | None
 
 
-POLICIES = frozenset({"memory", "cache", "eviction", "predict", "io", "threads", "template"})
+POLICIES = frozenset({"memory", "cache", "eviction", "predict", "io", "threads", "template", "profile"})
 """Settings that never change the states of the same tokens."""
 
 
@@ -60,7 +61,8 @@ class EngineSettings(Adjustable):
     "6GB". `device_keep`: which experts stay there, a name of moert.beside.gpu.residents; `device_experts`: where
     experts are computed, a rule of moert.beside.gpu.placement. A GPU rounds in other ways than the processor; answers
     of a simulated device are the same. `template`: for conversations, in place of the pack's own chat template, a name
-    of moert.chat.renderer or the path of a file.
+    of moert.chat.renderer or the path of a file. `profile`: a new file that a trace of the run is written to when the
+    engine closes (moert.beside.profile).
 
     Raises SettingInvalid, InvalidMemory or IoInvalid for impossible values.
     """
@@ -81,6 +83,7 @@ class EngineSettings(Adjustable):
     device_keep: str | None = None
     device_experts: str | None = None
     template: str | None = None
+    profile: str | None = None
 
     def __post_init__(self) -> None:
         self.check_types()

@@ -16,6 +16,7 @@ from moert.pack.files import OpenedFile
 from moert.pack.manifest import BACKBONE, StoredTensors, quantized, stored_tensors
 from moert.pack.parts import MOST_TURN
 from moert.pack.reader import Pack, all_finite
+from moert.pack.tables import tables_of
 from moert.pack.tensors import Place, header_of
 
 _CHUNK = 1 << 20
@@ -43,10 +44,14 @@ class StoredWeights(Mapping[str, Stored]):
         """`tensors`: places of the file's tensors; `names`: for each weight the tensors that stand for it."""
         self._spec, self._quantization = pack.manifest.model, pack.manifest.quantization
         self._file, self._tensors, self._names, self._stay = file, tensors, names, stay
+        self._tables = tables_of(pack)
 
     def pop(self, name: str) -> Stored:
-        """Returns the weights of this name and takes them out. Raises KeyError for a name that is not there, or no
-        more."""
+        """Returns the weights of this name and takes them out; of a table that stays on the drive, a view whose rows
+        are read when they are asked for. Raises KeyError for a name that is not there, or no more."""
+        if name in self._tables:
+            table: Any = self._tables.pop(name)
+            return Floats(table.dtype, table)
         found = self._read(name, self._stay if self._spec.tensors[name].role is not None else _anywhere)
         del self._names[name]
         return found

@@ -156,14 +156,16 @@ class Rows:
 
 class Fixed:
     """The memory of a layer without attention to keys of each token, for any number of tokens: its recurrent state, the
-    `arrays` of its mixer, in float32, zeros before the first token, and the `pools` that it attends to; nothing for a
-    layer without a mixer. It can be cut to the length where it was marked, and to no other earlier one."""
+    `arrays` of its mixer and its ngrams, in float32, zeros before the first token, and the `pools` that it attends to;
+    nothing for a layer without a mixer. It can be cut to the length where it was marked, and to no other earlier
+    one."""
 
-    def __init__(self, part: Stateful | None, d_model: int) -> None:
+    def __init__(self, part: Stateful | Layer | None, d_model: int) -> None:
         shapes = () if part is None else part.state_shapes(d_model)
         self.length = 0
         self.arrays = [np.zeros(shape, np.float32) for shape in shapes]
-        self.pools = [Rows(features, every) for features, every in pools_of(part)]
+        mixer = part.mixer if isinstance(part, Layer) else part
+        self.pools = [Rows(features, every) for features, every in pools_of(mixer)]
         self._marked: tuple[int, list[npt.NDArray[np.float32]]] | None = None
 
     def extend(self, new: int) -> int:
@@ -217,10 +219,11 @@ class Fixed:
         return self.nbytes
 
 
-def pools_of(part: Stateful | None) -> list[tuple[int, int]]:
+def pools_of(part: object) -> list[tuple[int, int]]:
     """Returns the features of each kind of pool that a mixer keeps, and the tokens that one stands for."""
-    pools = part.pools if isinstance(part, Pooled) else None
-    return [] if pools is None or not isinstance(part, Pooled) else [(n, pools.every) for n in part.kept.values()]
+    if not isinstance(part, Pooled) or part.pools is None:
+        return []
+    return [(features, part.pools.every) for features in part.kept.values()]
 
 
 def _copy(arrays: Iterable[npt.NDArray[np.float32]], places: Iterable[npt.NDArray[np.float32]]) -> None:
@@ -413,7 +416,7 @@ def remembered(
     """Returns the memory of a layer that has read nothing yet; `expected` tokens will come soon."""
     if isinstance(layer.mixer, (Attention, Latent)):
         return Kept(layer.mixer, expected, bits, make)
-    return Fixed(layer.mixer, d_model)
+    return Fixed(layer, d_model)
 
 
 def forked(states: list[State], parents: Sequence[int]) -> list[State]:
@@ -463,13 +466,12 @@ def growth_bytes(spec: ModelSpec, bits: KvBits = 16, beams: int = 1) -> int:
 
 def fixed_bytes(spec: ModelSpec) -> int:
     """Returns the bytes of a sequence's recurrent states, which do not grow, in all layers of the decoder."""
-    parts = [kind.mixer for kind in _layers(spec) if isinstance(kind.mixer, Stateful)]
-    return 4 * sum(math.prod(shape) for part in parts for shape in part.state_shapes(spec.d_model))
+    return 4 * sum(math.prod(shape) for kind in _layers(spec) for shape in kind.state_shapes(spec.d_model))
 
 
 def _pool_bytes(spec: ModelSpec, tokens: int) -> int:
     """Returns an upper bound of the bytes that `tokens` more tokens add to pools, in all layers of the decoder."""
-    kinds = [each for kind in _layers(spec) if isinstance(kind.mixer, Pooled) for each in pools_of(kind.mixer)]
+    kinds = [each for kind in _layers(spec) for each in pools_of(kind.mixer)]
     return sum(4 * n * POOL_ROWS * (1 + -(-tokens // (every * POOL_ROWS))) for n, every in kinds)
 
 

@@ -38,13 +38,15 @@ from moert.models.ffn import (
     SharedExpert,
     TokenRouter,
 )
-from moert.models.kv import Heard, Kept, Recent, State, remembered
+from moert.models.kv import Fixed, Heard, Kept, Recent, State, remembered
 from moert.models.mixers import MIXES, AddedPositions, DistanceBias, FixedMixer, Rotary, query_scales
+from moert.models.ngrams import NgramMixer
 from moert.models.pooled import PooledMixer
-from moert.models.streams import StreamEnd, StreamMixer, begun, ended
+from moert.models.streams import StreamEnd, StreamGates, StreamMixer, StreamNorm, begun, ended
 from moert.pack.codec import F32
 from moert.pack.manifest import Preference
 from moert.pack.model_spec import Layer, LayerKey, ModelSpec, Stack, StackName
+from moert.pack.ngrams import GatedStreams
 from moert.pack.parts import Attention, Beside, Experts, Ffn, Latent, Norm, Rope, Tensor
 from moert.pack.pools import Pooled, Stateful
 
@@ -77,16 +79,21 @@ Reroute = Callable[[LayerKey, LearnedRouter, Backend], Router]
 """Returns the router that a layer calls in place of the model's own."""
 
 
+Walk = Callable[[StackName, Sequence[Any]], Iterable[tuple[int, Any]]]
+"""Yields the layers of a stack by their numbers, each when a pass reaches it."""
+
+
 @dataclass
 class Seams:
     """Where others take part in a model, beside the ExpertRunner: `preference`, see Model.prefer; `reroute` puts other
     routers in place of the model's own; `foresight` listens before passes; `routers`: where the model puts its routers,
-    for those that call them before a layer runs."""
+    for those that call them before a layer runs; `walk` listens to the layers of a pass."""
 
     preference: Preference | None = None
     reroute: Reroute | None = None
     foresight: Foresees | None = None
     routers: Routers = field(default_factory=dict)
+    walk: Walk | None = None
 
 
 class Weights(Protocol):
@@ -152,23 +159,44 @@ class Builder:
         after = None if join.after is None else self.norm(join.after, f"{name}.mixer_after")
         return FixedMixer(MIXES[type(part)](part, f"{name}.mixer", self), norm, after, join.add, self.backend)
 
-    def streams(self, layer: Layer, name: str) -> StreamMixer | None:
+    def streams(self, layer: Layer, name: str) -> StreamMixer | StreamGates | None:
         """Returns the mixer of streams around a half of a layer; None for one stream."""
         if layer.streams is None:
             return None
+        if isinstance(layer.streams, GatedStreams):
+            return self.gates(layer.streams, name, self.matrix(f"{name}.join"))
         return StreamMixer(layer.streams, *self._of_streams(layer, name), self.backend)
 
-    def stream_end(self, stack: Stack, name: str) -> StreamEnd | None:
-        """Returns the sum that ends the streams of a stack; None for their mean, and for one stream."""
-        if stack.streams is None or not stack.streams.weighed:
-            return None
-        return StreamEnd(stack.streams, *self._of_streams(stack.kinds[0], f"{name}.streams"), self.backend)
+    def stream_end(self, stack: Stack, name: str) -> Callable[[F32], F32]:
+        """Returns the function that makes one vector of each token's streams at the end of a stack."""
+        part, at = stack.streams, f"{name}.streams"
+        if isinstance(part, GatedStreams):
+            return self.gates(part, at).end
+        if part is None or not part.weighed:
+            return ended
+        return StreamEnd(part, *self._of_streams(stack.kinds[0], at), self.backend).ended
 
     def _of_streams(self, layer: Layer, name: str) -> tuple[Matrix, F32, F32, NormWeights]:
         assert layer.norm is not None
         weight, bias, scale = self.stored(f"{name}.weight"), self.floats(f"{name}.bias"), self.floats(f"{name}.scale")
         norm = NormWeights(np.ones(weight.data.shape[1], np.float32), None, layer.norm.eps)
         return self.backend.matrix(weight), bias, scale, norm
+
+    def gates(self, part: GatedStreams, name: str, join: Matrix | None = None) -> StreamGates:
+        norm = StreamNorm(self.floats(f"{name}.norm.weight"), part.n, part.norm.eps, self.backend)
+        return StreamGates(part, norm, self.matrix(f"{name}.narrow"), self.matrix(f"{name}.wide"), join, self.backend)
+
+    def ngrams(self, layer: Layer, name: str) -> NgramMixer | None:
+        """Returns the embedding of a layer's tokens together; None where there is none."""
+        part, streams = layer.ngrams, layer.streams
+        if part is None or streams is None:
+            return None
+        norms = [
+            StreamNorm(self.floats(f"{name}.{each}_norm.weight"), streams.n, part.norm.eps, self.backend)
+            for each in ("key", "stream", "conv")
+        ]
+        key, value, taps = self.matrix(f"{name}.key"), self.matrix(f"{name}.value"), self.floats(f"{name}.conv.weight")
+        return NgramMixer(part, self.stored(f"{name}.table"), key, value, norms, taps, self.backend)
 
     def ffn(self, layer: Layer, at: LayerKey, runner: ExpertRunner, routers: Routers) -> MoeFfn | DenseFfn | None:
         name, join = f"{at.stack}.{at.layer}", layer.ffn_join
@@ -265,15 +293,17 @@ class _Layer:
         below = sum(other.stack == at.stack for other in routers)
         self.ffn = builder.ffn(part, at, runner, routers)
         self.routed = below if at in routers else None
+        self.ngrams = builder.ngrams(part, f"{name}.ngrams")
         self.to_mixer = None if mixer is None else builder.streams(part, f"{name}.mixer_streams")
         self.to_ffn = None if self.ffn is None else builder.streams(part, f"{name}.ffn_streams")
 
 
 class _Reading(NamedTuple):
-    """Sequences that are read in one pass: the rows of each, one sequence after the other, and its state. `prefixes`:
-    for each sequence, how many of its first tokens see each other, where nothing was read before. `known`: the
-    positions that layers of this pass have used."""
+    """Sequences of tokens that are read in one pass: the rows of each, one sequence after the other, and its state.
+    `prefixes`: for each sequence, how many of its first tokens see each other, where nothing was read before. `known`:
+    the positions that layers of this pass have used."""
 
+    sequences: Sequence[Sequence[int]]
     spans: Sequence[slice]
     states: Sequence[State]
     prefixes: Sequence[int]
@@ -294,6 +324,7 @@ class _Tower:
             self.positions = AddedPositions(added, pad if part.skips_pad else None, counts_pad=name == "decoder")
         self.norm = builder.norm(stack.norm, f"{name}.norm")
         self.end = builder.stream_end(stack, name)
+        self.walk: Callable[[Sequence[_Layer]], Iterable[tuple[int, _Layer]]] = enumerate
         self.bias = None
         if stack.buckets is not None:
             table = builder.floats(f"{name}.relative_bias.weight")
@@ -302,18 +333,23 @@ class _Tower:
             _Layer(stack[layer], LayerKey(name, layer), builder, runner, routers) for layer in range(len(stack))
         ]
 
-    def read(self, x: F32, lengths: Sequence[int], states: Sequence[State], prefixes: Sequence[int]) -> None:
-        """Runs all layers on x [tokens, d_model] in place, sequences of `lengths` tokens one after the other; for
+    def read(
+        self, x: F32, sequences: Sequence[Sequence[int]], states: Sequence[State], prefixes: Sequence[int]
+    ) -> None:  # fmt: skip
+        """Runs all layers on x [tokens, d_model] in place, the tokens of `sequences` one after the other; for
         `prefixes` see _Reading."""
+        lengths = list(map(len, sequences))
         spans = [slice(start, end) for start, end in pairwise(accumulate(lengths, initial=0))]
-        reading = _Reading(spans, states, prefixes, {})
+        reading = _Reading(sequences, spans, states, prefixes, {})
         streams = None if self.part.streams is None else begun(x, self.part.streams.n)
         shortcut: F32 | None = None  # the output of the last layer's experts, where it joins behind this layer
-        for place, layer in enumerate(self.layers):
+        for place, layer in self.walk(self.layers):
             if layer.positions is not None:
                 for rows, state in zip(spans, states, strict=True):
                     layer.positions.add_from(x[rows], state.own[place].length)
             entered = x.copy() if layer.part.parallel else None
+            if streams is not None and layer.ngrams is not None:
+                self._join(place, reading, streams, layer.ngrams)
             if streams is None or layer.to_mixer is None:
                 self._mix(place, reading, x)
             else:
@@ -332,7 +368,15 @@ class _Tower:
                 x += shortcut
             shortcut = made
         if streams is not None:
-            x[:] = ended(streams) if self.end is None else self.end.ended(streams)
+            x[:] = self.end(streams)
+
+    def _join(self, place: int, reading: _Reading, streams: F32, ngrams: NgramMixer) -> None:
+        """Adds the embedding of several tokens together to streams [tokens, n, d_model] in place."""
+        for ids, span, state in zip(reading.sequences, reading.spans, reading.states, strict=True):
+            own = state.own[place]
+            assert isinstance(own, Fixed)
+            own.extend(len(ids))
+            ngrams.join(streams[span], ids, own.arrays[-2:])
 
     def _mix(self, place: int, reading: _Reading, x: F32) -> None:
         """Runs a layer's mixer, and its attention to an encoder's output, on x [tokens, d_model] in place."""
@@ -342,7 +386,7 @@ class _Tower:
             if isinstance(own, Kept):
                 self._attend(layer, rows, own, prefix, reading.known)
             elif layer.mixer is not None:
-                layer.mixer.read(rows, own)
+                layer.mixer.read(rows, own, counted=layer.ngrams is not None)
             else:
                 own.extend(len(rows))
             if layer.cross is not None:
@@ -414,6 +458,9 @@ class Model:
             name: _Tower(name, stack, ropes, builder, runner, self.routers, spec.tokens.pad)
             for name, stack in spec.stacks.items()
         }
+        if seams.walk is not None:
+            for name, tower in towers.items():
+                tower.walk = partial(seams.walk, name)
         self._encoder, self._decoder = towers.get("encoder"), towers["decoder"]
         self._by_token = [router for router in self.routers.values() if isinstance(router, TokenRouter)]
         self.preference: Preference | None = None
@@ -554,7 +601,7 @@ class Model:
         x = self._embedded(encoder, prompts, [0] * len(prompts))
         d_model, make = self.spec.d_model, self.backend.pages
         states = [State([remembered(layer.part, d_model, n, 16, make) for layer in encoder.layers]) for n in lengths]
-        encoder.read(x, lengths, states, [0] * len(prompts))
+        encoder.read(x, prompts, states, [0] * len(prompts))
         return np.split(self.backend.norm(x, encoder.norm), np.cumsum(lengths)[:-1])
 
     def _embedded(self, tower: _Tower, sequences: Sequence[Sequence[int]], starts: Sequence[int]) -> F32:
@@ -569,14 +616,14 @@ class Model:
 
     def _decode(self, sequences: Sequence[Sequence[int]], states: Sequence[State]) -> F32:
         """Runs the tokens of each sequence after those in its state; returns hidden states [all tokens, d_model]."""
-        starts, lengths = [state.length for state in states], list(map(len, sequences))
+        starts = [state.length for state in states]
         x = self._embedded(self._decoder, sequences, starts)
         if self.foresight is not None:
             self.foresight.decodes(sequences, _heard(states))
         for router in self._by_token:
             router.reads([*chain.from_iterable(sequences)])
         prefixes = [0 if start else self._prefix(ids) for ids, start in zip(sequences, starts, strict=True)]
-        self._decoder.read(x, lengths, states, prefixes)
+        self._decoder.read(x, sequences, states, prefixes)
         return x
 
     def _prefix(self, ids: Sequence[int]) -> int:

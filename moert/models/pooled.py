@@ -33,8 +33,9 @@ class PooledMixer:
         indexer = None if part.pools is None else part.pools.indexer
         self._chooser = None if indexer is None else _Chooser(indexer, part.turning, f"{at}.index", weights)
 
-    def read(self, x: F32, kept: Fixed) -> None:
-        """Changes x [tokens, d_model] in place, the next tokens of a sequence."""
+    def read(self, x: F32, kept: Fixed, counted: bool = False) -> None:
+        """Changes x [tokens, d_model] in place, the next tokens of a sequence, which `kept` has not `counted`."""
+        assert not counted
         for start in range(0, len(x), ROWS):
             piece = x[start : start + ROWS]
             place = kept.extend(len(piece))

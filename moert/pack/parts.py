@@ -277,7 +277,7 @@ class Streams:
         yield Tensor(f"{at}.bias", (self.weights,))
         yield Tensor(f"{at}.scale", (3,))
 
-    def last_tensors(self, at: str, d_model: int) -> Iterator[Tensor]:
+    def end_tensors(self, at: str, d_model: int) -> Iterator[Tensor]:
         """Yields the tensors of the end of a stack."""
         if self.weighed:
             yield Tensor(f"{at}.weight", (self.n, self.n * d_model))

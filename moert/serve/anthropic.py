@@ -81,7 +81,7 @@ async def _count(host: Host, request: Request) -> Response:
     _, worker = await host.worker(found.get("model"))
     asked = _asked(found)
     talk = _talk(Tools.of(worker.engine, asked), asked, found)
-    ids = await asyncio.wrap_future(worker.call(lambda engine: engine.speaker.ids(talk.asked)))
+    ids = await asyncio.wrap_future(worker.ids(talk.asked))
     return whole({"input_tokens": len(ids)})
 
 

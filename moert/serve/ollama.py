@@ -282,8 +282,14 @@ async def _tags(host: Host, request: Request) -> Response:
 
 
 async def _running(host: Host, request: Request) -> Response:
-    there = [] if host.name_there is None else [host.name_there]
-    return whole({"models": [{**_listed(host, name), "expires_at": _NEVER, "size_vram": 0} for name in there]})
+    models = [
+        {
+            **_listed(host, name), "expires_at": _NEVER, "size_vram": 0, "requests": worker.unfinished,
+            "memory_share_bytes": host.share_bytes(name),
+        }
+        for name, worker in host.there.items()
+    ]  # fmt: skip
+    return whole({"models": models})
 
 
 _NEVER = "9999-12-31T23:59:59Z"

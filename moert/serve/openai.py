@@ -511,4 +511,5 @@ async def _model(host: Host, request: Request) -> Response:
 
 
 def _of_model(host: Host, name: str) -> dict[str, Any]:
-    return {"id": name, "object": "model", "created": host.created, "owned_by": "moert"}
+    there = name in host.there
+    return {"id": name, "object": "model", "created": host.created, "owned_by": "moert", "in_memory": there}

@@ -6,10 +6,10 @@ import asyncio
 import signal
 import socket
 from collections.abc import Awaitable, Callable, Mapping
-from contextlib import nullcontext
+from contextlib import nullcontext, suppress
 from functools import partial
 from importlib.resources import files
-from typing import Any
+from typing import Any, TypeVar
 
 import uvicorn
 from starlette.applications import Starlette
@@ -29,7 +29,9 @@ from moert.serve.fields import FLAG, TABLES, TEXT, Field, Refused, read, require
 from moert.serve.host import GRACE_S, Host, ServerSettings
 from moert.serve.metrics import metrics_text
 from moert.serve.tools import Tools
+from moert.serve.worker import Worker
 
+T = TypeVar("T")
 _MOST_CONNECTIONS = 512
 _PAUSE_S, _LOOK_S = 0.01, 0.1
 
@@ -66,13 +68,25 @@ async def _page(request: Request) -> Response:
 
 
 async def _health(host: Host, request: Request) -> Response:
-    return whole({"status": "ok", "model": host.name_there})
+    there = list(host.there)
+    return whole({
+        "status": "ok", "model": there[-1] if there else None, "models": there,
+        "waiting": [{"model": name, "requests": count} for name, count in host.wanted],
+    })  # fmt: skip
 
 
 async def _metrics(host: Host, request: Request) -> Response:
-    _, worker = await host.worker(None) if host.worker_there is None else ("", host.worker_there)
-    stats = await asyncio.wrap_future(worker.call(lambda engine: engine.stats(best=False)))
-    return Response(metrics_text(stats, worker), media_type="text/plain; version=0.0.4")
+    found = await _of_each(host, lambda worker, engine: (engine.stats(best=False), worker))
+    return Response(metrics_text(found, host.wanted), media_type="text/plain; version=0.0.4")
+
+
+async def _of_each(host: Host, work: Callable[[Worker, Engine], T]) -> dict[str, T]:
+    """Returns results of the workers in memory by name; of one that leaves meanwhile there is none."""
+    found = dict[str, T]()
+    for name, worker in host.there.items():
+        with suppress(Refused):
+            found[name] = await asyncio.wrap_future(worker.call(partial(work, worker)))
+    return found
 
 
 async def _props(host: Host, request: Request) -> Response:
@@ -81,15 +95,19 @@ async def _props(host: Host, request: Request) -> Response:
     stats = await asyncio.wrap_future(worker.call(lambda engine: engine.stats(best=False)))
     return whole({
         "model": name, "version": __version__, "context": spec.max_positions, "vocabulary": spec.vocab_size,
-        "memory_limit_bytes": engine.memory_limit_bytes, "held_bytes": held_bytes(),
+        "memory_limit_bytes": engine.memory_limit_bytes, "memory_share_bytes": host.share_bytes(name),
+        "held_bytes": held_bytes(),
         "most_waiting": host.settings.most_waiting,
         "stats": stats.to_dict(),
     })  # fmt: skip
 
 
 async def _slots(host: Host, request: Request) -> Response:
-    _, worker = await host.worker(request.query_params.get("model"))
-    return whole(await asyncio.wrap_future(worker.call(lambda engine: worker.slots())))
+    found, only = await _of_each(host, lambda worker, engine: worker.slots()), request.query_params.get("model")
+    if only is not None:
+        host.check(only)
+    slots = [{"model": name, **each} for name, those in found.items() for each in those if only in (None, name)]
+    return whole([{**each, "id": at} for at, each in enumerate(slots)])
 
 
 _TOKENIZE: Mapping[str, Field] = {
@@ -102,12 +120,13 @@ async def _tokenize(host: Host, request: Request) -> Response:
     _, worker = await host.worker(found.get("model"))
 
     def run(engine: Engine) -> list[int]:
-        if "messages" in found:
-            talk = Tools.of(engine, found).talk(openai.messages_of(found["messages"]), {})
-            return engine.speaker.ids(talk.asked)
         return engine.text.encode(required(found, "content"), whole=not found.get("add_special", False))
 
-    ids = await asyncio.wrap_future(worker.call(run))
+    if "messages" in found:
+        talk = Tools.of(worker.engine, found).talk(openai.messages_of(found["messages"]), {})
+        ids = await asyncio.wrap_future(worker.ids(talk.asked))
+    else:
+        ids = await asyncio.wrap_future(worker.call(run))
     if not found.get("with_pieces"):
         return whole({"tokens": ids, "count": len(ids)})
     texts = worker.engine.text.pieces(ids)

@@ -2,8 +2,9 @@
 
 OLMoE-1B-7B at 4.5 bits and Qwen3-30B-A3B at 2.6, with random weights; the experts of all layers have the numbers of the
 first layer's, which no drive and no cache knows. Each is routed by a recording of a trained model with 64 experts a
-layer (recipes/bench/routing.py) in a control group of exactly `--memory`; beside llama.cpp, which can't be told where
-to go, both use the routers of the random weights. A device is a limit on reading from the disk.
+layer (recipes/bench/routing.py) in a control group of exactly `--memory`, and with `--routing persistent` by random
+numbers that find as many experts in memory as Qwen3-30B-A3B's routers, under LRU by layer; beside llama.cpp, which
+can't be told where to go, both use the routers of the random weights. A device is a limit on reading from the disk.
 
 Writes build/bench/large.json.
 """
@@ -15,6 +16,7 @@ import subprocess
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -43,6 +45,10 @@ HELDOUT_WINDOWS, CALIBRATION_WINDOWS = sized((2, 4), (1, 1))
 """Of each stream."""
 SECONDS, ROUNDS, STARTS = sized((8.0, 3, 3), (0.05, 1, 1))
 WARM_TOKENS, TIMED_TOKENS, PROMPT_TOKENS = sized((16, 24, 2048), (2, 2, 64))
+RECORDED, PERSISTENT = "recorded", "persistent"
+SUFFIXES = {RECORDED: "", PERSISTENT: " (persistent routing)"}
+"""Routings, and what the names of their rows say."""
+ROUTINGS = sized((RECORDED,), (RECORDED, PERSISTENT))
 MOERT, RESIDENT = "moert", "moert, all in memory"
 GB = 10**9
 
@@ -66,24 +72,28 @@ class Large:
     def pack(self) -> Path:
         return FOLDER / f"{self.model}.pack"
 
-    @property
-    def routes(self) -> Path:
-        return FOLDER / f"{self.model}-routing.npz"
+    def routes(self, routing: str = RECORDED) -> Path:
+        return FOLDER / f"{self.model}-{'routing' if routing == RECORDED else routing}.npz"
 
     def make(self) -> None:
-        """The pack and its routing, where they are not there. Raises OSError."""
-        spec = self.spec
+        """The pack and its routings, where they are not there. Raises OSError."""
+        spec, random = self.spec, self.routes(PERSISTENT)
         widths = dict.fromkeys(spec.expert_keys(), self.bits)
         if self.every:
             widths |= {key: self.more for key in widths if key.expert % self.every == 0}
         write_pack(self.pack, widths, DENSE, spec, alike=True)
-        if not self.routes.exists():
+        if not random.exists():
+            chosen = routing.persistent(spec, routing.PERSISTENT_TOKENS)
+            nothing = np.zeros((*chosen.shape[:2], spec.moe.n), np.float16)
+            with atomic_write(random) as fresh, fresh.open("wb") as stream:
+                np.savez(stream, heldout=chosen, guesses=nothing)
+        if not self.routes().exists():
             trained = uniform_pack(ROUTED_LIKE, 16)
             heldout, guesses = routing.like(trained, "heldout", HELDOUT_WINDOWS, spec)
             calibration, _ = routing.like(trained, "calibration", CALIBRATION_WINDOWS, spec)
-            with atomic_write(self.routes) as fresh, fresh.open("wb") as stream:
+            with atomic_write(self.routes()) as fresh, fresh.open("wb") as stream:
                 np.savez(stream, heldout=heldout, guesses=guesses, calibration=calibration)
-        with np.load(self.routes) as recorded:
+        with np.load(self.routes()) as recorded:
             add_paths(self.pack, recorded["calibration"])
 
 
@@ -94,12 +104,14 @@ MODELS = {
 NAMES = sized(("ssd", "nvme"), ("nvme",))
 
 
-def routed_rows(large: Large, device: Device, memory_bytes: int, failed: list[str]) -> list[Row]:
-    """Routed by the recording, beside the same with all experts in memory."""
-    where = _where(large, device, memory_bytes)
-    disk = disk_bytes_per_s(large.pack)
-    small = Setting(str(large.pack), None, routing=str(large.routes), memory_bytes=memory_bytes)
-    free = Setting(str(large.pack), None, predict="none", routing=str(large.routes))
+def routed_rows(
+    large: Large, device: Device, memory_bytes: int, failed: list[str], routed: str = RECORDED
+) -> list[Row]:  # fmt: skip
+    """Routed by a recording, or at random, beside the same with all experts in memory."""
+    where, routes = f"{_where(large, device, memory_bytes)}{SUFFIXES[routed]}", str(large.routes(routed))
+    disk, eviction = disk_bytes_per_s(large.pack), "auto" if routed == RECORDED else "layer-lru"
+    small = Setting(str(large.pack), None, eviction, routing=routes, memory_bytes=memory_bytes)
+    free = Setting(str(large.pack), None, predict="none", routing=routes)
     entries = [
         races.of_setting(MOERT, small, WARM_TOKENS, memory_bytes, PROMPT_TOKENS, TIMED_TOKENS),
         races.of_setting(RESIDENT, free, WARM_TOKENS, None, PROMPT_TOKENS),
@@ -139,7 +151,7 @@ def _where(large: Large, device: Device, memory_bytes: int) -> str:
     return f"{large.model}, {device.name}, {memory_bytes / GB:g} GB"
 
 
-def model_rows(large: Large, devices: Sequence[str], failed: list[str]) -> list[Row]:
+def model_rows(large: Large, devices: Sequence[str], routings: Sequence[str], failed: list[str]) -> list[Row]:
     large.make()
     rows = [
         Row(f"{large.model}: experts", expert_bytes(large.pack) / GB, "GB"),
@@ -147,11 +159,12 @@ def model_rows(large: Large, devices: Sequence[str], failed: list[str]) -> list[
     ]
     for device in devices:
         for memory_bytes in large.memory_bytes:
-            for part in (routed_rows, beside_llama):
+            parts = {f"{each} routing": partial(routed_rows, routed=each) for each in routings}
+            for name, part in {**parts, "beside llama.cpp": beside_llama}.items():
                 try:
                     found = part(large, DEVICES[device], memory_bytes, failed)
                 except (OSError, RuntimeError, subprocess.CalledProcessError) as error:
-                    tell(f"{_where(large, DEVICES[device], memory_bytes)}, {part.__name__}", error, failed)
+                    tell(f"{_where(large, DEVICES[device], memory_bytes)}, {name}", error, failed)
                 else:
                     print(table(found), end="\n\n", file=sys.stderr, flush=True)
                     rows += found
@@ -162,15 +175,19 @@ def main() -> int:
     parser = argparse.ArgumentParser(description="Models of published sizes in little memory, beside llama.cpp.")
     parser.add_argument("--models", nargs="+", choices=list(MODELS), default=list(MODELS))
     parser.add_argument("--devices", nargs="+", choices=NAMES, default=NAMES)
+    parser.add_argument("--routing", nargs="+", choices=list(SUFFIXES), default=ROUTINGS)
     asked = parser.parse_args()
     if lacking := missing(reads=Path(__file__)):
         raise SystemExit(f"bench-large imitates devices with control groups, but {lacking}")
     failed: list[str] = []
     FOLDER.mkdir(parents=True, exist_ok=True)
     with read_ahead(FOLDER) as ahead_kb:
-        rows = [row for model in asked.models for row in model_rows(MODELS[model], asked.devices, failed)]
+        rows = [
+            row for model in asked.models for row in model_rows(MODELS[model], asked.devices, asked.routing, failed)
+        ]
     settings = {"seed": SEED, "seconds": SECONDS, "rounds": ROUNDS, "prompt": PROMPT_TOKENS, "models": asked.models,
-                "routed_like": ROUTED_LIKE, "read_ahead_kb": ahead_kb, "failed": failed}  # fmt: skip
+                "routing": asked.routing, "routed_like": ROUTED_LIKE, "read_ahead_kb": ahead_kb,
+                "failed": failed}  # fmt: skip
     write("large", context(settings), rows)
     print(table(rows))
     return 1 if failed else 0

@@ -28,6 +28,11 @@ DATA = Path("build/data/wiki")
 WINDOW = 256  # tokens: as far as the wiki model reads
 LAYERS = 6
 
+PERSISTENT_TOKENS = 1024
+QWEN3_HITS = ((0.06, 0.40), (0.12, 0.57), (0.24, 0.78), (0.36, 0.88), (0.48, 0.93), (0.75, 0.98))
+"""The hits of Qwen3-30B-A3B as published: (share of a layer's experts in memory, those used last; share of its demands
+for experts that finds them there)."""
+
 Routing = npt.NDArray[np.uint8]  # [tokens, layers, top_k], ascending in the last
 Guesses = npt.NDArray[np.float16]
 """[tokens, layers, num_experts]: the probabilities that the router of a layer gives to a token when it is asked one
@@ -122,6 +127,28 @@ def like(pack: Path, split: str, count: int, spec: ModelSpec) -> tuple[Routing, 
     # [beside, rounds, tokens, layers, k] → [tokens, rounds × layers, beside × k]
     turned = [part.transpose(2, 1, 3, 0, 4).reshape(count * WINDOW, rounds * part.shape[3], -1) for part in parts]
     return turned[0][:, :depth], turned[1][:, :depth] / np.float16(beside)
+
+
+def persistent(
+    spec: ModelSpec, tokens: int, hits: Sequence[tuple[float, float]] = QWEN3_HITS, seed: int = 0
+) -> Routing:  # fmt: skip
+    """Returns routing [tokens, layers, top_k] with these hits under LRU by layer (see QWEN3_HITS). The chance of an
+    expert follows from its place in the order of last use alone (LRU stack model: Spirn 1976, Distance String Models
+    for Program Behavior): so all experts are used alike in the long run, and policies that count uses do worse than
+    LRU. Raises ValueError for hits that no routing has."""
+    layers, experts, top_k = len(spec.moe_layers()), spec.moe.n, spec.moe.router.top_k
+    shares, found = zip((0.0, 0.0), *hits, (1.0, 1.0), strict=True)
+    chances = top_k * np.diff(np.interp(np.arange(experts + 1) / experts, shares, found))  # by place, the latest first
+    if not 0 < chances.min() <= chances.max() < 1:
+        raise ValueError(f"{experts} experts, {top_k} chosen: an expert would be chosen more than once or never")
+    rng, rates = np.random.default_rng(seed), -np.log1p(-chances)
+    latest = rng.permuted(np.tile(np.arange(experts, dtype=np.uint8), (layers, 1)), axis=1)
+    chosen = np.empty((tokens, layers, top_k), np.uint8)
+    for token in range(tokens):
+        places = np.argpartition(rng.exponential(size=latest.shape) / rates, top_k, axis=1)  # chosen ones first
+        latest = np.take_along_axis(latest, np.hstack([places[:, :top_k], np.sort(places[:, top_k:])]), 1)
+        chosen[token] = np.sort(latest[:, :top_k])
+    return chosen
 
 
 def text_of(split: str) -> str:

@@ -6,6 +6,7 @@ import json
 import os
 import sys
 from dataclasses import replace
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -14,15 +15,18 @@ import pytest
 
 from moert.engine.engine import Engine
 from moert.engine.session import Session
-from moert.experts.policy import Demand
+from moert.experts.policy import EVICTION, Demand
+from moert.experts.replay import replay
 from moert.pack.codec import F32
+from moert.pack.model_spec import LayerKey
 from moert.pack.reader import Pack, projection_weights
 from recipes.bench import race as races
 from recipes.bench import routing as recorded
 from recipes.bench import stream, stream_packs, stream_rows
+from recipes.bench.hit_rates import Counted
 from recipes.bench.race import USUAL_KB, Contender, Device, Entry, Outcome, of_llama, race, read_ahead
 from recipes.bench.result import Row
-from recipes.bench.routing import WINDOW, Replaced, ReplayedRouting, like, record
+from recipes.bench.routing import WINDOW, Replaced, ReplayedRouting, like, persistent, record
 from recipes.bench.runner import Runner
 from recipes.bench.shaped import DENSE, OLMOE_SHAPE, write_pack
 from recipes.bench.stream_packs import Packs
@@ -38,6 +42,7 @@ SMALL = OLMOE_SHAPE.but(
     vocab_size=96, d_model=64, n_heads=2, n_kv_heads=2, head_dim=32, scale=32**-0.5, decoder=every(2), num_experts=4,
     top_k=2, d_ff=128,
 ).spec  # fmt: skip
+QWEN3 = OLMOE_SHAPE.but(decoder=every(48), num_experts=128).spec
 
 
 @pytest.fixture(scope="module")
@@ -338,7 +343,6 @@ def test_a_meter_divides_the_time_and_changes_no_token(tmp_path: Path) -> None:
 # Routing recorded from one model and replayed in another.
 
 
-@pytest.fixture(scope="module")
 def test_replayed_routing_decides_prompts_and_tokens_and_goes_round(pack: Path) -> None:
     trace: list[Demand] = []
     routing = np.array([[[0, 1]] * 3, [[2, 3]] * 3, [[4, 5]] * 3], np.uint8)  # three tokens, three layers
@@ -382,6 +386,44 @@ def test_recorded_routing_is_what_the_engine_demands(pack: Path) -> None:
     assert guesses.shape == (3, 3, 8)
     assert not guesses[:, 0].any()
     assert np.allclose(guesses[:, 1:].sum(2), 1, atol=0.01)
+
+
+@pytest.mark.parametrize(("share", "hits"), recorded.QWEN3_HITS)
+def test_persistent_routing_is_found_in_memory_as_that_of_the_published_model(share: float, hits: float) -> None:
+    """Layers are alike, and LRU keeps as many experts of each: some of the 48 are replayed."""
+    routing, layers = qwen3_routing(), [LayerKey("decoder", layer) for layer in (0, 20, 47)]
+    demands = [Demand(at, tuple(row[at.layer].tolist())) for row in routing for at in layers]
+    counted = Counted(demands, len(demands) // 2)
+    nbytes = {at.expert(number): 1 for at in layers for number in range(QWEN3.moe.n)}
+    replay(counted, nbytes, round(share * QWEN3.moe.n) * len(layers), EVICTION["layer-lru"](layers), counted.observe)
+    assert counted.hit_rate == pytest.approx(hits, abs=0.03)
+
+
+def test_persistent_routing_chooses_different_experts_in_order_and_follows_from_its_seed() -> None:
+    routing = qwen3_routing()
+    assert routing.shape == (400, 48, 8)
+    assert (np.diff(routing.astype(int)) > 0).all()
+    assert len(np.unique(routing)) == 128
+    assert (routing[:20] == persistent(QWEN3, 20)).all()
+    assert (routing[:20] != persistent(QWEN3, 20, seed=1)).any()
+    assert (routing[:, 0] != routing[:, 1]).any()
+    with pytest.raises(ValueError, match="more than once"):
+        persistent(QWEN3, 1, hits=((0.01, 0.9),))
+
+
+def test_persistent_routing_is_what_the_engine_demands(pack: Path, tmp_path: Path) -> None:
+    spec, routes = Pack.open(pack).manifest.model, tmp_path / "routes.npz"
+    routing = persistent(spec, 30, hits=((0.5, 0.8),))
+    np.savez(routes, heldout=routing, guesses=np.zeros((30, 3, 8), np.float16))
+    room = 4 * stream_packs.layer_bytes(pack)
+    session = Streamed(Setting(str(pack), room, "layer-lru", "gate", "buffered", str(routes), None, 10))
+    session.run(0.0, 30)
+    assert [step.experts for step in session._trace] == [tuple(row) for token in routing.tolist() for row in token]
+
+
+@cache
+def qwen3_routing() -> recorded.Routing:
+    return persistent(QWEN3, 400)
 
 
 def test_routing_for_more_layers_experts_and_choices(pack: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -372,7 +372,11 @@ SEEN = {  # rows and settings that a definition looks at before it names others
     "hash-hits": ["wiki: hash function", "wiki, k = 8: hits under lru"],
     "hash-speeds": ["wiki: hash function"],
     "beforehand": ["wiki: batches of 8, the next one worked out beforehand, with routers"],
-    "large": ["olmoe, ssd, 1 GB: moert: decode", "olmoe, ssd, 1 GB (own routers): moert to llama.cpp Q4_K"],
+    "large": [
+        "olmoe, ssd, 1 GB: moert: decode",
+        "qwen3, nvme, 4 GB (persistent routing): moert: decode",
+        "olmoe, ssd, 1 GB (own routers): moert to llama.cpp Q4_K",
+    ],
     "many": ["6,144 experts: engine ready"],
     "mixed": ["wiki, all at 16: size outside", "wiki, experts at 4: size"],
     "outlook": ["stream, wiki, ssd, 25%: off by", "less, wiki, all in memory: off by, all in memory"],

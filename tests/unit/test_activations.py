@@ -16,6 +16,7 @@ from moert.kernels import library
 from moert.models.footprint import activation_bytes
 from moert.models.kv import state_bytes
 from moert.pack.model_spec import Join, Layer, ModelSpec, stack_of
+from moert.pack.ngrams import GatedStreams
 from moert.pack.parts import (
     Attention,
     Experts,
@@ -80,10 +81,12 @@ def shapes(d_model: int, d_ff: int) -> dict[str, ModelSpec]:
     pools = Pools(4, True, Indexer(8, 64, 200))
     pooled = Pooled(d_model // 32, 64, 64, d_model // 2, 128, 0.125, norm, 0, 4, d_model // 4, pools)
     fixed["pools"] = replace(decoder.spec, decoder=stack_of([replace(decoder.spec.decoder[0], mixer=pooled)], norm))
+    gates = replace(layer, norm=None, streams=GatedStreams(4, d_model // 8, norm))
+    gated = replace(decoder.spec, decoder=stack_of([gates], None))
     shortcut = with_shortcut(decoder.but(decoder=(True, True)).spec, 0, 3)
     return {
         "decoder": decoder.spec, "switch": switch.spec, "narrow": narrow, "late": _late(decoder.spec),
-        "parallel": parallel, "streams": streams, "shortcut": shortcut, **fixed,
+        "parallel": parallel, "streams": streams, "gated": gated, "shortcut": shortcut, **fixed,
     }  # fmt: skip
 
 
@@ -117,6 +120,7 @@ def few(case: Case) -> Iterator[Hashable]:
         "late",
         "parallel",
         "streams",
+        "gated",
         "shortcut",
         "conv",
         "delta",

@@ -16,7 +16,7 @@ from tiny import TINY, VARIANTS, VOCAB, features, tiny_switch, transformers_mode
 
 from moeconv.dense import weighed
 from moeconv.source.archs import FAMILIES, Description, UnsupportedModel
-from moeconv.source.archs.weights import linears_of, parameter
+from moeconv.source.archs.weights import linears_of, parameter, put_tables
 from moeconv.source.checkpoint import Checkpoint
 from moert.pack.model_spec import LayerKey, ModelSpec
 from tests.pairs import thinned
@@ -65,6 +65,8 @@ def check_names_and_shapes(described: Description, path: Path) -> None:
         name: source.shape or shapes[canonical]
         for canonical, source in described.backbone.items() for name in source.names
     }  # fmt: skip
+    implied |= {source.name: source.shape or () for pieces in described.tables.values() for source in pieces}
+    implied |= {name: (len(numbers),) for name, numbers in described.stated.items()}
     for key in spec.expert_keys():
         for projection in spec.moe.ffn.projections:
             shape = spec.projection_shape(projection)
@@ -209,6 +211,7 @@ def test_an_empty_model_is_filled_like_a_loaded_one(tiny: tuple[str, Path]) -> N
         name: value.shape for name, value in loaded.named_parameters()
     }
     empty.load_state_dict(loaded.state_dict())
+    put_tables(empty, description_of(family, path), Checkpoint.open(path).rows)
     expected = run(loaded, spec)  # where weights lie in memory may change the order of sums: seen with jamba, by > 2e-6
     assert torch.allclose(run(empty, spec), expected, atol=2e-5 * float(expected.abs().max()))
 

@@ -22,7 +22,7 @@ TinyModel = Callable[[str, str], Path]
 BAR = SimpleNamespace(update=lambda n: None)
 FAMILIES = (
     "olmoe", "deepseek_v3", "qwen3_5_moe_text", "gpt_oss", "llama4_text", "gemma4_text", "nemotron_h", "glm5_next",
-    "longcat_flash", "deepseek_v4",
+    "qwen4_exp_text", "longcat_flash", "deepseek_v4",
 )  # fmt: skip
 DRAWS = 3
 

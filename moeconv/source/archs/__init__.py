@@ -60,6 +60,7 @@ from moeconv.source.archs.qwen import (
     Qwen35MoeText,
     Qwen35Text,
 )
+from moeconv.source.archs.qwen4 import Qwen4Exp, Qwen4ExpText
 from moeconv.source.archs.step import Step3p5, Step3p7
 from moeconv.source.archs.switch import SwitchTransformers
 
@@ -77,7 +78,7 @@ FAMILIES: Mapping[str, Family] = {
         SolarOpen(), HyV3(), Afmoe(), Ernie45VlMoe(), Cohere2Vision(), Step3p5(), Step3p7(), Glm4vMoe(),
         DeepseekV32(), GlmMoeDsa(), MiMoV2Flash(), MiniMaxM3Vl(), Cohere2(), Cohere2Moe(),
         Qwen3Vl(), Qwen35(), Qwen35Text(), KimiLinear(), BailingHybrid(), Glm5Next(), LongcatFlash(),
-        GraniteMoeSwa(), DeepseekV4(),
+        GraniteMoeSwa(), DeepseekV4(), Qwen4Exp(), Qwen4ExpText(),
     )
 }  # fmt: skip
 """model_type of config.json → its family."""
@@ -90,6 +91,5 @@ REFUSED: Mapping[str, str] = {
     "mimo": _NOT_COMPARED,
     "minimax_m3": "transformers knows MiniMax-M3 as minimax_m3_vl alone: take a checkpoint of that form",
     "nemotron-nas": _NOT_COMPARED,
-    "qwen4_exp": "packs have no streams that low-rank gates mix, and no embeddings of several words",
 }  # fmt: skip
 """model_type of a known family that can't be packed → the reason."""

@@ -200,7 +200,10 @@ class Description:
     that a pack leaves out → a note on them. `other_root`: the beginning of names here, and their beginning in other
     checkpoints of the same model, for example in those that were saved without a head. `without_effect`: settings of
     config.json without effect on the model. `limits`: notes on texts that the pack refuses, and on settings that the
-    pack does not follow. `scheme`: the coding of the checkpoint's numbers; None for plain ones.
+    pack does not follow. `scheme`: the coding of the checkpoint's numbers; None for plain ones. `tables`: canonical
+    names of tables that stay on the drive (ModelSpec.tables) → the sources of their rows, one after the other, and
+    `table_places`: their modules in transformers' model. `stated`: whole numbers that a checkpoint may repeat, and that
+    must be these.
     """
 
     spec: ModelSpec
@@ -217,6 +220,9 @@ class Description:
     without_effect: tuple[str, ...] = ()
     limits: tuple[str, ...] = ()
     scheme: Scheme | None = None
+    tables: Mapping[str, tuple[Source, ...]] = field(default_factory=dict)
+    table_places: Mapping[str, str] = field(default_factory=dict)
+    stated: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
 
     @property
     def notes(self) -> list[str]:
@@ -269,6 +275,8 @@ class Description:
             self, backbone={name: placed(source) for name, source in self.backbone.items()},
             experts=of(self.experts), biases=of(self.biases), joined=of(self.joined), other_root=None,
             copies=tuple((renamed(one), renamed(copy)) for one, copy in self.copies),
+            tables={name: tuple(map(placed, pieces)) for name, pieces in self.tables.items()},
+            stated={renamed(name): numbers for name, numbers in self.stated.items()},
         )  # fmt: skip
 
 

@@ -373,7 +373,9 @@ def beside(bits: int, tokens: str, result: Result) -> str:
 
 # `make bench-large`: whole models of published sizes, by device and memory.
 
-DECODE = re.compile(r"(?P<where>(?P<model>\w+), (?P<device>\w+), (?P<memory>[\d.]+ GB)): moert: decode")
+DECODE = re.compile(
+    r"(?P<where>(?P<model>\w+), (?P<device>\w+), (?P<memory>[\d.]+ GB( \(persistent routing\))?)): moert: decode"
+)
 RATIO = re.compile(
     r"(?P<where>(?P<model>\w+), (?P<device>\w+), (?P<memory>[\d.]+ GB) \(own routers\)): moert to (?P<other>[^:]+)"
 )
