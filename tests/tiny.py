@@ -234,9 +234,9 @@ def reconfigure(path: Path, **changes: Any) -> dict[str, Any]:
 
 
 def _kept_buffers(model: Any) -> list[tuple[str, torch.Tensor]]:
-    """Those of floats that are saved with the parameters."""
-    kept = model.state_dict()
-    return [(name, buffer) for name, buffer in model.named_buffers() if name in kept and buffer.is_floating_point()]
+    """Those of floats, and tables of tokens, that are saved with the parameters."""
+    kept = [(name, buffer) for name, buffer in model.named_buffers() if name in model.state_dict()]
+    return [(name, buffer) for name, buffer in kept if buffer.is_floating_point() or name.endswith("tid2eid")]
 
 
 def _save_tokenizer(path: Path) -> None:
