@@ -19,6 +19,7 @@ from moert.pack.manifest import (
     NGRAMS,
     NGRAMS_MINOR,
     PARALLEL_MINOR,
+    POOLS_MINOR,
     STREAMS_MINOR,
     WIDTHS_OF,
     LossEstimate,
@@ -49,6 +50,7 @@ from moert.pack.parts import (
     Streams,
     Stretch,
 )
+from moert.pack.pools import Indexer, Pooled, Pools
 from moert.pack.reader import Pack, Projection
 from moert.pack.trellis import TrellisMatrix, stream_bytes
 from moert.pack.writer import PackWriter
@@ -147,6 +149,24 @@ STREAMING = ModelSpec(
 )  # fmt: skip
 """Several streams around every kind of half, and layers that lack one."""
 
+_WEIGHED = replace(_STREAMS, weighed=True)
+_NEAR = Pooled(4, 6, 4, 7, 5, 0.408, _NORM, 0, 2, 4, None)
+_ROOTS = replace(_FEW, router=Router(2, True, None, "sqrt_softplus", choice_bias=True, factor=1.5))
+POOLING = ModelSpec(
+    family="pooling", vocab_size=11, d_model=10, encoder=None,
+    decoder=stack_of(
+        [
+            Layer(_NORM, _NEAR, None, replace(_FEW, router=Router(2, False, None, by_token=11)), streams=_WEIGHED),
+            Layer(_NORM, replace(_NEAR, pools=Pools(4, True, Indexer(3, 5, 2))), None, _ROOTS, streams=_WEIGHED),
+            Layer(_NORM, replace(_NEAR, groups=1, pools=Pools(5, False, None)), None, _SQUARED, streams=_WEIGHED),
+            Layer(_NORM, replace(_LATENT, rope=None), None, None, streams=_WEIGHED),
+        ],
+        _NORM,
+    ),
+    ropes=(Rope(4),), head=Head(True, 1.0), tokens=Tokens(None, (1,), 0, None), max_positions=64,
+)  # fmt: skip
+"""Attention to pools of every kind, routers by token and of √softplus, and streams that end in a weighted sum."""
+
 _GATED, _TOGETHER = GatedStreams(3, 2, _NORM), Ngrams(3, 2, 32, 4, 1, (5, 7, 9), (5, 7, 8, 11), _NORM)
 GATED = ModelSpec(
     family="gated", vocab_size=11, d_model=10, encoder=None,
@@ -203,7 +223,7 @@ NEURON_SPECS = {"encoder-decoder": ENCODER_DECODER, "late": LATE, "firing": FIRI
 
 SPECS = {
     "decoder": DECODER, "encoder-decoder": ENCODER_DECODER, "rich": RICH, "mixers": MIXERS, "streaming": STREAMING,
-    "late": LATE, "gated": GATED,
+    "pooling": POOLING, "late": LATE, "gated": GATED,
 }  # fmt: skip
 QUANTIZATION = Quantization(quantizer="group", group_size=4, dtype16="F16", seed=7)
 QUALITY = Quality(
@@ -337,6 +357,8 @@ def minor_of(spec: ModelSpec, without: int) -> int:
     kinds = [kind for stack in spec.stacks.values() for kind in stack.kinds]
     if any(isinstance(kind.streams, GatedStreams) for kind in kinds):
         return NGRAMS_MINOR
+    if any(isinstance(kind.mixer, Pooled) for kind in kinds):
+        return POOLS_MINOR
     if any(kind.streams is not None for kind in kinds):
         return STREAMS_MINOR
     if any(f'"{name}": ' in json.dumps(plain(kinds)) for name in ("by_feature", "gate_by_head", "bound", "shortcut")):

@@ -39,11 +39,13 @@ from moert.pack.parts import (
     Mamba2,
     Norm,
     PositionTable,
+    Rope,
     Router,
     ShortConv,
     Streams,
 )
 from moert.pack.paths import PATHS, build
+from moert.pack.pools import Indexer, Pooled, Pools
 from moert.pack.reader import Pack, Projection
 from moert.pack.writer import PackWriter, add_to_pack
 from tests.random_packs import random_biases, random_trellis, write_tables
@@ -120,8 +122,24 @@ def gated(spec: ModelSpec) -> ModelSpec:
     return replace(spec, family="gated", decoder=stack_of(layers, None))
 
 
-STREAMS, GATED = streaming(MIXERS_SHAPE.spec), gated(MIXERS_SHAPE.spec)
-SPECS = {"decoder": DECODER, "switch": SWITCH, "mixers": MIXERS, "late": LATE, "streams": STREAMS, "gated": GATED}
+def pooling(capacity: int | None = None) -> ModelSpec:
+    """Attention to pools of every kind, between streams that end in a weighted sum, and a router with a table."""
+    streams, network = Streams(3, 6, 1e-6, weighed=True), Ffn(20, Act("silu", 2.0), gated=True)
+    near = Pooled(4, 8, 4, 10, 5, 0.354, _NORM, 0, 2, 6, None)
+    few, many = replace(near, pools=Pools(3, True, Indexer(6, 6, 4))), replace(near, pools=Pools(7, False, None))
+    router = Router(2, True, capacity, "sqrt_softplus", factor=1.5)
+    chosen = Experts(8, network, router, network)
+    named = replace(chosen, router=replace(router, capacity=None, by_token=VOCAB))
+    parts = ((near, named), (few, chosen), (many, chosen), (few, named))
+    layers = [Layer(_NORM, mixer, None, experts, streams=streams) for mixer, experts in parts]
+    return replace(DECODER, family="pools", ropes=(Rope(4),), decoder=stack_of(layers, _NORM))
+
+
+STREAMS, GATED, POOLS = streaming(MIXERS_SHAPE.spec), gated(MIXERS_SHAPE.spec), pooling()
+SPECS = {
+    "decoder": DECODER, "switch": SWITCH, "mixers": MIXERS, "late": LATE, "streams": STREAMS, "gated": GATED,
+    "pools": POOLS,
+}  # fmt: skip
 
 
 def with_ends(spec: ModelSpec, eos: tuple[int, ...]) -> ModelSpec:
@@ -132,6 +150,8 @@ def with_capacity(name: str, capacity: int | None) -> ModelSpec:
     """One of SPECS, whose experts take so many tokens."""
     if name in ("streams", "gated"):
         return (streaming if name == "streams" else gated)(with_capacity("mixers", capacity))
+    if name == "pools":
+        return pooling(capacity)
     if name != "late":
         return SHAPES[name].but(capacity=capacity).spec
     part = replace(_FULL, router=Router(1, False, capacity, overflow="nothing" if capacity is None else "itself"))
@@ -182,6 +202,10 @@ def backbone(spec: ModelSpec, seed: int = 0) -> dict[str, Tensor]:
     for name, (_, shape, _) in spec.tensors.items():
         if name.startswith("rope."):
             weights[name] = torch.from_numpy(frequencies(2 * shape[0]))
+            continue
+        if name.endswith(".table"):
+            experts = torch.rand((shape[0], spec.moe.n), generator=generator).argsort(dim=1)
+            weights[name] = experts[:, : shape[1]].float()
             continue
         noise = torch.randn(shape, generator=generator)
         keep = name.startswith("embed") or "bias" in name

@@ -10,7 +10,7 @@ import numpy.typing as npt
 
 from moert.kernels.backend import Floats, Stored
 from moert.kernels.library import crc32
-from moert.pack.codec import U8
+from moert.pack.codec import F32, U8
 from moert.pack.errors import FileMissing, HashMismatch, HeaderInvalid
 from moert.pack.files import OpenedFile
 from moert.pack.manifest import BACKBONE, StoredTensors, quantized, stored_tensors
@@ -87,6 +87,10 @@ class StoredWeights(Mapping[str, Stored]):
             raise HeaderInvalid(
                 f"{BACKBONE}: {name} should turn by at most {MOST_TURN:g} a position: convert the model again"
             )
+        if name.endswith(".router.table") and not _names_experts(found.widened(), n := self._spec.moe.n):
+            raise HeaderInvalid(
+                f"{BACKBONE}: {name} should name different experts of {n} for each token: convert the model again"
+            )
         return found
 
     def _tensor(self, name: str, allocate: Allocate) -> tuple[Any, npt.NDArray[Any]]:
@@ -117,6 +121,13 @@ def load_backbone(pack: Pack, stay: Allocate | None = None) -> StoredWeights:
     except BaseException:
         file.close()
         raise
+
+
+def _names_experts(table: F32, n: int) -> bool:
+    """Returns whether each row of a router's table [vocab, top_k] has different numbers of n experts."""
+    table = np.sort(table, axis=1)
+    whole = bool((table == np.floor(table)).all() and (np.diff(table, axis=1) > 0).all())
+    return whole and 0 <= table.min() <= table.max() < n
 
 
 def _anywhere(nbytes: int) -> U8:

@@ -12,6 +12,7 @@ from moert.models.kv import BLOCK_TOKENS, fixed_bytes, growth_bytes, recent_byte
 from moert.pack.model_spec import Layer, ModelSpec
 from moert.pack.ngrams import GatedStreams, Ngrams
 from moert.pack.parts import Attention, Experts, Ffn, FixedState, GatedDelta, Latent, Mamba, Mamba2, ShortConv, Streams
+from moert.pack.pools import Pooled
 
 _ROUNDED = 16
 """The bytes that one number takes in the native kernels: as float32, rounded in up to three orders with the scales, and
@@ -110,6 +111,8 @@ def _network_bytes(widths: tuple[int, int], rows: int, widened: bool) -> int:
 
 def _mixer_bytes(d_model: int, kind: Layer, tokens: int, whole: bool, widened: bool) -> int:
     """Returns the bytes that one call of the layer's mixer takes."""
+    if isinstance(kind.mixer, Pooled):
+        return _pooled_bytes(d_model, kind.mixer, min(tokens, ROWS), widened)
     if isinstance(kind.mixer, FixedState):
         return _fixed_bytes(d_model, kind.mixer, min(tokens, ROWS), widened)
     return 0 if kind.mixer is None else _attention_bytes(d_model, kind.mixer, tokens, whole, widened)
@@ -127,6 +130,21 @@ def _fixed_bytes(d_model: int, part: FixedState, rows: int, widened: bool) -> in
     if isinstance(part, (Mamba, Mamba2)):
         repeated = 2 * part.state * (part.n if isinstance(part, Mamba2) else part.features)
     return 2 * made + 4 * (_REFERENCE_COPIES * (states + rows * inner) + rows * repeated)
+
+
+def _pooled_bytes(d_model: int, part: Pooled, rows: int, widened: bool) -> int:
+    """Returns the bytes of a piece of a prompt in attention to pools: queries and copies of them, all that tokens
+    leave, and for one query keys and scores of the window and of the pools that an indexer chooses."""
+    heads, narrow, pools = part.n * part.dim, part.groups * part.o_rank, part.pools
+    indexer = None if pools is None else pools.indexer
+    asked = 0 if indexer is None else indexer.n * (indexer.dim + 1)
+    left = 0 if pools is None else sum(4 * pools.width(dim) for dim in part.kept.values())
+    widths = _padded(d_model) + _padded(part.q_rank) + _padded(heads // part.groups) + _padded(narrow)
+    numbers = 2 * d_model + 5 * heads + 3 * asked + 3 * part.dim + left + 2 * narrow
+    made = rows * (4 * numbers + _ROUNDED * widths // 2)
+    kept = sum(map(math.prod, part.state_shapes(d_model)))
+    seen = part.window + (0 if indexer is None else indexer.top)
+    return (2 if widened else 1) * made + 4 * (2 * kept + seen * (part.dim + 4 * part.n))
 
 
 def _inner(d_model: int, part: FixedState) -> int:

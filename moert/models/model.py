@@ -36,16 +36,19 @@ from moert.models.ffn import (
     Router,
     Routers,
     SharedExpert,
+    TokenRouter,
 )
 from moert.models.kv import Fixed, Heard, Kept, Recent, State, remembered
 from moert.models.mixers import MIXES, AddedPositions, DistanceBias, FixedMixer, Rotary, query_scales
 from moert.models.ngrams import NgramMixer
-from moert.models.streams import StreamGates, StreamMixer, StreamNorm, begun, ended
+from moert.models.pooled import PooledMixer
+from moert.models.streams import StreamEnd, StreamGates, StreamMixer, StreamNorm, begun, ended
 from moert.pack.codec import F32
 from moert.pack.manifest import Preference
 from moert.pack.model_spec import Layer, LayerKey, ModelSpec, Stack, StackName
 from moert.pack.ngrams import GatedStreams
-from moert.pack.parts import Attention, Beside, Experts, Ffn, FixedState, Latent, Norm, Rope, Tensor
+from moert.pack.parts import Attention, Beside, Experts, Ffn, Latent, Norm, Rope, Tensor
+from moert.pack.pools import Pooled, Stateful
 
 
 class Foresees(Protocol):
@@ -106,6 +109,8 @@ class Builder:
 
     def __init__(self, weights: Weights, ropes: Sequence[Rope], backend: Backend) -> None:
         self._weights, self._ropes, self.backend = weights, ropes, backend
+        self.rotary: Sequence[Rotary] = ()
+        """The rotary positions of the ropes."""
 
     def matrix(self, name: str) -> Matrix:
         """Returns the matrix of this name with its bias, if it has one."""
@@ -146,9 +151,11 @@ class Builder:
         add = 1.0 if join is None else join.add
         return AttentionWeights(part, not crossing, causal, dims, norms, matrices, sinks, add)
 
-    def fixed(self, part: FixedState, layer: Layer, name: str) -> FixedMixer:
+    def fixed(self, part: Stateful, layer: Layer, name: str) -> FixedMixer | PooledMixer:
         join = layer.mixer_join
         norm = self.norm(layer.norm, f"{name}.mixer_norm")
+        if isinstance(part, Pooled):
+            return PooledMixer(part, f"{name}.mixer", self, norm, self.rotary[part.rope])
         after = None if join.after is None else self.norm(join.after, f"{name}.mixer_after")
         return FixedMixer(MIXES[type(part)](part, f"{name}.mixer", self), norm, after, join.add, self.backend)
 
@@ -158,10 +165,22 @@ class Builder:
             return None
         if isinstance(layer.streams, GatedStreams):
             return self.gates(layer.streams, name, self.matrix(f"{name}.join"))
+        return StreamMixer(layer.streams, *self._of_streams(layer, name), self.backend)
+
+    def stream_end(self, stack: Stack, name: str) -> Callable[[F32], F32]:
+        """Returns the function that makes one vector of each token's streams at the end of a stack."""
+        part, at = stack.streams, f"{name}.streams"
+        if isinstance(part, GatedStreams):
+            return self.gates(part, at).end
+        if part is None or not part.weighed:
+            return ended
+        return StreamEnd(part, *self._of_streams(stack.kinds[0], at), self.backend).ended
+
+    def _of_streams(self, layer: Layer, name: str) -> tuple[Matrix, F32, F32, NormWeights]:
         assert layer.norm is not None
         weight, bias, scale = self.stored(f"{name}.weight"), self.floats(f"{name}.bias"), self.floats(f"{name}.scale")
         norm = NormWeights(np.ones(weight.data.shape[1], np.float32), None, layer.norm.eps)
-        return StreamMixer(layer.streams, self.backend.matrix(weight), bias, scale, norm, self.backend)
+        return self.backend.matrix(weight), bias, scale, norm
 
     def gates(self, part: GatedStreams, name: str, join: Matrix | None = None) -> StreamGates:
         norm = StreamNorm(self.floats(f"{name}.norm.weight"), part.n, part.norm.eps, self.backend)
@@ -202,13 +221,17 @@ class Builder:
         assert down is not None
         return Network(part, self.backend.dense(gate, up, down), self.backend)
 
-    def _router(self, experts: Experts, at: str, norm: NormWeights, factor: float) -> LearnedRouter:
+    def _router(self, experts: Experts, at: str, norm: NormWeights, factor: float) -> LearnedRouter | TokenRouter:
         part = experts.router
         choice = self.floats(f"{at}.router.choice_bias") if part.choice_bias else None
         scale = self.floats(f"{at}.router.expert_scale") if part.expert_scale else None
         own = self.norm(Norm(norm.eps), f"{at}.router_norm") if part.own_norm else None
         matrix = self.matrix(f"{at}.router")
-        return LearnedRouter(RouterWeights(part, factor, norm, own, matrix, choice, scale), self.backend)
+        weights = RouterWeights(part, factor, norm, own, matrix, choice, scale)
+        if part.by_token is None:
+            return LearnedRouter(weights, self.backend)
+        table = np.sort(self.floats(f"{at}.router.table").astype(np.int64), axis=1)
+        return TokenRouter(weights, table, experts.n, self.backend)
 
     def _shared(self, experts: Experts, at: str) -> SharedExpert | None:
         if experts.shared is None:
@@ -265,7 +288,7 @@ class _Layer:
         self.positions = None
         if part.positions is not None:
             self.positions = AddedPositions(builder.stored(f"{name}.positions.weight"), None, counts_pad=True)
-        self.mixer = builder.fixed(mixer, part, name) if isinstance(mixer, FixedState) else None
+        self.mixer = builder.fixed(mixer, part, name) if isinstance(mixer, Stateful) else None
         self.cross = None if part.cross is None else builder.attention(part, name, crossing=True, causal=False)
         below = sum(other.stack == at.stack for other in routers)
         self.ffn = builder.ffn(part, at, runner, routers)
@@ -300,8 +323,7 @@ class _Tower:
             added = builder.stored(f"{name}.positions.weight")
             self.positions = AddedPositions(added, pad if part.skips_pad else None, counts_pad=name == "decoder")
         self.norm = builder.norm(stack.norm, f"{name}.norm")
-        gated = stack.streams if isinstance(stack.streams, GatedStreams) else None
-        self.end = ended if gated is None else builder.gates(gated, f"{name}.streams").end
+        self.end = builder.stream_end(stack, name)
         self.walk: Callable[[Sequence[_Layer]], Iterable[tuple[int, _Layer]]] = enumerate
         self.bias = None
         if stack.buckets is not None:
@@ -431,6 +453,7 @@ class Model:
             self._head = backend.biased(self.embed, builder.floats("head.bias"))
         self._project = builder.matrix("head.project") if spec.head.projected else None
         ropes = [Rotary(rope, builder.floats(f"rope.{place}.frequencies")) for place, rope in enumerate(spec.ropes)]
+        builder.rotary = ropes
         towers = {
             name: _Tower(name, stack, ropes, builder, runner, self.routers, spec.tokens.pad)
             for name, stack in spec.stacks.items()
@@ -439,6 +462,7 @@ class Model:
             for name, tower in towers.items():
                 tower.walk = partial(seams.walk, name)
         self._encoder, self._decoder = towers.get("encoder"), towers["decoder"]
+        self._by_token = [router for router in self.routers.values() if isinstance(router, TokenRouter)]
         self.preference: Preference | None = None
         if seams.preference is not None:
             self.prefer(seams.preference)
@@ -455,6 +479,8 @@ class Model:
         self.preference, places = preference, [at for at in self.spec.moe_layers() if at.stack == "decoder"]
         for at, bonus in zip(places, preference.bonus, strict=True):
             exact = self.routers[at]
+            if isinstance(exact, TokenRouter):
+                continue
             assert isinstance(exact, LearnedRouter)
             self.routers[at] = PreferringRouter(exact, self.backend, bonus, preference.sure)
 
@@ -594,6 +620,8 @@ class Model:
         x = self._embedded(self._decoder, sequences, starts)
         if self.foresight is not None:
             self.foresight.decodes(sequences, _heard(states))
+        for router in self._by_token:
+            router.reads([*chain.from_iterable(sequences)])
         prefixes = [0 if start else self._prefix(ids) for ids, start in zip(sequences, starts, strict=True)]
         self._decoder.read(x, sequences, states, prefixes)
         return x

@@ -29,6 +29,28 @@ def ended(streams: F32) -> F32:
     return found
 
 
+class StreamEnd:
+    """The weights of the sum that ends streams, which follow from them."""
+
+    def __init__(
+        self, part: Streams, matrix: Matrix, bias: F32, scale: F32, norm: NormWeights, backend: Backend
+    ) -> None:  # fmt: skip
+        """bias [n], scale [1]; `norm`: of all of a token's streams, one after the other."""
+        self._floor, self._matrix, self._norm, self._backend = np.float32(part.floor), matrix, norm, backend
+        self._bias, self._scale = bias, scale
+
+    def ended(self, streams: F32) -> F32:
+        """Returns the sum of each token's streams [tokens, n, d_model], [tokens, d_model]."""
+        found = np.empty((len(streams), streams.shape[2]), np.float32)
+        with np.errstate(all="ignore"):
+            for rows in _pieces(len(streams)):
+                flat = self._backend.norm(streams[rows].reshape(-1, streams[0].size), self._norm)
+                numbers = self._backend.linear(flat, self._matrix) * self._scale + self._bias
+                weights = self._backend.sigmoid(np.ascontiguousarray(numbers)) + self._floor
+                np.einsum("ti,tid->td", weights, streams[rows], out=found[rows])
+        return found
+
+
 class StreamMixer:
     """The weights by which a half of a layer gets its input from the streams, and joins them."""
 

@@ -31,6 +31,7 @@ from moert.pack.parts import (
     Tensor,
     matrix,
 )
+from moert.pack.pools import Pooled, Stateful
 
 MOST_LAYERS = 4096
 T = TypeVar("T")
@@ -57,7 +58,7 @@ class Layer:
 
     LEFT_OUT: ClassVar = ("parallel", "streams", "ngrams")
     norm: Norm | None
-    mixer: Attention | Latent | FixedState | None
+    mixer: Attention | Latent | Stateful | None
     cross: Attention | None
     ffn: Ffn | Experts | None
     mixer_join: Join = Join()
@@ -72,6 +73,11 @@ class Layer:
     def attention(self) -> Attention | Latent | None:
         """Returns the layer's mixer, if it keeps keys and values."""
         return self.mixer if isinstance(self.mixer, (Attention, Latent)) else None
+
+    @property
+    def attends(self) -> Attention | Latent | Pooled | None:
+        """Returns the layer's mixer, if it attends to tokens before, or to pools of them."""
+        return self.mixer if isinstance(self.mixer, (Attention, Latent, Pooled)) else None
 
     @property
     def buckets(self) -> Buckets | None:
@@ -100,9 +106,17 @@ class Layer:
         bounds behind activations, shortcuts, choices that return their input."""
         return any(extended(getattr(self, field.name)) for field in fields(self))
 
+    @property
+    def pools(self) -> bool:
+        """Returns whether a part came with attention to pools: that itself, routers by token or of √softplus, streams
+        that end in a weighted sum."""
+        router = self.ffn.router if isinstance(self.ffn, Experts) else None
+        routes = router is not None and (router.by_token is not None or router.score == "sqrt_softplus")
+        return isinstance(self.mixer, Pooled) or routes or (isinstance(self.streams, Streams) and self.streams.weighed)
+
     def state_shapes(self, d_model: int) -> Shapes:
         """Returns the shapes of the arrays of its recurrent state: those of its mixer first."""
-        found = self.mixer.state_shapes(d_model) if isinstance(self.mixer, FixedState) else ()
+        found = self.mixer.state_shapes(d_model) if isinstance(self.mixer, Stateful) else ()
         if self.ngrams is None or self.streams is None:
             return found
         return *found, *self.ngrams.state_shapes(self.streams.n * d_model)
@@ -144,6 +158,8 @@ class Layer:
                 yield from part.contradictions()
             elif join != Join():
                 yield "a layer says how something joins that it has not"
+        if isinstance(self.mixer, Pooled) and (self.norm is None or self.mixer_join != Join()):
+            yield "attention to pools has no norm before it, or does not join by a plain sum"
         if isinstance(self.ffn, Experts) and self.ffn.shortcut and self.ffn_join != Join():
             yield "experts take a shortcut, and do not join by a plain sum"
         if self.cross is not None:
@@ -216,13 +232,13 @@ class Stack:
     def tensors(self, at: str, d_model: int) -> Iterator[Tensor]:
         if self.norm is not None:
             yield from self.norm.tensors(f"{at}.norm", d_model)
-        if isinstance(self.streams, GatedStreams):
-            yield from self.streams.end_tensors(f"{at}.streams", d_model)
         if self.positions is not None:
             yield from self.positions.tensors(at, d_model)
         if (buckets := self.buckets) is not None:
             heads = next(kind.attention.n for kind in self.kinds if kind.buckets is not None and kind.attention)
             yield Tensor(f"{at}.relative_bias.weight", (buckets.n, heads))
+        if self.streams is not None:
+            yield from self.streams.end_tensors(f"{at}.streams", d_model)
         for layer in range(len(self)):
             yield from self[layer].tensors(f"{at}.{layer}", d_model)
 
@@ -351,9 +367,10 @@ class ModelSpec:
     @property
     def stream_width(self) -> int:
         """Returns the number of features of a token between two layers, in all of its streams together, and of its
-        number, where layers embed tokens together."""
-        streams, digits = self.decoder.streams, DIGITS if self.tables else 0
-        return self.d_model if streams is None else streams.n * self.d_model + digits
+        number, where layers embed tokens together or a table names experts by it."""
+        streams = self.decoder.streams
+        named = bool(self.tables) or any(each.router.by_token is not None for each in self.experts.values())
+        return (1 if streams is None else streams.n) * self.d_model + DIGITS * named
 
     def stack(self, name: StackName) -> Stack | None:
         return self.encoder if name == "encoder" else self.decoder
@@ -468,6 +485,10 @@ class ModelSpec:
             if experts != self.moe and _alike(experts) != _alike(self.moe):
                 yield f"the experts of layer {at} have another number or shape than those of the first such layer"
                 return
+        if any(experts.router.by_token not in (None, self.vocab_size) for experts in self.experts.values()):
+            yield f"a router's table is not of the model's {self.vocab_size} tokens"
+        if self.encoder is not None and any(experts.router.by_token is not None for experts in self.experts.values()):
+            yield "a router's table names experts by tokens, and there is an encoder"
         yield from self._positions()
         yield from self._reading()
 
@@ -479,13 +500,13 @@ class ModelSpec:
             for positions in (stack.positions, *(kind.positions for kind in stack.kinds)):
                 if positions is not None:
                     yield from self._added(name, positions)
-            for attention in (kind.attention for kind in stack.kinds):
+            for attention in (kind.attends for kind in stack.kinds):
                 if attention is None or attention.rope is None:
                     continue
                 if attention.rope >= len(self.ropes):
                     yield f"in the {name}, a layer has rope {attention.rope}, there are {len(self.ropes)}"
                 elif (dims := self.ropes[attention.rope].dims) > attention.turning or (
-                    isinstance(attention, Latent) and dims != attention.turning
+                    isinstance(attention, (Latent, Pooled)) and dims != attention.turning
                 ):
                     yield f"rope {attention.rope} turns {dims} features of {attention.turning}"
 

@@ -50,6 +50,7 @@ from moert.pack.manifest import (
     NGRAMS_MINOR,
     PARALLEL_MINOR,
     PLAIN_MINOR,
+    POOLS_MINOR,
     POWERS_MINOR,
     PREFERRING_MINOR,
     STREAMS_MINOR,
@@ -261,6 +262,8 @@ class PackWriter:
         dense, kinds = self.quantization.dense, [kind for stack in self.spec.stacks.values() for kind in stack.kinds]
         if any(isinstance(kind.streams, GatedStreams) or kind.ngrams is not None for kind in kinds):
             return NGRAMS_MINOR
+        if any(kind.pools for kind in kinds):
+            return POOLS_MINOR
         if any(kind.streams is not None for kind in kinds):
             return STREAMS_MINOR
         if any(kind.extended for kind in kinds):

@@ -22,6 +22,7 @@ from moert.models.model import Model, Weights
 from moert.pack.codec import F32, QuantizedMatrix, n_groups, row_bytes
 from moert.pack.layout import Coding, ExpertLayout, choose_page_bytes, expert_layout, group_of
 from moert.pack.model_spec import Layer, LayerKey, ModelSpec, Stack
+from moert.pack.parts import Experts
 from tests.pairs import OTHERS
 
 pytestmark = pytest.mark.slow
@@ -111,6 +112,9 @@ def weights_of(spec: ModelSpec, description: Description) -> Weights:
             found[name] = Floats("F32", np.ones(shape, np.float32))
         elif role is not None:
             found[name] = matrix(shape[0], shape[1], rng)
+        elif name.endswith(".table"):
+            table = rng.random((shape[0], spec.moe.n)).argsort(axis=1)[:, : shape[1]]
+            found[name] = Floats("F32", table.astype(np.float32))
         else:
             middle = 1.0 if len(shape) == 1 and name.endswith("norm.weight") else 0.0
             found[name] = Floats("F32", (middle + 0.1 * rng.standard_normal(shape)).astype(np.float32))
@@ -120,8 +124,14 @@ def weights_of(spec: ModelSpec, description: Description) -> Weights:
 def one_of_each(spec: ModelSpec) -> ModelSpec:
     """A model with one layer of each kind, and few tokens, of which few together have rows."""
 
+    def few(kind: Layer) -> Layer:
+        if not isinstance(kind.ffn, Experts) or kind.ffn.router.by_token is None:
+            return kind
+        return replace(kind, ffn=replace(kind.ffn, router=replace(kind.ffn.router, by_token=VOCAB)))
+
     def cut(stack: Stack) -> Stack:
-        return replace(stack, layers=tuple(range(len(stack.kinds))), kinds=tuple(map(with_few_rows, stack.kinds)))
+        kinds = tuple(few(with_few_rows(kind)) for kind in stack.kinds)
+        return replace(stack, kinds=kinds, layers=tuple(range(len(stack.kinds))))
 
     encoder = None if spec.encoder is None else cut(spec.encoder)
     return replace(spec, vocab_size=VOCAB, encoder=encoder, decoder=cut(spec.decoder))
@@ -182,7 +192,7 @@ FEW = {
     "Mistral-Small-4", "Nemotron-3-Super-120B-A12B", "Phi-3.5-MoE", "switch-xxl-128", "DeepSeek-V2",
     "Llama-4-Scout", "GLM-5", "MiniMax-M3", "DeepSeek-V3",
     "Kimi-Linear-48B-A3B", "Ling-3.0-Flash", "LongCat-Flash", "Step-3.7-Flash", "granite-swash-3b-a600m",
-    "GLM-5.3-Flash", "Qwen3.8-Flash-Next",
+    "GLM-5.3-Flash", "DeepSeek-V4-Flash", "Qwen3.8-Flash-Next",
 }  # fmt: skip
 """Models that have between them each setting that any has; fields with more values than VALUES are lengths."""
 VALUES = 8

@@ -100,7 +100,7 @@ NULLABLE = {
     "quality", "target_loss", "calibration", "heldout", "encoder", "capacity", "clip", "max_positions", "bos", "pad",
     "start", "importance", "qk_norm", "rope", "buckets", "cross", "dense", "window", "softcap", "limit", "biases",
     "chunk", "q_rank", "groups", "shared", "beside", "after", "stretch", "positions", "first", "mixer", "ffn", "norm",
-    "neurons", "rank", "bound", "streams", "ngrams",
+    "neurons", "rank", "bound", "streams", "ngrams", "pools", "indexer", "by_token",
 }  # fmt: skip
 
 
@@ -291,7 +291,7 @@ def test_every_matrix_has_a_role_and_nothing_else(spec: ModelSpec) -> None:
     )
     for name, role in roles.items():
         apart = ("norm", "bias", "rope", "positions", "after", "sinks", "shared_gate", "scale", "conv", "a_log")
-        apart = (*apart, "streams", "ngrams", "mixer.b.", "mixer.d")
+        apart = (*apart, "streams", "ngrams", "router.table", ".places", "mixer.b.", "mixer.d")
         apart = (*apart, *(() if name.startswith(by_feature) else ["mixer.a."]))
         plain = any(each in name for each in apart)
         assert (role is None) == plain, name

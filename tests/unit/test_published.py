@@ -100,6 +100,13 @@ FEATURES = {
         "gates within 10",
         "4 streams in place of one",
     ],
+    "DeepSeek-V4-Flash": [
+        "64 heads of 8 groups, one key of 512 features a token",
+        "keys of 128 tokens",
+        "keys of 4 tokens, of which an indexer chooses 512",
+        "√softplus routers",
+        "a table of each token's experts in some layers",
+    ],
     "Qwen3.8-Flash-Next": [
         "gated delta rules of 48 heads in place of attention in 36 of 48 layers",
         "rotary positions of 64 of 256 features",

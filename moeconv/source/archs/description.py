@@ -242,7 +242,8 @@ class Description:
     @property
     def wide(self) -> Collection[str]:
         """The canonical names of tensors that have 32 bits in a pack whatever the source has."""
-        return {*self.computed, *(name for name, source in self.backbone.items() if not source.as_it_is)}
+        changed = (name for name, source in self.backbone.items() if not source.as_it_is or name.endswith(".table"))
+        return {*self.computed, *changed}
 
     @property
     def mxfp4(self) -> bool:
@@ -379,7 +380,7 @@ def decoder(
             "config.json sets no layer with experts: models of this family are packed only with some"
         )
     names, norm = names or Names(), layers[0].inner_norm
-    if (attention := next((layer.attention for layer in layers if layer.attention is not None), None)) is None:
+    if (attention := next((layer.attends for layer in layers if layer.attends is not None), None)) is None:
         raise UnsupportedModel("config.json sets no layer with attention: transformers writes no text with one")
     ropes = [config.rope(attention.turning)] if ropes is None else ropes
     spec = ModelSpec(

@@ -106,6 +106,7 @@ class AllBefore(nn.Module):
 
 
 _BASE = 256
+"""Numbers below it are exact in 16 bits, too."""
 
 
 def carry_ids(tower: Any, layers: Iterable[Any], end: Any) -> None:
@@ -136,27 +137,39 @@ def _with_digits(_: nn.Module, __: Any, named: dict[str, Any], made: Tensor) -> 
     return torch.cat([made, digits.to(made.dtype)], dim=-1)
 
 
-def join_streams(layers: Iterable[Any], end: nn.Module) -> None:
+def join_streams(layers: Iterable[Any], end: nn.Module, numbered: bool = False) -> None:
     """Makes layers whose hidden states are several streams [..., streams, d_model] take and give them one after the
-    other [..., streams · d_model], and the module behind them take them so."""
-    n = 0
+    other [..., streams · d_model], and the module behind them take them so. If they are `numbered`, the digits of the
+    token's number follow them, for layers that get it as `input_ids`."""
+    n, digits = 0, DIGITS * numbered
     for layer in layers:
         n = layer.attn_hc.hc_mult
-        layer.register_forward_pre_hook(partial(_apart, n))
-        layer.register_forward_hook(_together)
-    end.register_forward_pre_hook(partial(_apart, n))
+        layer.register_forward_pre_hook(partial(_apart, n, digits), with_kwargs=True)
+        layer.register_forward_hook(partial(_together, digits), with_kwargs=True)
+    end.register_forward_pre_hook(partial(_apart, n, digits), with_kwargs=True)
 
 
-def _apart(n: int, _: nn.Module, given: tuple[Any, ...]) -> tuple[Any, ...]:
+def _apart(n: int, digits: int, _: nn.Module, given: tuple[Any, ...], named: dict[str, Any]) -> Any:
     """Returns the arguments of a module with n streams apart. Hidden states that enter as embeddings are [sequences,
-    tokens, 1, n · d_model]."""
+    tokens, 1, n · d_model and digits]."""
     hidden, *others = given
     if hidden.dim() == 4 and hidden.shape[2] == 1:
         hidden = hidden[:, :, 0]
-    return (hidden if hidden.dim() == 4 else hidden.unflatten(-1, (n, -1)), *others)
+    if hidden.dim() == 4:
+        return given, named
+    if digits:
+        hidden, last = hidden[..., :-digits], hidden[..., -digits:]
+        if "input_ids" in named:
+            places = torch.tensor([_BASE**at for at in range(digits)])
+            named = {**named, "input_ids": (last.detach().long() * places).sum(-1)}
+    return (hidden.unflatten(-1, (n, -1)), *others), named
 
 
-def _together(_: nn.Module, __: Any, made: Any) -> Any:
-    if isinstance(made, Tensor):
-        return made.flatten(2)
-    return (made[0].flatten(2), *made[1:])
+def _together(digits: int, _: nn.Module, __: Any, named: dict[str, Any], made: Any) -> Any:
+    hidden, *others = (made,) if isinstance(made, Tensor) else made
+    hidden = hidden.flatten(2)
+    if digits:
+        ids = named["input_ids"][..., None]
+        last = [ids // _BASE**at % _BASE for at in range(digits)]
+        hidden = torch.cat([hidden, *(each.to(hidden.dtype) for each in last)], dim=-1)
+    return hidden if isinstance(made, Tensor) else (hidden, *others)
