@@ -22,6 +22,9 @@ DAMAGED := 200
 # What guides the fuzzer by coverage; there is none for some systems, and then hypothesis does it.
 FUZZER := $(PY) -m pip install --quiet --disable-pip-version-check --only-binary=:all: -c .ci/constraints.txt atheris || true
 FUZZ_S ?= 600
+# Where programs of others are that the server is tried with, and where real JSON schemas come from.
+CLIENTS := build/clients
+SCHEMAS ?= https://github.com/guidance-ai/jsonschemabench
 ARM_CC := aarch64-linux-gnu-gcc
 ARM_PACKAGES := gcc-aarch64-linux-gnu libc6-dev-arm64-cross qemu-user
 
@@ -31,7 +34,7 @@ export PYTHONDONTWRITEBYTECODE :=
 include recipes/bench/peers.mk
 
 .DEFAULT_GOAL := help
-.PHONY: help setup native demo talk test test-slow unchanged test-cuda check-gpu test-anywhere test-native test-sanitize test-sanitize-python test-arm fuzz-few fuzz lint data recipes recipes-ci report bench-sweep bench-gradients bench-plans bench-quant bench-mixed bench-hash bench-beforehand bench-flash bench-promise bench-kernels bench-peers bench-rounding bench-stream bench-ahead bench-drafts bench-less bench-size bench-workers bench-large bench-many bench-serve bench-outlook bench-devices peers-there peers bench-smoke keep-results tables golden-old readme wheel test-wheel sbom clean
+.PHONY: help setup native demo talk test test-slow unchanged test-clients test-cuda check-gpu test-anywhere test-native test-sanitize test-sanitize-python test-arm fuzz-few fuzz lint data recipes recipes-ci report bench-sweep bench-gradients bench-plans bench-quant bench-mixed bench-hash bench-beforehand bench-flash bench-promise bench-kernels bench-peers bench-rounding bench-stream bench-ahead bench-drafts bench-less bench-size bench-workers bench-large bench-many bench-serve bench-outlook bench-devices peers-there peers bench-smoke keep-results tables golden-old readme wheel test-wheel sbom clean
 
 help:  ## list the targets
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## (.*)/\1 \2/' | \
@@ -66,6 +69,21 @@ test-slow: setup  ## the tests that take minutes, some of them only as root (it 
 
 unchanged: setup  ## record in build/unchanged what a change of structure must leave alone: answers, packs, messages
 	$(PY) -m tests.unchanged record build/unchanged/$$(git rev-parse --short HEAD).json packs messages
+
+test-clients: $(CLIENTS)/.installed  ## the server with programs of others, real schemas, and requests made up from its description (15 minutes)
+	$(CLIENTS)/bin/python -m pytest -p no:randomly tests/serve/test_client_programs.py
+	PYTHONPATH=.:tests $(CLIENTS)/bin/python tests/serve/schemas.py $(CLIENTS)/schemas $(SCHEMAS)
+
+# An environment on top of .venv, so that nothing that these programs need changes what all other tests run with.
+$(CLIENTS)/.installed: tests/serve/clients.txt tests/serve/clients.json | setup
+	rm -rf $(CLIENTS)
+	$(PY) -m venv $(CLIENTS)
+	$(PY) -c 'import site; print(f"import site; site.addsitedir({site.getsitepackages()[0]!r})")' > \
+	    "$$($(CLIENTS)/bin/python -c 'import site; print(site.getsitepackages()[0])')/below.pth"
+	$(CLIENTS)/bin/python -m pip install --quiet --disable-pip-version-check -c .ci/constraints.txt -r tests/serve/clients.txt
+	cp tests/serve/clients.json $(CLIENTS)/package.json
+	! command -v npm >/dev/null || npm install --prefix $(CLIENTS) --silent --no-audit --no-fund
+	@touch $@
 
 test-cuda: setup  ## the tests that need a GPU with CUDA; without one they are skipped, and say so
 	$(PY) -m pytest -m cuda

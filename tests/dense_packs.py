@@ -7,7 +7,7 @@ from pathlib import Path
 
 import numpy as np
 import torch
-from random_packs import random_biases, random_expert
+from random_packs import random_biases, random_expert, write_tables
 from safetensors.torch import save
 from torch import Tensor
 
@@ -39,6 +39,7 @@ def write_dense_pack(
         experts = random_expert(spec, key, quantization.group_size)
         writer.write_expert(key, experts, biases=random_biases(spec, key))
     writer.write_file(BACKBONE, save(tensors))
+    write_tables(writer, spec)
     writer.finish("tests", None)
     return tensors
 
@@ -54,6 +55,9 @@ def random_backbone(spec: ModelSpec, quantization: Quantization, seed: int = 0) 
             if part.endswith(".qweight"):
                 codes = rng.integers(0, 1 << (width or 0), (out_features, *rest)).astype(np.uint8)
                 found[part] = torch.from_numpy(pack_codes(codes, width or 0))
+            elif part.endswith(".table"):
+                rows = [rng.permutation(spec.moe.n)[: rest[0]] for _ in range(out_features)]
+                found[part] = torch.from_numpy(np.stack(rows).astype(np.float32))
             else:
                 found[part] = torch.from_numpy(rng.normal(size=shape)).to(types[dtype])
     return found

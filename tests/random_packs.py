@@ -8,13 +8,18 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import torch
+from safetensors.torch import save
 
 from moert.pack.codec import E2M1, F32, QuantizedMatrix, Width, n_groups, pack_codes
 from moert.pack.documents import plain
 from moert.pack.layout import Neurons, group_of
 from moert.pack.manifest import (
     EXTENDED_MINOR,
+    NGRAMS,
+    NGRAMS_MINOR,
     PARALLEL_MINOR,
+    POOLS_MINOR,
     STREAMS_MINOR,
     WIDTHS_OF,
     LossEstimate,
@@ -24,6 +29,7 @@ from moert.pack.manifest import (
     seal,
 )
 from moert.pack.model_spec import ExpertKey, Head, Join, Layer, ModelSpec, Tokens, stack_of  # fmt: skip
+from moert.pack.ngrams import GatedStreams, Ngrams
 from moert.pack.parts import (
     Act,
     Attention,
@@ -44,6 +50,7 @@ from moert.pack.parts import (
     Streams,
     Stretch,
 )
+from moert.pack.pools import Indexer, Pooled, Pools
 from moert.pack.reader import Pack, Projection
 from moert.pack.trellis import TrellisMatrix, stream_bytes
 from moert.pack.writer import PackWriter
@@ -142,6 +149,39 @@ STREAMING = ModelSpec(
 )  # fmt: skip
 """Several streams around every kind of half, and layers that lack one."""
 
+_WEIGHED = replace(_STREAMS, weighed=True)
+_NEAR = Pooled(4, 6, 4, 7, 5, 0.408, _NORM, 0, 2, 4, None)
+_ROOTS = replace(_FEW, router=Router(2, True, None, "sqrt_softplus", choice_bias=True, factor=1.5))
+POOLING = ModelSpec(
+    family="pooling", vocab_size=11, d_model=10, encoder=None,
+    decoder=stack_of(
+        [
+            Layer(_NORM, _NEAR, None, replace(_FEW, router=Router(2, False, None, by_token=11)), streams=_WEIGHED),
+            Layer(_NORM, replace(_NEAR, pools=Pools(4, True, Indexer(3, 5, 2))), None, _ROOTS, streams=_WEIGHED),
+            Layer(_NORM, replace(_NEAR, groups=1, pools=Pools(5, False, None)), None, _SQUARED, streams=_WEIGHED),
+            Layer(_NORM, replace(_LATENT, rope=None), None, None, streams=_WEIGHED),
+        ],
+        _NORM,
+    ),
+    ropes=(Rope(4),), head=Head(True, 1.0), tokens=Tokens(None, (1,), 0, None), max_positions=64,
+)  # fmt: skip
+"""Attention to pools of every kind, routers by token and of √softplus, and streams that end in a weighted sum."""
+
+_GATED, _TOGETHER = GatedStreams(3, 2, _NORM), Ngrams(3, 2, 32, 4, 1, (5, 7, 9), (5, 7, 8, 11), _NORM)
+GATED = ModelSpec(
+    family="gated", vocab_size=11, d_model=10, encoder=None,
+    decoder=stack_of(
+        [
+            Layer(None, _DELTA, None, _FEW, streams=_GATED, ngrams=_TOGETHER),
+            Layer(None, Attention(2, 1, 6, 0.408, "head", None, 0, None), None, _FEW, streams=_GATED),
+            Layer(_NORM, ShortConv(3), None, _SQUARED, streams=_GATED, ngrams=replace(_TOGETHER, rows=31)),
+        ],
+        None,
+    ),
+    ropes=(Rope(6),), head=Head(True, 1.0), tokens=Tokens(None, (1,), 0, None), max_positions=64,
+)  # fmt: skip
+"""Streams that gates mix, and tokens together."""
+
 _LATE = Join(_LAYER_NORM)
 _PLAIN_HEADS = Attention(2, 2, 5, 0.447, None, None, None, None)
 _FULL = Experts(
@@ -183,7 +223,7 @@ NEURON_SPECS = {"encoder-decoder": ENCODER_DECODER, "late": LATE, "firing": FIRI
 
 SPECS = {
     "decoder": DECODER, "encoder-decoder": ENCODER_DECODER, "rich": RICH, "mixers": MIXERS, "streaming": STREAMING,
-    "late": LATE,
+    "pooling": POOLING, "late": LATE, "gated": GATED,
 }  # fmt: skip
 QUANTIZATION = Quantization(quantizer="group", group_size=4, dtype16="F16", seed=7)
 QUALITY = Quality(
@@ -266,8 +306,17 @@ def write_pack(
         writer.write_expert(key, projections, importance, random_biases(spec, key, seed))
     for relative, body in FILES.items():
         writer.write_file(relative, body)
+    write_tables(writer, spec)
     writer.finish("tests", QUALITY)
     return given
+
+
+def write_tables(writer: PackWriter, spec: ModelSpec, seed: int = 0) -> None:
+    """Writes the rows of tokens together, where the model has them, in bfloat16."""
+    rng = np.random.default_rng(seed)
+    if spec.tables:
+        found = {name: rng.normal(size=table.shape) for name, table in spec.tables.items()}
+        writer.write_file(NGRAMS, save({name: torch.from_numpy(each).bfloat16() for name, each in found.items()}))
 
 
 def flat(projection: Projection) -> list[Any]:
@@ -306,6 +355,10 @@ def minor_of(spec: ModelSpec, without: int) -> int:
     """Returns the minor version of a model's pack; `without`: the one that it would have without parallel layers and
     later fields of parts."""
     kinds = [kind for stack in spec.stacks.values() for kind in stack.kinds]
+    if any(isinstance(kind.streams, GatedStreams) for kind in kinds):
+        return NGRAMS_MINOR
+    if any(isinstance(kind.mixer, Pooled) for kind in kinds):
+        return POOLS_MINOR
     if any(kind.streams is not None for kind in kinds):
         return STREAMS_MINOR
     if any(f'"{name}": ' in json.dumps(plain(kinds)) for name in ("by_feature", "gate_by_head", "bound", "shortcut")):

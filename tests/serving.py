@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import threading
-from collections.abc import Iterator
+import time
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -48,3 +49,12 @@ def serving(*packs: Path, **settings: Any) -> Iterator[Running]:
             thread.join()
             host.close()
             loop.close()
+
+
+def until(true: Callable[[], bool]) -> None:
+    """Waits, for some seconds, until something is true."""
+    for _ in range(2000):
+        if true():
+            return
+        time.sleep(0.005)
+    raise AssertionError("it did not come to be")

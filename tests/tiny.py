@@ -188,7 +188,10 @@ def _save(model: Any, path: Path, seed: int, first: int | None = None) -> Path:
     with torch.no_grad():
         for name, weight in (*model.named_parameters(), *_kept_buffers(model)):
             noise = torch.randn(weight.shape, generator=generator)
-            if "bias" in name and "relative" not in name:
+            if name.endswith("tid2eid"):
+                experts = torch.rand(len(weight), model.config.n_routed_experts, generator=generator)
+                weight.copy_(experts.argsort(dim=1)[:, : weight.shape[1]])
+            elif "bias" in name and "relative" not in name:
                 weight.copy_(0.2 * noise)
             elif name.endswith("A_log"):
                 weight.copy_(noise - 2)  # states that last for some tokens, or for hundreds
@@ -231,9 +234,9 @@ def reconfigure(path: Path, **changes: Any) -> dict[str, Any]:
 
 
 def _kept_buffers(model: Any) -> list[tuple[str, torch.Tensor]]:
-    """Those that are saved with the parameters."""
-    kept = model.state_dict()
-    return [(name, buffer) for name, buffer in model.named_buffers() if name in kept]
+    """Those of floats, and tables of tokens, that are saved with the parameters."""
+    kept = [(name, buffer) for name, buffer in model.named_buffers() if name in model.state_dict()]
+    return [(name, buffer) for name, buffer in kept if buffer.is_floating_point() or name.endswith("tid2eid")]
 
 
 def _save_tokenizer(path: Path) -> None:

@@ -28,6 +28,7 @@ from moert.pack.codec import (
 from moert.pack.layout import Neurons, group_of
 from moert.pack.manifest import Files, Preference, Quantization
 from moert.pack.model_spec import ExpertKey, Head, Join, Layer, LayerKey, ModelSpec, Stack, stack_of
+from moert.pack.ngrams import GatedStreams, Ngrams
 from moert.pack.parts import (
     Act,
     Attention,
@@ -38,14 +39,16 @@ from moert.pack.parts import (
     Mamba2,
     Norm,
     PositionTable,
+    Rope,
     Router,
     ShortConv,
     Streams,
 )
 from moert.pack.paths import PATHS, build
+from moert.pack.pools import Indexer, Pooled, Pools
 from moert.pack.reader import Pack, Projection
 from moert.pack.writer import PackWriter, add_to_pack
-from tests.random_packs import random_biases, random_trellis
+from tests.random_packs import random_biases, random_trellis, write_tables
 from tests.shapes import Shape, every, frequencies
 
 VOCAB, PAD, EOS, UNKNOWN = 64, 0, 1, 2
@@ -105,8 +108,38 @@ def streaming(spec: ModelSpec) -> ModelSpec:
     return replace(spec, family="streams", decoder=replace(spec.decoder, kinds=kinds))
 
 
-STREAMS = streaming(MIXERS_SHAPE.spec)
-SPECS = {"decoder": DECODER, "switch": SWITCH, "mixers": MIXERS, "late": LATE, "streams": STREAMS}
+TOGETHER = Ngrams(3, 4, 224, 4, EOS, (12345678901234567, 7, 99999999999), (53, 59, 61, 43), _NORM)
+
+
+def gated(spec: ModelSpec) -> ModelSpec:
+    """A decoder with three streams that gates mix, and tokens together in its first layer and its fifth."""
+    layers = [
+        replace(
+            spec.decoder[at], norm=None, streams=GatedStreams(3, 5, _NORM), ngrams=TOGETHER if at in (0, 4) else None
+        )
+        for at in range(len(spec.decoder))
+    ]
+    return replace(spec, family="gated", decoder=stack_of(layers, None))
+
+
+def pooling(capacity: int | None = None) -> ModelSpec:
+    """Attention to pools of every kind, between streams that end in a weighted sum, and a router with a table."""
+    streams, network = Streams(3, 6, 1e-6, weighed=True), Ffn(20, Act("silu", 2.0), gated=True)
+    near = Pooled(4, 8, 4, 10, 5, 0.354, _NORM, 0, 2, 6, None)
+    few, many = replace(near, pools=Pools(3, True, Indexer(6, 6, 4))), replace(near, pools=Pools(7, False, None))
+    router = Router(2, True, capacity, "sqrt_softplus", factor=1.5)
+    chosen = Experts(8, network, router, network)
+    named = replace(chosen, router=replace(router, capacity=None, by_token=VOCAB))
+    parts = ((near, named), (few, chosen), (many, chosen), (few, named))
+    layers = [Layer(_NORM, mixer, None, experts, streams=streams) for mixer, experts in parts]
+    return replace(DECODER, family="pools", ropes=(Rope(4),), decoder=stack_of(layers, _NORM))
+
+
+STREAMS, GATED, POOLS = streaming(MIXERS_SHAPE.spec), gated(MIXERS_SHAPE.spec), pooling()
+SPECS = {
+    "decoder": DECODER, "switch": SWITCH, "mixers": MIXERS, "late": LATE, "streams": STREAMS, "gated": GATED,
+    "pools": POOLS,
+}  # fmt: skip
 
 
 def with_ends(spec: ModelSpec, eos: tuple[int, ...]) -> ModelSpec:
@@ -115,8 +148,10 @@ def with_ends(spec: ModelSpec, eos: tuple[int, ...]) -> ModelSpec:
 
 def with_capacity(name: str, capacity: int | None) -> ModelSpec:
     """One of SPECS, whose experts take so many tokens."""
-    if name == "streams":
-        return streaming(with_capacity("mixers", capacity))
+    if name in ("streams", "gated"):
+        return (streaming if name == "streams" else gated)(with_capacity("mixers", capacity))
+    if name == "pools":
+        return pooling(capacity)
     if name != "late":
         return SHAPES[name].but(capacity=capacity).spec
     part = replace(_FULL, router=Router(1, False, capacity, overflow="nothing" if capacity is None else "itself"))
@@ -150,6 +185,7 @@ def write_pack(
             matrices["down"] = _transposed(matrices["down"])
         writer.write_expert(key, matrices, biases=random_biases(spec, key, seed))
     writer.write_file("backbone.safetensors", save(backbone(spec, seed)))
+    write_tables(writer, spec, seed)
     writer.write_file("config.json", b"{}\n")
     if tokenizer:
         writer.write_file("tokenizer.json", _tokenizer().to_str().encode())
@@ -166,6 +202,10 @@ def backbone(spec: ModelSpec, seed: int = 0) -> dict[str, Tensor]:
     for name, (_, shape, _) in spec.tensors.items():
         if name.startswith("rope."):
             weights[name] = torch.from_numpy(frequencies(2 * shape[0]))
+            continue
+        if name.endswith(".table"):
+            experts = torch.rand((shape[0], spec.moe.n), generator=generator).argsort(dim=1)
+            weights[name] = experts[:, : shape[1]].float()
             continue
         noise = torch.randn(shape, generator=generator)
         keep = name.startswith("embed") or "bias" in name

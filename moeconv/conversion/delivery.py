@@ -32,7 +32,7 @@ from moeconv.conversion.settings import Settings, files_of
 from moeconv.errors import ConversionError, SettingsError
 from moeconv.measure.trial import Evaluation
 from moeconv.packing.emit import Label, Profile, emit
-from moeconv.plan.outlook import expert_files, quantization_of
+from moeconv.plan.outlook import expert_files, quantization_of, table_numbers
 from moeconv.plan.problem import Storage
 from moeconv.plan.search import assigned_bytes, uniform_bytes, weights_of
 from moeconv.quantizers.coder import DenseCoder, ExpertCoder
@@ -187,7 +187,7 @@ def _needed_bytes(coder: ExpertCoder, widths: Assignment, dense: DenseCoder, lay
         files = expert_files(spec, quantization, lambda key: dict(zip(names, widths[key], strict=True)))
         experts = sum(map(sum, files.values()))
     twice = 2 * experts // len(spec.moe_layers()) if files_of(layout) == "layer" else 0
-    return experts + twice + dense.backbone_bytes()[0]
+    return experts + twice + dense.backbone_bytes()[0] + 2 * table_numbers(spec)
 
 
 def _storage(coder: ExpertCoder) -> Storage:

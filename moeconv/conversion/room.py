@@ -13,7 +13,7 @@ from moeconv.conversion.material import Coding, Material
 from moeconv.conversion.settings import DEFAULT_MEMORY, Settings
 from moeconv.errors import ConversionError, SettingsError
 from moeconv.measure.passes import LEAST_TOKENS, Room, token_bytes
-from moeconv.plan.outlook import parameters
+from moeconv.plan.outlook import parameters, table_numbers
 from moeconv.plan.search import uniform_bytes
 from moeconv.quantizers.moments import beside_bytes
 from moeconv.report.page import size
@@ -86,8 +86,8 @@ def within(asked: int | None) -> int | None:
 
 
 def whole_bytes(spec: ModelSpec, computed: Collection[str] = ()) -> int:
-    """Returns the bytes of a process with the whole model in memory."""
-    return PROCESS_BYTES + _FLOAT * parameters(spec, computed).total
+    """Returns the bytes of a process with the whole model in memory, but for tables that stay on the drive."""
+    return PROCESS_BYTES + _FLOAT * (parameters(spec, computed).total - table_numbers(spec))
 
 
 def check_least(limit_bytes: int, spec: ModelSpec, weighing_bytes: int = 0) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import io
 import json
+import math
 import pickle
 import shutil
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -261,7 +262,7 @@ def _part(routers: Routers, ids: Tensor, routed: Routed, stack: StackName) -> Pa
     """Returns the routing of the tokens that were read last; rows of `ids` are filled up on the right."""
     real = (torch.arange(ids.shape[1]) < torch.tensor(routed.lengths[stack])[:, None]).flatten()
     places = [at for at in routers.layers if at.stack == stack]
-    said = torch.stack([foretold(routers.heard[at][real], routers.layers[at]) for at in places], dim=1)
+    said = torch.stack([_to_learn(routers, routed, at, real) for at in places], dim=1)
     largest = said.topk(min(MOST_NUMBERS, said.shape[-1]), dim=-1)
     chosen = torch.stack([routed.experts[at] for at in places], dim=1)
     return Part(
@@ -270,6 +271,14 @@ def _part(routers: Routers, ids: Tensor, routed: Routed, stack: StackName) -> Pa
         largest.indices.numpy().astype(np.uint16),
         chosen.numpy().astype(np.int16),
     )
+
+
+def _to_learn(routers: Routers, routed: Routed, at: LayerKey, real: Tensor) -> Tensor:
+    """Returns the numbers that the network is to learn of a layer [tokens, experts]."""
+    numbers = foretold(routers.heard[at][real], routers.layers[at])
+    if routers.layers[at].part.by_token is None:
+        return numbers
+    return torch.full_like(numbers, math.log(_LEAST)).scatter(1, routed.experts[at].long(), 0.0)
 
 
 def foretold(x: Tensor, layer: RouterWeights) -> Tensor:

@@ -298,6 +298,8 @@ def refusal(experts: Experts) -> str | None:
         return "would have no choice, as every token passes all experts of a layer"
     if router.score != "softmax":
         return f"takes the place of routers that choose by a softmax, and these choose by {router.score}"
+    if router.by_token is not None:
+        return "does not take the place of routers whose choice follows from the token alone"
     if router.identities:
         return "does not take the place of routers with numbers that stand for no expert"
     if router.overflow == "itself" or (router.capacity is not None and router.top_k > 1):

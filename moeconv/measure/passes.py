@@ -27,6 +27,7 @@ from moeconv.progress import Progress
 from moeconv.quantizers.coder import ORIGINAL, DenseCoder, ExpertCoder
 from moeconv.source.archs import Description, Family
 from moeconv.source.archs.config import transformers_model
+from moeconv.source.archs.weights import Rows
 from moeconv.source.experts import Biases, Call, ExpertCalls, Weights
 from moeconv.source.skeleton import Skeleton, Weight
 from moert.kernels.library import crc32
@@ -271,12 +272,13 @@ def token_bytes(spec: ModelSpec) -> int:
 @dataclass(frozen=True)
 class Origin:
     """The source of a model that is read piece by piece: its config in the folder `place`, and readers of the
-    backbone's weights, by their canonical names, and of experts."""
+    backbone's weights, by their canonical names, of rows of tables, and of experts."""
 
     place: Path
     family: Family
     description: Description
     backbone: Weight
+    rows: Rows
     experts: Load
     biases: Load
 
@@ -288,7 +290,7 @@ class Passes:
         self.place, self.family, self.spec = origin.place, origin.family, origin.description.spec
         self.room, self.show = room, show
         with transformers_model(self.place):
-            self.skeleton = Skeleton(self.family, self.place, origin.description, origin.backbone)
+            self.skeleton = Skeleton(self.family, self.place, origin.description, origin.backbone, origin.rows)
         self.model: Any = self.skeleton.model
         self.shelf = Shelf(self.spec, origin.experts, origin.biases, room.expert_bytes)
         self.calls = ExpertCalls(self.model, self.family, self.spec, self.shelf)
@@ -429,8 +431,9 @@ class LayeredModel(Passes):
         self._dense_is_stored = False
         checkpoint = self.checkpoint
         origin = Origin(
-            checkpoint.path, checkpoint.family, checkpoint.description, self._backbone, self._expert, checkpoint.biases
-        )
+            checkpoint.path, checkpoint.family, checkpoint.description, self._backbone, checkpoint.rows, self._expert,
+            checkpoint.biases,
+        )  # fmt: skip
         super().__init__(origin, room, show)
 
     @property

@@ -24,6 +24,7 @@ from moert.pack.errors import ChatInvalid, WriteFailed
 from moert.pack.learnt import ORDER, NeuronOrder
 from moert.pack.manifest import (
     BACKBONE,
+    NGRAMS,
     WIDTHS_OF,
     Dense,
     Files,
@@ -44,10 +45,19 @@ from moert.pack.writer import PackWriter
 
 
 def write_backbone(dense: DenseCoder, dtype16: str, writer: PackWriter) -> None:
-    """Writes the backbone's file. Raises CheckpointError for values that are not finite, WriteFailed."""
+    """Writes the backbone's file, and that of tables that stay on the drive. Raises CheckpointError for values that are
+    not finite, WriteFailed."""
     stored_as = writer.quantization.dense
-    parts = [part for name in dense.checkpoint.spec.tensors for part in _parts(dense, name, dtype16, stored_as)]
-    path = writer.add_file(BACKBONE)
+    _write(
+        writer, BACKBONE,
+        [part for name in dense.checkpoint.spec.tensors for part in _parts(dense, name, dtype16, stored_as)],
+    )  # fmt: skip
+    if tables := dense.checkpoint.spec.tables:
+        _write(writer, NGRAMS, [_table(dense.checkpoint, name, shape) for name, shape, _ in tables.values()])
+
+
+def _write(writer: PackWriter, name: str, parts: list[Part]) -> None:
+    path = writer.add_file(name)
     try:
         with path.open("wb") as file:
             write_tensors(file, parts)
@@ -57,7 +67,14 @@ def write_backbone(dense: DenseCoder, dtype16: str, writer: PackWriter) -> None:
     except BaseException:
         path.unlink(missing_ok=True)
         raise
-    writer.seal_file(BACKBONE)
+    writer.seal_file(name)
+
+
+def _table(checkpoint: Checkpoint, name: str, shape: tuple[int, ...]) -> Part:
+    """Returns a table that stays on the drive: in the type of its first rows, or in 16 bits if they are coded."""
+    first, tensors = checkpoint.description.tables[name][0].name, checkpoint.tensors
+    dtype = tensors.dtype16(first) if tensors.is_coded(first) else tensors.fetch(first, 0).dtype
+    return Part(name, dtype, shape, lambda: (_finite(name, piece.to(dtype)) for piece in checkpoint.table(name)))
 
 
 def _parts(dense: DenseCoder, name: str, dtype16: str, stored_as: Dense | None) -> list[Part]:

@@ -19,7 +19,7 @@ from moeconv.measure.passes import Origin, Passes, Room
 from moeconv.progress import Progress, unseen
 from moeconv.source.archs import FAMILIES, Description, Family
 from moeconv.source.archs.config import transformers_model
-from moeconv.source.archs.weights import fill_backbone
+from moeconv.source.archs.weights import Rows, fill_backbone, put_tables
 from moeconv.source.checkpoint import Checkpoint
 from moeconv.source.experts import ExpertCalls
 from moeconv.source.outline import CONFIG, GENERATION_CONFIG, MAX_JSON_BYTES, Outline, line
@@ -40,6 +40,7 @@ from moert.pack.reader import (
     checksums_from_bytes,
     projection_weights,
 )
+from moert.pack.tables import tables_of
 from moert.pack.trellis import TrellisMatrix
 
 # A pack in memory as the transformers model, so that other code than the runtime runs its weights.
@@ -65,6 +66,7 @@ class PackedModel:
         spec = pack.manifest.model
         backbone = backbone_weights(pack)
         fill_backbone(model, description, ((name, backbone(name)) for name in spec.tensors))
+        put_tables(model, description, table_rows(pack))
         for key in spec.expert_keys():
             body = pack.read_expert(key)
             for name, projection in pack.projections(key, body).items():
@@ -158,6 +160,17 @@ def backbone_weights(pack: Pack) -> Callable[[str], Tensor]:
     return weight
 
 
+def table_rows(pack: Pack) -> Rows:
+    """Returns a reader of rows of the pack's tables, in float32. Raises PackError."""
+    tables = tables_of(pack)
+
+    def rows(name: str, numbers: Tensor) -> Tensor:
+        found = torch.from_numpy(tables[name][numbers.numpy()])
+        return (found.view(torch.bfloat16) if tables[name].dtype == "BF16" else found).float()
+
+    return rows
+
+
 # A pack's model, layer by layer: for packs with dequantized weights that do not fit memory.
 
 
@@ -168,7 +181,9 @@ class PackedLayers(Passes):
     def __init__(self, pack: Pack, room: Room, show: Progress) -> None:
         self.pack = pack
         family, description = described(pack)
-        origin = Origin(pack.root, family, description, backbone_weights(pack), self._expert, self._biases)
+        origin = Origin(
+            pack.root, family, description, backbone_weights(pack), table_rows(pack), self._expert, self._biases
+        )
         super().__init__(origin, room, show)
 
     @property
@@ -251,7 +266,19 @@ def _backbone_error(pack: Pack, source: Checkpoint) -> float:
             worst = max(worst, _checked(name, stored, original.float().numpy(), dense.quantizer == MIN_MAX))
         elif not torch.equal(tensors[name], source.stored_tensor(name, shape)):
             raise VerifyFailed(f"{name} differs from {source.given}: the pack was made from other weights")
+    _check_tables(pack, source)
     return worst
+
+
+def _check_tables(pack: Pack, source: Checkpoint) -> None:
+    """Raises VerifyFailed for a table that differs from the source's."""
+    rows = table_rows(pack)
+    for name in source.spec.tables:
+        start = 0
+        for piece in source.table(name):
+            numbers = torch.arange(start, start := start + len(piece))
+            if not torch.equal(rows(name, numbers), piece.float()):
+                raise VerifyFailed(f"{name} differs from {source.given}: the pack was made from other weights")
 
 
 def _expert_error(pack: Pack, source: Checkpoint, key: ExpertKey, order: NeuronOrder | None) -> float:

@@ -64,10 +64,18 @@ class Parameters:
 def parameters(spec: ModelSpec, computed: Collection[str] = ()) -> Parameters:
     """Returns the numbers of weights and biases of a model; `computed`: tensors of the pack that no checkpoint has."""
     beside = sum(math.prod(tensor.shape) for name, tensor in spec.tensors.items() if name not in computed)
+    kinds = [spec.decoder[layer].ngrams for layer in range(len(spec.decoder))]
+    rows = sum(part.features for part in kinds if part is not None)
     ffn = spec.moe.ffn
     biases = sum(spec.projection_shape(name)[0] for name in ffn.projections) if ffn.bias else 0
     each, layers = spec.weights_per_expert() + biases, len(spec.experts)
-    return Parameters(beside + layers * spec.moe.n * each, beside + layers * spec.moe.router.top_k * each)
+    chosen = beside + rows + layers * spec.moe.router.top_k * each
+    return Parameters(beside + table_numbers(spec) + layers * spec.moe.n * each, chosen)
+
+
+def table_numbers(spec: ModelSpec) -> int:
+    """Returns the count of numbers in tables that stay on the drive."""
+    return sum(math.prod(table.shape) for table in spec.tables.values())
 
 
 def outlooks(
@@ -93,8 +101,10 @@ def compared_widths(storage: Storage) -> tuple[Width, ...]:
 @dataclass(frozen=True)
 class Fit:
     """One pack in memory: its budget, and the bytes that the process holds without it and that a request takes.
-    `backbone_bytes`: of the backbone's file; `largest_bytes`: of the largest expert's."""
+    `table_bytes`: of tables that stay on the drive; `backbone_bytes`: of the backbone's file; `largest_bytes`: of the
+    largest expert's."""
 
+    table_bytes: int
     backbone_bytes: int
     largest_bytes: int
     budget: Budget
@@ -112,11 +122,12 @@ class Fit:
         budget = Budget.sized(spec, backbone, files, host.widened, host.thread_bytes)
         budget = replace(budget, tokenizer=vocabulary_takes(spec.vocab_size))
         request = Footprint(spec, host.widened).request([Load(PROMPT_TOKENS, NEW_TOKENS)])
-        return cls(backbone, max(map(max, files.values())), budget, host.held_bytes, request)
+        tables = 2 * table_numbers(spec)
+        return cls(tables, backbone, max(map(max, files.values())), budget, host.held_bytes, request)
 
     @property
     def pack_bytes(self) -> int:
-        return self.backbone_bytes + self.budget.expert_bytes
+        return self.table_bytes + self.backbone_bytes + self.budget.expert_bytes
 
     @property
     def smallest_memory(self) -> int:

@@ -7,6 +7,7 @@ import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -209,11 +210,12 @@ class Checkpoint:
         """Returns the model as transformers runs it, in eval mode. Raises CheckpointError."""
         import torch
 
-        from moeconv.source.archs.weights import fill_backbone
+        from moeconv.source.archs.weights import fill_backbone, put_tables
 
         if self.family.loads_by_names and self.tensors.as_saved:
             return self.family.load(self.path, dtype)
         model = self.family.empty(self.path).to(dtype)
+        put_tables(model, self.description, self.rows)
         tensors = self.spec.tensors
         fill_backbone(
             model, self.description, ((name, self.backbone_tensor(name, tensors[name].shape)) for name in tensors)
@@ -250,6 +252,20 @@ class Checkpoint:
             return tensor
         return tensor.to(self.tensors.dtype16(source.name))
 
+    def rows(self, canonical: str, numbers: torch.Tensor) -> torch.Tensor:
+        """Returns rows of a table that stays on the drive, [numbers, dim]. Raises CheckpointError."""
+        import torch
+
+        pieces = self.description.tables[canonical]
+        each = (pieces[0].shape or (1,))[0]
+        return torch.stack([self.tensors.fetch(pieces[at // each].name, at % each) for at in numbers.tolist()])
+
+    def table(self, canonical: str) -> Iterator[torch.Tensor]:
+        """Yields the rows of a table that stays on the drive, in pieces [rows, dim], in their own dtype. Raises
+        CheckpointError."""
+        for source in self.description.tables[canonical]:
+            yield self._shaped(source, source.shape or ())
+
     @cached_property
     def sha256(self) -> str:
         """The hash of the configs and of every weight file, in order of name."""
@@ -269,6 +285,7 @@ class Checkpoint:
     def _sources(self) -> Iterator[Source]:
         described = self.description
         yield from described.backbone.values()
+        yield from chain.from_iterable(described.tables.values())
         for key in self.spec.expert_keys():
             for projection in self.spec.moe.ffn.projections:
                 yield described.experts(key, projection)
@@ -289,7 +306,7 @@ class Checkpoint:
         if missing:
             more = f" and {len(missing) - 1} more" if len(missing) > 1 else ""
             raise CheckpointError(f"{self.given} has no tensor {missing[0]!r}{more}: the checkpoint is incomplete")
-        known = {*wanted, *(copy for _, copy in described.copies)}
+        known = {*wanted, *described.stated, *(copy for _, copy in described.copies)}
         left_out = [re.compile(pattern) for pattern in described.left_out]
         unknown = [
             name
@@ -323,6 +340,8 @@ class Checkpoint:
         for canonical, source in described.backbone.items():
             for name in source.names:
                 yield name, source, spec.tensors[canonical].shape
+        for source in chain.from_iterable(described.tables.values()):
+            yield source.name, source, source.shape or ()
         for key in spec.expert_keys():
             for projection in spec.moe.ffn.projections:
                 shape, source = spec.projection_shape(projection), described.experts(key, projection)
@@ -336,6 +355,9 @@ class Checkpoint:
             both = one in self.tensors.names and other in self.tensors.names
             if both and not self.tensors.fetch(one).equal(self.tensors.fetch(other)):
                 raise CheckpointError(f"{self.path}: {one} and {other} differ; a pack can hold only one of them")
+        for name, numbers in self.description.stated.items():
+            if name in self.tensors.names and self.tensors.fetch(name).tolist() != [*numbers]:
+                raise CheckpointError(f"{self.path}: {name} has other numbers than follow from config.json")
 
 
 def _check_sizes(path: Path) -> None:

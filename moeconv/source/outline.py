@@ -16,7 +16,9 @@ from moeconv.strict_json import NotJson, bounded, parse
 from moert.pack.documents import brief, plain, read
 from moert.pack.errors import ManifestInvalid
 from moert.pack.model_spec import Layer, ModelSpec, Stack
+from moert.pack.ngrams import GatedStreams
 from moert.pack.parts import Attention, Experts, Ffn, FixedState, GatedDelta, Latent, Mamba, Mamba2, Router, ShortConv
+from moert.pack.pools import Pooled
 
 # Allowed places of a checkpoint's files: inside its folder, or in the hub's cache where the folder's links lead.
 
@@ -86,6 +88,8 @@ def _attention(layers: Sequence[Layer]) -> Iterator[str]:
     for part in dict.fromkeys(layer.mixer for layer in layers):
         if isinstance(part, Latent):
             yield f"latent attention of {part.kv_rank} + {part.turning} features a token" + " with gates" * part.gate
+        elif isinstance(part, Pooled):
+            yield from _pools(part)
         elif isinstance(part, Attention):
             yield from _heads(part)
     for what in ("window", "chunk"):
@@ -93,6 +97,14 @@ def _attention(layers: Sequence[Layer]) -> Iterator[str]:
         if sizes:
             named = " or ".join(map(str, sorted(set(sizes))))
             yield f"{what}s of {named} tokens in {len(sizes)} of {len(layers)} layers"
+
+
+def _pools(part: Pooled) -> Iterator[str]:
+    yield f"{part.n} heads of {part.groups} groups, one key of {part.dim} features a token"
+    yield "attention sinks"
+    if (pools := part.pools) is not None:
+        chosen = "" if pools.indexer is None else f", of which an indexer chooses {pools.indexer.top}"
+        yield f"keys of {pools.every} tokens{chosen}"
 
 
 def _heads(part: Attention) -> Iterator[str]:
@@ -160,7 +172,7 @@ def _experts(spec: ModelSpec, layers: Sequence[Layer]) -> Iterator[str]:
 
 _ROUTERS = {
     "softmax": "softmax", "sigmoid": "sigmoid", "sigmoid_of_chosen": "sigmoid",
-    "sparsemixer": "a sparsemixer in place of",
+    "sparsemixer": "a sparsemixer in place of", "sqrt_softplus": "√softplus",
 }  # fmt: skip
 
 
@@ -173,6 +185,8 @@ def _router(part: Router) -> Iterator[str]:
     if part.capacity is not None:
         kept = ", of which others keep what they are" if part.overflow == "itself" else ""
         yield f"at most {part.capacity} tokens an expert{kept}"
+    if part.by_token is not None:
+        yield "a table of each token's experts in some layers"
     if part.identities:
         yield f"{part.identities} choices that return their input"
     if part.own_norm:
@@ -197,10 +211,14 @@ def _stream(spec: ModelSpec, layers: Sequence[Layer]) -> Iterator[str]:
     if any(norm is not None and norm.kind == "layer" for norm in norms):
         yield "LayerNorms"
     if (streams := spec.decoder.streams) is not None:
-        yield f"{streams.n} streams in place of one"
+        yield f"{streams.n} streams in place of one" + " that gates mix" * isinstance(streams, GatedStreams)
+    together = [layer.ngrams for layer in layers if layer.ngrams is not None]
+    for n in dict.fromkeys(part.n for part in together):
+        where = f"in {len(together)} of {len(layers)} layers, {sum(part.rows for part in together)} rows on the drive"
+        yield f"embeddings of up to {n} tokens together {where}"
     if any(layer.parallel for layer in layers):
         yield "attention and feed-forward side by side"
-    if any(layer.norm is None for layer in layers):
+    if any(layer.norm is None and not isinstance(layer.streams, GatedStreams) for layer in layers):
         yield "no norms before attention and experts"
     if any(layer.mixer_join.after is not None or layer.ffn_join.after is not None for layer in layers):
         yield "norms after attention and experts"

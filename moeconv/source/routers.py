@@ -86,6 +86,8 @@ def scores_of(numbers: Tensor, layer: RouterWeights) -> Tensor:
     """Returns the scores [..., experts] of numbers [..., experts]."""
     if layer.part.score == "softmax":
         return numbers.softmax(-1)
+    if layer.part.score == "sqrt_softplus":
+        return torch.nn.functional.softplus(numbers).sqrt()
     return numbers.sigmoid() if layer.part.score == "sigmoid" else numbers
 
 
@@ -228,13 +230,16 @@ class Preferring:
         scores = scores_of(numbers_of(self._routers.heard[at], layer), layer).reshape(shape).numpy()
         deciding = deciding_of(scores, layer)
         recency = self._unused(at, len(real)) if self._going is None else self._going[at]
-        mine = self._decide(at, deciding, recency, real.numpy())
+        named = chosen.reshape(*real.shape, -1).numpy() if layer.part.by_token is not None else None
+        mine = self._decide(at, deciding, recency, real.numpy(), named)
         found = torch.from_numpy(mine.reshape(-1, mine.shape[-1]))
         return found, weights_of(torch.from_numpy(scores.reshape(-1, shape[-1])), found, layer)
 
-    def _decide(self, at: LayerKey, deciding: F32, recency: Recency, real: npt.NDArray[np.bool_]) -> I64:
+    def _decide(
+        self, at: LayerKey, deciding: F32, recency: Recency, real: npt.NDArray[np.bool_], named: I64 | None
+    ) -> I64:  # fmt: skip
         """Returns chosen [sequences, places, top_k], the first choice first, from deciding [sequences, places,
-        experts]."""
+        experts]; `named`: those that tokens take in any case."""
         preference, top_k = self._preference, self._routers.layers[at].part.top_k
         assert preference is not None
         bonus = np.float32(preference.bonus[self.places.index(at)])
@@ -242,11 +247,12 @@ class Preferring:
         for place in range(deciding.shape[1]):
             going, numbers = real[:, place], deciding[:, place]
             recent = recency.among_last(preference.recent)
-            chosen = _best(numbers, bonus * recent, top_k, preference.sure)
+            chosen = _best(numbers, bonus * recent, top_k, preference.sure) if named is None else named[:, place]
             lacking = ~np.take_along_axis(recent, chosen, axis=1) & going[:, None]
             counts = np.bincount(chosen[lacking], minlength=deciding.shape[2])
             self.missed[at] += counts[: len(self.missed[at])]
-            self._gaps[at] += float(_gaps(numbers[going], top_k).sum())
+            if named is None:
+                self._gaps[at] += float(_gaps(numbers[going], top_k).sum())
             if at == self.places[0]:
                 self.tokens += int(going.sum())
             recency.use(chosen, going)

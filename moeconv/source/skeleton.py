@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from moeconv.source.archs import Description, Family
 from moeconv.source.archs.description import Source
-from moeconv.source.archs.weights import tensor_of
+from moeconv.source.archs.weights import Rows, put_tables, tensor_of
 from moeconv.source.outline import CheckpointError
 from moert.pack.model_spec import ModelSpec
 
@@ -30,8 +30,11 @@ class Skeleton:
     """A model of transformers, `model`, whose layers are filled in while they run, in float32. Experts are never
     filled: ExpertCalls gets their weights from its supply. `weight` is called each time that a layer is filled."""
 
-    def __init__(self, family: Family, config_dir: Path, description: Description, weight: Weight) -> None:
-        """Raises CheckpointError for a model that can't be run by its layers."""
+    def __init__(
+        self, family: Family, config_dir: Path, description: Description, weight: Weight, rows: Rows
+    ) -> None:  # fmt: skip
+        """`rows`: of tables that stay on the drive. Raises CheckpointError for a model that can't be run by its
+        layers."""
         if not by_layers(family, description.spec):
             raise CheckpointError(
                 f"{config_dir}: a {family.model_type} model can't be run layer by layer: it must fit the memory whole"
@@ -39,6 +42,7 @@ class Skeleton:
         self.family, self.description, self.weight = family, description, weight
         with _without_weights():
             self.model = cast("Any", family.empty(config_dir))
+        put_tables(self.model, description, rows)
         tower: Any = family.tower(self.model, "decoder")
         self.layers: list[nn.Module] = list(getattr(tower, family.layer_list))
         self._experts = {

@@ -204,12 +204,13 @@ _LARGEST_FIRST = [*reversed(_TYPES)]  # so that every tensor is aligned, as the 
 
 
 class Part(NamedTuple):
-    """A tensor of a file: its name, type and shape, and the function that makes it."""
+    """A tensor of a file: its name, type and shape, and the function that makes it, or pieces of it one after the
+    other."""
 
     name: str
     dtype: torch.dtype
     shape: Shape
-    make: Callable[[], torch.Tensor]
+    make: Callable[[], torch.Tensor | Iterable[torch.Tensor]]
 
     @property
     def kind(self) -> str:
@@ -231,7 +232,9 @@ def write_tensors(file: BinaryIO, parts: Sequence[Part], about: Mapping[str, str
     text += b" " * (-len(text) % LENGTH_BYTES)
     file.write(len(text).to_bytes(LENGTH_BYTES, "little") + text)
     for part in ordered:
-        file.write(part.make().contiguous().reshape(-1).view(torch.uint8).numpy().data)
+        made = part.make()
+        for piece in [made] if isinstance(made, torch.Tensor) else made:
+            file.write(piece.contiguous().reshape(-1).view(torch.uint8).numpy().data)
 
 
 # Reading ahead: the next part of a checkpoint is read into memory while work on the present one goes on.

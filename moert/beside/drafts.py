@@ -10,7 +10,6 @@ from dataclasses import dataclass
 
 from moert.errors import SettingInvalid, said
 from moert.pack.model_spec import ModelSpec
-from moert.pack.parts import FixedState
 
 AUTO, NONE, MOST = "auto", "none", 64
 PASSES = (4, 8, 16)
@@ -179,7 +178,7 @@ def drafts_for(wish: str | int, spec: ModelSpec, exact: bool, note: Callable[[st
     """Returns the drafts of an engine; None, with a note, for a model of which tokens that were read can't be forgotten
     one by one, or that reads several tokens in another way than one after the other. `exact`: tokens go where its
     routers say."""
-    if any(isinstance(kind.mixer, FixedState) for kind in spec.decoder.kinds):
+    if any(kind.state_shapes(spec.d_model) for kind in spec.decoder.kinds):
         why = "its recurrent states cannot forget a wrong draft"
     elif any(experts.router.capacity is not None for experts in spec.experts.values()):
         why = "its experts take a limited number of tokens in each pass"

@@ -6,7 +6,7 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
-from moert.chat.renderer import Renderer
+from moert.chat.renderer import Rendered, Renderer
 from moert.engine.constraint import Grammar, Opening
 from moert.engine.generation import GenerationOptions, GenerationSettings, longest_beginning
 from moert.engine.session import Answer, Continued, Interrupted, Keeps, Prefix, Session
@@ -189,21 +189,30 @@ class Speaker:
         """Returns the figures of Renderer.first_message."""
         return self._renderer.first_message(self._text, tokens)
 
-    def ids(self, asked: Asked) -> list[int]:
-        """Returns the token ids of the prompt that the template makes. Raises the errors of `prompt`."""
-        return self._rendered(asked)[2]
-
-    def _rendered(self, asked: Asked) -> tuple[str, str, list[int]]:
-        """Returns the prompt that the template makes, the beginning of the reply if there is one, and the token ids of
-        both."""
+    def rendering(self, asked: Asked) -> tuple[Callable[[], Rendered], int]:
+        """Returns a function that any thread may call for the prompt that the template makes, where there is room for
+        the memory [bytes] that its process takes, which is the second result. The function raises the errors of
+        Renderer.render and Renderer.continued. Raises InputInvalid."""
         given = asked.messages, asked.tools, asked.variables
-        prompt, said = self._renderer.continued(*given) if asked.continues else (self._renderer.render(*given), "")
-        return prompt, said, self._text.encode(prompt + said, whole=True)
+        return self._renderer.continuing(*given) if asked.continues else self._renderer.rendering(*given)
 
-    def prompt(self, asked: Asked, prefix: Keeps, settings: GenerationSettings | None = None) -> Spoken:
-        """Returns the prompt that the template makes, for a session. Raises the errors of Renderer.render,
-        Renderer.continued and Text.encode."""
-        prompt, said, ids = self._rendered(asked)
+    def render(self, asked: Asked) -> Rendered:
+        """Returns the prompt that the template makes, and the beginning of the reply if there is one. Raises the errors
+        of Renderer.render and Renderer.continued."""
+        given = asked.messages, asked.tools, asked.variables
+        return self._renderer.continued(*given) if asked.continues else (self._renderer.render(*given), "")
+
+    def ids(self, rendered: Rendered) -> list[int]:
+        """Returns the token ids of a prompt and the beginning of its reply. Raises the errors of Text.encode."""
+        return self._text.encode("".join(rendered), whole=True)
+
+    def prompt(
+        self, asked: Asked, prefix: Keeps, settings: GenerationSettings | None = None, rendered: Rendered | None = None
+    ) -> Spoken:
+        """Returns the prompt that the template makes, for a session; it may have been `rendered` before. Raises the
+        errors of `render` and `ids`."""
+        prompt, said = rendered or self.render(asked)
+        ids = self.ids((prompt, said))
         text = self._text.detokenizer_with([*self._marks, *asked.shown])
         chosen = settings or GenerationSettings()
         if self._stops:

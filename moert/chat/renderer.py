@@ -32,6 +32,8 @@ _BESIDE_BYTES = 6 << 20  # stack, page tables, and what libraries do not share
 _PROGRAM = "import sys; sys.path += sys.argv[1:]; from moert.chat.sandbox import main; main()"
 _USUAL_LETTERS = 8  # of a token, or more
 _PART = 1 << 16
+Rendered = tuple[str, str]
+"""A prompt that a template has made, and the beginning of the reply to it, if there is one."""
 _DAMAGED = "the template in the pack is damaged or means harm"
 
 
@@ -71,44 +73,77 @@ class Renderer:
         fails, and the errors of `room`.
         """
         request = self.request(messages, tools, variables, to_be_answered)
-        data_bytes = self._data_bytes(len(request))
-        with self._room(data_bytes + _BESIDE_BYTES):
-            body, status = _run(request, replace(self._limits, data_bytes=data_bytes))
+        with self._room(self.takes(request)):
+            return self.rendered(request)
+
+    def rendered(self, request: bytes) -> str:
+        """Returns the prompt of a request, where there is room for the process. Raises TemplateFailed."""
+        body, status = _run(request, replace(self._limits, data_bytes=self._data_bytes(len(request))))
         return self._understood(body, status)
+
+    def rendering(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        variables: Mapping[str, Any] | None = None,
+    ) -> tuple[Callable[[], Rendered], int]:
+        """Returns a function for the prompt, without the beginning of a reply, to be called where there is room for the
+        most memory [bytes] that its process takes, which is the second result. Raises InputInvalid; the function raises
+        TemplateFailed."""
+        request = self.request(messages, tools, variables, True)
+        return lambda: (self.rendered(request), ""), self.takes(request)
+
+    def continuing(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        variables: Mapping[str, Any] | None = None,
+    ) -> tuple[Callable[[], Rendered], int]:
+        """Returns the same for `continued`, whose two processes run one after the other. Raises InputInvalid, and so
+        does the function."""
+        last = messages[-1] if messages else {}
+        content = last.get("content")
+        if last.get("role") != "assistant" or not isinstance(content, str):
+            raise InputInvalid("the last message is not the assistant's, or no text: it can't be continued")
+        mark = f"continued{secrets.token_hex(8)}"
+        requests = [
+            self.request([*messages[:-1], {**last, "content": text}], tools, variables, False)
+            for text in (content, mark)
+        ]
+
+        def run() -> Rendered:
+            whole, marked = map(self.rendered, requests)
+            before, found, _ = marked.partition(mark)
+            for text in (content, content.rstrip(), content.strip()):
+                if found and whole.startswith(before + text):
+                    return before, text
+            raise InputInvalid("the model's chat template changes the last message: it can't be continued")
+
+        return run, max(map(self.takes, requests))
 
     def continued(
         self,
         messages: Sequence[Mapping[str, Any]],
         tools: Sequence[Mapping[str, Any]] | None = None,
         variables: Mapping[str, Any] | None = None,
-    ) -> tuple[str, str]:
+    ) -> Rendered:
         """Returns the prompt before the content of the last message, which is the model's own, and that content as the
         template writes it; nothing closes it. Raises the errors of `render`, and InputInvalid where there is
         no such message or the template changes it, but for white space around it."""
-        last = messages[-1] if messages else {}
-        content = last.get("content")
-        if last.get("role") != "assistant" or not isinstance(content, str):
-            raise InputInvalid("the last message is not the assistant's, or no text: it can't be continued")
-        mark = f"continued{secrets.token_hex(8)}"
-        whole, marked = (
-            self.render([*messages[:-1], {**last, "content": text}], tools, variables, to_be_answered=False)
-            for text in (content, mark)
-        )
-        before, found, _ = marked.partition(mark)
-        for text in (content, content.rstrip(), content.strip()):
-            if found and whole.startswith(before + text):
-                return before, text
-        raise InputInvalid("the model's chat template changes the last message: it can't be continued")
+        work, nbytes = self.continuing(messages, tools, variables)
+        with self._room(nbytes):
+            return work()
 
-    def takes(self, messages: Sequence[Mapping[str, Any]]) -> int:
-        """Returns the most memory [bytes] that the process which renders these messages takes. Raises InputInvalid."""
-        return self._data_bytes(len(self.request(messages, None, None, True))) + _BESIDE_BYTES
+    def takes(self, request: bytes) -> int:
+        """Returns the most memory [bytes] that the process which renders a request takes."""
+        return self._data_bytes(len(request)) + _BESIDE_BYTES
 
     def first_message(self, text: Text, tokens: int) -> tuple[int, int]:
         """Returns the tokens of the prompt that a first message of `tokens` tokens becomes, and the most memory [bytes]
         that the process which renders it takes. Raises the errors of `render`."""
         around = len(text.encode(self.render([{"role": "user", "content": "a"}]), whole=True))
-        return around + tokens, self.takes([{"role": "user", "content": "a" * _USUAL_LETTERS * tokens}])
+        said = [{"role": "user", "content": "a" * _USUAL_LETTERS * tokens}]
+        return around + tokens, self.takes(self.request(said, None, None, True))
 
     def _data_bytes(self, request_bytes: int) -> int:
         letters = min(_LONG_TEMPLATE, len(self.chat.template))

@@ -27,7 +27,7 @@ from moert.engine.constraint import Matching
 from moert.engine.generation import GenerationOptions, GenerationSettings, Logprobs, room
 from moert.engine.prefixes import Prefixes
 from moert.engine.registry import ROUTINGS, Beside, matching
-from moert.engine.regulator import Admission, Bounds, Notify, Regulator
+from moert.engine.regulator import Admission, Bounds, Notify, Others, Regulator
 from moert.engine.scoring import Pooling, Score, Scorer
 from moert.engine.session import Answer, Interrupted, Prefix, Session, Turns
 from moert.engine.settings import POLICIES, EngineOptions, EngineSettings
@@ -94,6 +94,7 @@ def aside(turns: Turns, admission: Admission, purpose: str, nbytes: int) -> Iter
 
 Prompt = str | Sequence[int]
 """Text, or token ids."""
+_PREFIXES_PART = 4  # of the room beyond the least for a usual request, the prefix cache takes a quarter
 
 
 class Engine:
@@ -105,7 +106,7 @@ class Engine:
 
     def __init__(
         self, pack: Pack, backend: Backend, settings: EngineSettings, policies: Policies | None = None,
-        beside: Beside | None = None,
+        beside: Beside | None = None, others: Others | None = None,
     ) -> None:  # fmt: skip
         """`beside`: packages that take part (moert.engine.registry). See `open` for the rest. Raises PathsMissing."""
         own, self._closing = policies or Policies(), ExitStack()
@@ -119,7 +120,7 @@ class Engine:
             closing.callback(backend.close)
             beside = beside or Beside(pack, settings, own, self._notes.append)
             self._hold(settings, own, beside)
-            self._bound(settings)
+            self._bound(settings, others or Others())
             self._drafts = beside.drafts(self.preference is None and self._routing.reroute is None)
             self._run_experts(own)
             self._load(settings, beside)
@@ -141,7 +142,7 @@ class Engine:
         eviction = own.eviction or settings.eviction
         self._streaming = Streaming(pack, self.holding, self.counters, eviction, settings.reading is None)
 
-    def _bound(self, settings: EngineSettings) -> None:
+    def _bound(self, settings: EngineSettings, others: Others) -> None:
         """Divides the memory, while the weights are still to be loaded. Raises BudgetTooSmall."""
         holding, routing, widens = self.holding, self._routing, self.backend.widens
         self.budget = budget_of(self.pack, widens, thread_bytes(self.backend.threads), routing.nbytes)
@@ -155,9 +156,10 @@ class Engine:
         bounds, notes = bounds_of(settings, self.budget)
         prefixes = self._prefixes
         self._regulator = Regulator(
-            footprint, self.budget, self._streaming, bounds, lambda: held_bytes() - holding.elsewhere_bytes,
+            footprint, self.budget, self._streaming, bounds,
+            lambda: held_bytes() - holding.elsewhere_bytes - others.held_bytes(),
             lambda: sum(each.held_bytes for each in prefixes),
-            lambda: any(each.drop() for each in prefixes if isinstance(each, Prefixes)),
+            lambda: any(each.drop() for each in prefixes if isinstance(each, Prefixes)), others.promised_bytes,
         )  # fmt: skip
         self.preference = preference_for(settings.routing, preferences, self._regulator.share, ROUTINGS)
         self._regulator.check_open()
@@ -207,13 +209,15 @@ class Engine:
         trace: list[Demand] | None = None,
         notify: Notify | None = None,
         policies: Policies | None = None,
+        others: Others | None = None,
         **changes: Unpack[EngineOptions],
     ) -> Engine:
         """Opens a pack and returns its engine. `changes`: settings by name, in place of those in `settings` (or the
         defaults).
 
         `trace` collects the demands of every layer. `notify` is called with notes and warnings, which otherwise go to
-        stderr. `policies`: the program's own, in place of those that the settings name. Raises PackError,
+        stderr. `policies`: the program's own, in place of those that the settings name. `others`: engines of this
+        process that share its memory limit. Raises PackError,
         SettingInvalid, PathsMissing, HashMissing, PredictorMissing, InstructionSetInvalid, BudgetTooSmall or
         OutOfMemory.
         """
@@ -224,7 +228,7 @@ class Engine:
         beside = Beside(pack, chosen, own, noted.append)
         with memory_shortage():
             count, cut = threads_of(chosen.threads)
-            engine = cls(pack, open_backend(chosen.kernels, count), chosen, own, beside)
+            engine = cls(pack, open_backend(chosen.kernels, count), chosen, own, beside, others)
         if notify is not None:
             engine._admission.notify = notify
         if trace is not None:
@@ -281,10 +285,35 @@ class Engine:
         with self._turns.turn():
             self._admission.before([Load(prompt_tokens, max_new_tokens)])
 
+    def refit(self, promised_bytes: int) -> None:
+        """Fits the engine, between two turns, into the room that is left by `promised_bytes` of other engines. Raises
+        BudgetTooSmall where requests that were added could not run to their ends there, and changes nothing then."""
+        with self._turns.own():
+            self._regulator.refit(promised_bytes, *self._loads())
+            spare = self._regulator.spare_bytes
+            for each in self._prefixes:
+                if isinstance(each, Prefixes) and spare is not None:
+                    each.bound(spare // _PREFIXES_PART)
+
+    def reserve_aside(self, nbytes: int, purpose: str) -> None:
+        """Makes room for work beside the requests that run, until `release_aside`. Raises BudgetTooSmall."""
+        with self._turns.own():
+            self._regulator.reserve(nbytes, purpose, self._loads()[0])
+
+    def release_aside(self, nbytes: int) -> None:
+        """Gives back the room of `reserve_aside`."""
+        with self._turns.own():
+            self._regulator.release(nbytes)
+
+    def _loads(self) -> tuple[list[Load], list[Load]]:
+        """Returns the loads of the requests that run, and of those that wait."""
+        session = None if self._session is None else self._session()
+        return ([], []) if session is None else session.loads
+
     def session(self, at_once: int | None = None) -> Session:
         """Opens a session: requests that come and go and run together. Waits until the session of another thread has
         closed. `at_once`: the most tokens of a prompt that one turn reads, so that other requests write meanwhile and a
-        prompt can be cancelled; by default all."""
+        prompt can be cancelled, and a few times as many of all prompts; by default all."""
         with ExitStack() as opened:
             opened.enter_context(self._turns.turn())
             session = Session(
@@ -422,7 +451,7 @@ class Engine:
         spare = self._regulator.spare_bytes
         with self._turns.turn():
             archive = None if folder is None else self._archive(folder)
-            made = Prefixes(1 << 30 if spare is None else spare // 4, archive)
+            made = Prefixes(1 << 30 if spare is None else spare // _PREFIXES_PART, archive)
             self._prefixes.add(made)
         if archive is not None:
             self._closing.callback(made.close)

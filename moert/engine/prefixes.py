@@ -72,7 +72,12 @@ class Prefixes:
         self._entries = [each for each in self._entries if not _covers(entry, each)]
         self._entries.append(entry)
         self._use(entry)
-        while self.most_bytes is not None and self.held_bytes > self.most_bytes:
+        self.bound(self.most_bytes)
+
+    def bound(self, most_bytes: int | None) -> None:
+        """Bounds the memory of the states, and forgets those that do not fit."""
+        self.most_bytes = most_bytes
+        while most_bytes is not None and self.held_bytes > most_bytes:
             self.drop()
 
     def drop(self) -> bool:

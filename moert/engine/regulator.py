@@ -33,6 +33,14 @@ class Cache(Protocol):
     def resize(self, capacity_bytes: int) -> None: ...
 
 
+class Others(NamedTuple):
+    """Other engines of this process, under the same limit: the bytes that they hold, measured anew by each call, and
+    those that are promised to them."""
+
+    held_bytes: Callable[[], int] = lambda: 0
+    promised_bytes: int = 0
+
+
 class Bounds(NamedTuple):
     """`limit_bytes` bounds the process, or `cache_bytes` the experts; with neither all of them stay. `name`: of the
     limit, in words."""
@@ -62,10 +70,13 @@ class Regulator:
         measure: Callable[[], int] = machine.held_bytes,
         kept_bytes: Callable[[], int] = lambda: 0,
         forget: Callable[[], bool] = lambda: False,
+        promised_bytes: int = 0,
     ) -> None:
         """For a process that has its weights still to load, and holds as much as `measure` says. `kept_bytes`: keys and
         values that conversations keep while none of their requests runs; `forget` frees those of one conversation that
-        can be read again, and returns False where there is none."""
+        can be read again, and returns False where there is none. `promised_bytes` of the limit belong to other engines
+        of this process, whose memory `measure` leaves out."""
+        self.promised_bytes, self._reserved_bytes = promised_bytes, 0
         self.limit_bytes, self.cache_bytes, self._limit_name = bounds
         self._footprint, self._budget, self._cache = footprint, budget, cache
         self._measure, self.kept_bytes, self._forget = measure, kept_bytes, forget
@@ -84,7 +95,7 @@ class Regulator:
             self._budget.check_cache(self.cache_bytes)
         if self.limit_bytes is not None:
             held = self._held_at_first
-            if not self._budget.fits(self.limit_bytes, held, self._footprint.request([_LEAST])):
+            if not self._budget.fits(self.limit_bytes - self.promised_bytes, held, self._footprint.request([_LEAST])):
                 typical = self._footprint.request([TYPICAL])
                 tokens = f"{TYPICAL.prompt_tokens} prompt tokens, {TYPICAL.max_new_tokens} new ones"
                 raise self._budget.too_small(self._limit_name, held, typical, f"a usual request ({tokens}) needs")
@@ -97,7 +108,7 @@ class Regulator:
         needed = self._footprint.request(loads)
         while True:
             held = self._without_pack_bytes((*loads, *beside))
-            if self._budget.fits(self.limit_bytes, held, needed):
+            if self._budget.fits(self.limit_bytes - self.promised_bytes, held, needed):
                 return
             if not self._forget():
                 fewer = self._fitting_tokens(loads, held)
@@ -107,7 +118,10 @@ class Regulator:
     def _fitting_tokens(self, loads: Loads, held_bytes: int) -> int:
         """Returns the most new tokens with which each of these requests could run, less than they may write now; 0 for
         none."""
-        limit, most = self.limit_bytes or 0, min(max(load.max_new_tokens for load in loads), _MOST_TOKENS)
+        limit, most = (
+            (self.limit_bytes or 0) - self.promised_bytes,
+            min(max(load.max_new_tokens for load in loads), _MOST_TOKENS),
+        )
 
         def too_many(count: int) -> bool:
             new = [max(load.written, min(count, load.max_new_tokens)) for load in loads]
@@ -117,13 +131,13 @@ class Regulator:
         return bisect_left(range(1, most), True, key=too_many)
 
     def together(self, running: Loads, waiting: Loads) -> int:
-        """Returns how many of the first waiting requests should begin now, at least one if none runs: where all experts
-        stay in memory for one request they do for all, and otherwise half of the room that experts have beside one
-        request is left to them."""
+        """Returns how many of the first waiting requests should begin now, at least one if none runs and no room is
+        reserved: where all experts stay in memory for one request they do for all, and otherwise half of the room that
+        experts have beside one request is left to them."""
         if self.limit_bytes is None or not waiting:
             return len(waiting)
         machine.return_freed()
-        limit, held = self.limit_bytes, self._idle_bytes((*running, *waiting))
+        limit, held = self._free_bytes, self._idle_bytes((*running, *waiting))
         loads = (*running, *waiting)
 
         def room(count: int) -> int:
@@ -135,13 +149,15 @@ class Regulator:
         def too_many(count: int) -> bool:
             return room(count) < least
 
-        fitting = max(1, bisect_left(range(1, len(loads) + 1), True, key=too_many))
-        return max(0, fitting - len(running))
+        fitting = bisect_left(range(1, len(loads) + 1), True, key=too_many)
+        return max(0, max(0 if self._reserved_bytes else 1, fitting) - len(running))
 
     @property
     def spare_bytes(self) -> int | None:
         """Memory beyond the least that a usual request runs in [bytes]; None without a limit."""
-        return None if self.limit_bytes is None else max(0, self.limit_bytes - self.smallest_memory([TYPICAL]))
+        if self.limit_bytes is None:
+            return None
+        return max(0, self.limit_bytes - self.promised_bytes - self.smallest_memory([TYPICAL]))
 
     def smallest_memory(self, loads: Loads, aside_bytes: int = 0) -> int:
         """Returns the smallest --memory, in bytes, that these requests run in. `aside_bytes`: taken by the process that
@@ -167,26 +183,53 @@ class Regulator:
         most = max(coming, self._footprint.written(loads))
         more = self._budget.token_bytes - self._budget.layer_bytes
         enough = self._budget.smallest_bytes(others, most + more)
-        left = self._budget.left_bytes(self.limit_bytes, others, most)
+        left = self._budget.left_bytes(self._free_bytes, others, most)
         return self._budget.fitting_bytes(left), self._warning(left, said("memory", enough))
 
-    def aside(self, nbytes: int, purpose: str) -> None:
-        """Makes room for work beside the model, until requests begin or go on. Raises BudgetTooSmall."""
+    def aside(self, nbytes: int, purpose: str, loads: Loads = ()) -> None:
+        """Makes room for work beside the model, until requests begin or go on; or for work beside these requests while
+        they go on. Raises BudgetTooSmall."""
         if self.limit_bytes is None:
             return
         machine.return_freed()
-        held = self._others_bytes(())
-        while self._budget.left_bytes(self.limit_bytes, held, nbytes) < self._budget.layer_bytes and self._forget():
+        held, coming = self._others_bytes(loads), nbytes + (self._footprint.request(loads) if loads else 0)
+        while self._budget.left_bytes(self._free_bytes, held, coming) < self._budget.layer_bytes and self._forget():
             machine.return_freed()
-            held = self._others_bytes(())
-        if self._budget.left_bytes(self.limit_bytes, held, nbytes) < self._budget.layer_bytes:
-            smallest = self._budget.smallest_bytes(held, nbytes)
+            held = self._others_bytes(loads)
+        if self._budget.left_bytes(self._free_bytes, held, coming) < self._budget.layer_bytes:
+            smallest = self._budget.smallest_bytes(held, coming)
             raise BudgetTooSmall(
                 f"{self._limit_name} is too small to {purpose} beside the model: give {said('memory', smallest)} "
                 f"({size(smallest)})",
                 smallest,
             )
-        self._resize(held, nbytes)
+        self._resize(held, nbytes + (self._footprint.prompt(loads) if loads else 0))
+
+    def reserve(self, nbytes: int, purpose: str, loads: Loads) -> None:
+        """Makes room for work beside these requests, which stays reserved until `release`. Raises BudgetTooSmall."""
+        self.aside(nbytes, purpose, loads)
+        self._reserved_bytes += nbytes
+
+    def release(self, nbytes: int) -> None:
+        """Gives reserved room back."""
+        self._reserved_bytes -= nbytes
+
+    def refit(self, promised_bytes: int, running: Loads, waiting: Loads) -> None:
+        """Changes the room that belongs to other engines of the process. Raises BudgetTooSmall where requests that run
+        or wait could not run to their ends, and changes nothing then."""
+        if self.limit_bytes is None:
+            return
+        before, self.promised_bytes = self.promised_bytes, promised_bytes
+        try:
+            if running:
+                self.check(running)
+            for load in waiting:
+                self.check([load], running)
+        except BudgetTooSmall:
+            self.promised_bytes = before
+            raise
+        machine.return_freed()
+        self._resize(self._others_bytes(running), self._footprint.prompt(running) if running else 0)
 
     def after(self, loads: Loads) -> None:
         """Sizes the expert cache when each request has written a token more: gives experts the room of prompts'
@@ -198,6 +241,12 @@ class Regulator:
             machine.return_freed()
         if begun or any(self._footprint.read(load) % BLOCK_TOKENS == 0 for load in loads):
             self._resize(self._others_bytes(()), self._footprint.next_block(loads))
+
+    @property
+    def _free_bytes(self) -> int:
+        """The limit, but for room of other engines and of work beside the model."""
+        assert self.limit_bytes is not None
+        return self.limit_bytes - self.promised_bytes - self._reserved_bytes
 
     def _usual_share(self) -> float:
         if self.limit_bytes is None:
@@ -239,8 +288,7 @@ class Regulator:
         return others - self._idle_at_first
 
     def _resize(self, others_bytes: int, coming_bytes: int) -> None:
-        assert self.limit_bytes is not None
-        left = self._budget.left_bytes(self.limit_bytes, others_bytes, coming_bytes)
+        left = self._budget.left_bytes(self._free_bytes, others_bytes, coming_bytes)
         self._cache.resize(self._budget.fitting_bytes(left))
 
     def _warning(self, cache_bytes: int, enough: str) -> str | None:
@@ -275,7 +323,7 @@ class Admission:
 
     def together(self, running: Loads, waiting: Loads) -> int:
         count = self._regulator.together(running, waiting)
-        if count < len(waiting) and not self._split:
+        if len(running) + count > 0 and count < len(waiting) and not self._split:
             self._split = True
             self.notes.append(
                 f"{len(running) + len(waiting)} prompts at once would take the experts' memory: they run "

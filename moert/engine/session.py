@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 import threading
 import time
-from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from itertools import chain
@@ -39,7 +39,19 @@ if TYPE_CHECKING:
 
 
 WHOLE = sys.maxsize
-"""Tokens that a pass reads at most, where it reads a prompt as a whole."""
+"""Tokens that a turn reads of a prompt at most, where it reads prompts as a whole."""
+_PARTS = 4
+"""Parts of prompts that a turn reads at most: experts that are read from the drive for one serve all of them."""
+
+
+def parts(prompts: Sequence[tuple[int, int]], part: int = WHOLE, most: int = WHOLE) -> list[int]:
+    """Returns how many tokens a turn reads of each prompt, of which `prompts` has the deadline and the tokens that are
+    left: at most `part` of each and `most` in all, those with the earliest deadlines first."""
+    counts = [0] * len(prompts)
+    for at in sorted(range(len(prompts)), key=lambda at: prompts[at][0]):
+        counts[at] = min(part, most, prompts[at][1])
+        most -= counts[at]
+    return counts
 
 
 @dataclass(frozen=True)
@@ -202,15 +214,14 @@ class Request:
 
     def __init__(
         self, prompt: Prompt, generation: Writing, prefix: Keeps | None = None,
-        now: Callable[[], float] = time.perf_counter, most: int = WHOLE,
+        now: Callable[[], float] = time.perf_counter, part: int = WHOLE,
     ) -> None:  # fmt: skip
-        """`most`: tokens of the prompt that one pass reads."""
+        """`part`: tokens of the prompt that a turn reads at most."""
         self.prompt = prompt
-        self._now, self._most = now, most
+        self._now, self._part, self._deadline = now, part, 0
         self._generation, self._prefix = generation, prefix
         self._states: list[State] = []  # of its sequences; none: waits without a prefix, or has ended
         self._unread: list[Sequence[int]] = []  # by each of them
-        self._long = False  # whether these are more than a pass reads
         self._drafts: Draft | None = None
         self._scored = 0  # tokens of a pass with a draft
         self._kept_tokens = self._read_tokens = 0
@@ -246,14 +257,13 @@ class Request:
         noted_bytes = 0 if logprobs is None else ENTRY_BYTES * (1 + logprobs)
         return Load(
             prompt, most, generation.written, kept_tokens=self._kept_tokens, marks=marks, beams=beams,
-            noted_bytes=noted_bytes, scored=self._scored,
+            noted_bytes=noted_bytes, scored=self._scored, part=self._part,
         )  # fmt: skip
 
-    def _read_on(self) -> None:
-        """Goes on to the next part of its prompt."""
-        self._read_tokens += self._most
-        self._unread = [ids[self._most :] for ids in self._unread]
-        self._long = len(self._unread[0]) > self._most
+    def _read_on(self, count: int) -> None:
+        """Goes on to the part of its prompt behind the next `count` tokens."""
+        self._read_tokens += count
+        self._unread = [ids[count:] for ids in self._unread]
 
     @property
     def _held(self) -> Load:
@@ -269,7 +279,6 @@ class Request:
             state, self._kept_tokens = self._prefix.take(ids, expected)
             if state is not None:
                 self._states, self._unread = [state], [ids[self._kept_tokens :]]
-                self._long = len(self._unread[0]) > self._most
             self._read_tokens = self._kept_tokens
 
     def _mark(self) -> None:
@@ -327,9 +336,11 @@ class Session:
     `fork` one.
 
     The answer to a request depends on nothing but the request, on the native kernels bit for bit. Requests that do not
-    fit into memory beside the others wait until some have ended. Each method may be called from any thread; it waits
-    while another runs. Close a session, or use it in a with block: until then nothing else can use the engine. Iterate
-    over it to take turns until all requests have ended.
+    fit into memory beside the others wait until some have ended. Where prompts are read in parts, the one with the
+    earliest deadline begins first and is read first: its length in tokens, counted from the tokens that the session had
+    read when it was added. So a short prompt passes a long one, but only until as many tokens were read as the long one
+    has. Each method may be called from any thread; it waits while another runs. Close a session, or use it in a with
+    block: until then nothing else can use the engine. Iterate over it to take turns until all requests have ended.
     """
 
     def __init__(
@@ -341,7 +352,8 @@ class Session:
         once when the session closes. `matching` makes matchers of grammars; `at_once`: see Engine.session."""
         self._model, self._text, self._gate, self._times, self._ended = model, text, gate, times, ended
         self._now, self._matching, self._drafts = now, matching, drafts
-        self._most = at_once if at_once is not None and model.spec.continues else WHOLE
+        self._part = at_once if at_once is not None and model.spec.continues else WHOLE
+        self._read_tokens = 0
         self._lock = threading.Lock()
         self._running: list[Request] = []
         self._waiting: list[Request] = []
@@ -368,7 +380,7 @@ class Session:
         constrained = self._constrained(prompt, resolved.constraint)
         with self._open():
             generation = self._generation(prompt, resolved, constrained)
-            request = Request(prompt, generation, prefix, self._now, self._most)
+            request = Request(prompt, generation, prefix, self._now, self._part)
             if self._drafts is not None:
                 request._draft_by(self._drafts)
             request._take_prefix()
@@ -377,8 +389,21 @@ class Session:
             except BudgetTooSmall:
                 request._give_prefix()
                 raise
-            self._waiting.append(request)
+            if self._part != WHOLE:
+                unread = len(generation.prompt_ids) - request._kept_tokens
+                request._deadline = self._read_tokens + unread
+            self._wait(request)
         return request
+
+    def place(self, request: Request) -> int:
+        """Returns the place of a request among those that wait for memory, from 1 on; 0 for one that does not wait."""
+        with self._lock:
+            return self._waiting.index(request) + 1 if request in self._waiting else 0
+
+    @property
+    def loads(self) -> tuple[list[Load], list[Load]]:
+        """The loads of the requests that run, and of those that wait."""
+        return self._loads, [each._held for each in self._waiting]
 
     def expect(self, prompts: Sequence[Prompt]) -> None:
         """These prompts come when the session is over: a listener before passes may work on them meanwhile; without one
@@ -395,13 +420,15 @@ class Session:
 
         Raises PackError, NotFinite or OutOfMemory, after which no request of the session goes on, as after Ctrl-C.
         """
-        with self._open():
-            try:
-                with memory_shortage():
-                    return self._turn()
-            except BaseException:
-                self._stop()
-                raise
+        with self._going():
+            return self._turn()
+
+    def begin(self) -> bool:
+        """Begins the waiting requests that fit, as `turn` does before all else; returns whether any request runs.
+        Raises the errors of `turn`."""
+        with self._going():
+            self._begin()
+            return bool(self._running)
 
     def cancel(self, request: Request) -> None:
         """Ends a request now, with the stop reason "cancelled". Nothing happens to one that has ended."""
@@ -423,16 +450,17 @@ class Session:
         with self._open():
             if request.ended:
                 raise SettingInvalid("request", "has ended: fork a request that still writes")
-            twin = Request(request.prompt, request._generation.fork(settings), now=self._now, most=self._most)
+            twin = Request(request.prompt, request._generation.fork(settings), now=self._now, part=self._part)
+            twin._deadline = request._deadline
             twin._drafts = None if request._drafts is None else request._drafts.fork()
             twin._scored = request._scored
             if not request._states:
-                self._waiting.append(twin)
+                self._wait(twin)
                 return twin
             self._gate.before([*self._loads, twin._load])
             with memory_shortage():
                 twin._states = [state.copy() for state in request._states]
-                twin._unread, twin._long = list(request._unread), request._long
+                twin._unread = list(request._unread)
             twin._kept_tokens, twin._read_tokens = request._kept_tokens, request._read_tokens
             twin._added_s, twin._first_s = request._added_s, request._first_s
             self._running.append(twin)
@@ -461,6 +489,17 @@ class Session:
     ) -> None:
         self.close()
 
+    @contextmanager
+    def _going(self) -> Iterator[None]:
+        """Takes the lock for a turn; where that fails, no request goes on."""
+        with self._open():
+            try:
+                with memory_shortage():
+                    yield
+            except BaseException:
+                self._stop()
+                raise
+
     # Inside the lock --------------------------------------------------------------------------------------------------
 
     def _turn(self) -> list[tuple[Request, Piece]]:
@@ -472,14 +511,16 @@ class Session:
         first, read = running[0], running[0]._read_tokens
         drafts = first._drafts if len(running) == 1 and first._drafts is not None and first.begun else None
         draft = [] if drafts is None else first._draft(drafts)
-        logits = self._read(running, draft)
+        counts = self._parts(running)
+        running = [each for each in running if each in counts]
+        logits = self._read(counts, draft)
         if self._waiting or self._coming:
             self._model.expects(chain((each._generation.prompt_ids for each in self._waiting), self._coming))
         pieces, row, reading = list[tuple[Request, Piece]](), 0, False
         for request in running:
             start, row = row, row + len(request._states)
-            if request._long:
-                request._read_on()
+            if counts[request] < len(request._unread[0]):
+                request._read_on(counts[request])
                 reading = True
                 continue
             request._mark()
@@ -489,7 +530,9 @@ class Session:
             request._first_s = request._first_s or request._so_far_s
             if request.ended:
                 self._settle(request)
-        self._running = [each for each in running if not each.ended]
+        self._read_tokens += sum(counts.values())
+        reading = reading or len(counts) < len(self._running)
+        self._running = [each for each in self._running if not each.ended]
         if not reading:  # the room that the rest of a prompt needs was made before its first part
             self._gate.after([each._load for each in self._running])
         if going:
@@ -500,14 +543,27 @@ class Session:
             self._gate.idle()
         return pieces
 
-    def _read(self, running: Sequence[Request], draft: Sequence[int]) -> F32:
-        """Returns the logits [sequences, vocab] of the next tokens, with a draft of the only request [1 + draft,
-        vocab]. Keeps no reference to the states: some end before the turn does."""
+    def _parts(self, running: Sequence[Request]) -> dict[Request, int]:
+        """Returns how many tokens this turn reads of each sequence of a request: the last one of those that write, and
+        parts of prompts; requests whose prompts have to wait are left out."""
+        prompts = [each for each in running if not each.begun]
+        left = [(each._deadline, len(each._unread[0])) for each in prompts]
+        most = WHOLE if self._part == WHOLE else _PARTS * self._part
+        found = dict(zip(prompts, parts(left, self._part, most), strict=True))
+        counts = {each: found.get(each, len(each._unread[0])) for each in running}
+        return {each: count for each, count in counts.items() if count}
+
+    def _read(self, counts: Mapping[Request, int], draft: Sequence[int]) -> F32:
+        """Returns the logits [sequences, vocab] behind the tokens that are read, with a draft of the only request [1 +
+        draft, vocab]. Keeps no reference to the states: some end before the turn does."""
+        states = [state for each in counts for state in each._states]
         if draft:
-            return self._model.read_each(running[0]._states[0], [*running[0]._unread[0], *draft])
-        states = [state for each in running for state in each._states]
-        unread = [ids for each in running for ids in each._unread]
-        return self._model.read(states, unread if self._most == WHOLE else [ids[: self._most] for ids in unread])
+            return self._model.read_each(states[0], [*(token for each in counts for token in each._unread[0]), *draft])
+        return self._model.read(states, [ids[:count] for each, count in counts.items() for ids in each._unread])
+
+    def _wait(self, request: Request) -> None:
+        self._waiting.append(request)
+        self._waiting.sort(key=lambda each: each._deadline)
 
     def _begin(self) -> None:
         """Begins the waiting requests that fit, beside the running ones."""
@@ -526,7 +582,6 @@ class Session:
             self._running = [*self._running, *new]
         for request, (state, unread) in zip(fresh, begun, strict=True):
             request._states, request._unread = [state], [unread]
-            request._long = len(unread) > self._most
 
     def _settle(self, request: Request) -> None:
         """Frees the state of a request, or gives it back, and counts the tokens that were read and written."""

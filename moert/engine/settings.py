@@ -39,7 +39,7 @@ class EngineOptions(TypedDict, total=False):
     draft: str | int
 
 
-POLICIES = frozenset({"memory", "cache", "eviction", "predict", "io", "threads", "template", "draft"})
+POLICIES = frozenset({"memory", "cache", "eviction", "predict", "io", "threads", "template", "profile", "draft"})
 """Settings that never change the states of the same tokens."""
 
 

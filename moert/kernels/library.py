@@ -32,7 +32,7 @@ from moert.errors import RunError
 
 KINDS = {"MXFP4": 5, "F16": 16, "BF16": 17, "F32": 32}  # of a matrix without codes of ours; for codes it is their width
 ACTIVATIONS = {"relu": 0, "silu": 1, "gelu": 2, "gelu_new": 3, "relu2": 4}
-SCORES = {"softmax": 0, "sigmoid": 1, "sigmoid_of_chosen": 2, "sparsemixer": 3}
+SCORES = {"softmax": 0, "sigmoid": 1, "sigmoid_of_chosen": 2, "sparsemixer": 3, "sqrt_softplus": 4}
 
 
 class Matrix(Structure):

@@ -481,6 +481,7 @@ SCORES: Mapping[str, Callable[[F32], F32]] = {
     "sigmoid": sigmoid,
     "sigmoid_of_chosen": lambda numbers: numbers,
     "sparsemixer": lambda numbers: numbers,
+    "sqrt_softplus": lambda numbers: np.sqrt(softplus(numbers)),
 }
 """The scores that a router makes of its numbers [tokens, experts]."""
 

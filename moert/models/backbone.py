@@ -10,12 +10,13 @@ import numpy.typing as npt
 
 from moert.kernels.backend import Floats, Stored
 from moert.kernels.library import crc32
-from moert.pack.codec import U8
+from moert.pack.codec import F32, U8
 from moert.pack.errors import FileMissing, HashMismatch, HeaderInvalid
 from moert.pack.files import OpenedFile
 from moert.pack.manifest import BACKBONE, StoredTensors, quantized, stored_tensors
 from moert.pack.parts import MOST_TURN
 from moert.pack.reader import Pack, all_finite
+from moert.pack.tables import tables_of
 from moert.pack.tensors import Place, header_of
 
 _CHUNK = 1 << 20
@@ -43,10 +44,14 @@ class StoredWeights(Mapping[str, Stored]):
         """`tensors`: places of the file's tensors; `names`: for each weight the tensors that stand for it."""
         self._spec, self._quantization = pack.manifest.model, pack.manifest.quantization
         self._file, self._tensors, self._names, self._stay = file, tensors, names, stay
+        self._tables = tables_of(pack)
 
     def pop(self, name: str) -> Stored:
-        """Returns the weights of this name and takes them out. Raises KeyError for a name that is not there, or no
-        more."""
+        """Returns the weights of this name and takes them out; of a table that stays on the drive, a view whose rows
+        are read when they are asked for. Raises KeyError for a name that is not there, or no more."""
+        if name in self._tables:
+            table: Any = self._tables.pop(name)
+            return Floats(table.dtype, table)
         found = self._read(name, self._stay if self._spec.tensors[name].role is not None else _anywhere)
         del self._names[name]
         return found
@@ -82,6 +87,10 @@ class StoredWeights(Mapping[str, Stored]):
             raise HeaderInvalid(
                 f"{BACKBONE}: {name} should turn by at most {MOST_TURN:g} a position: convert the model again"
             )
+        if name.endswith(".router.table") and not _names_experts(found.widened(), n := self._spec.moe.n):
+            raise HeaderInvalid(
+                f"{BACKBONE}: {name} should name different experts of {n} for each token: convert the model again"
+            )
         return found
 
     def _tensor(self, name: str, allocate: Allocate) -> tuple[Any, npt.NDArray[Any]]:
@@ -112,6 +121,13 @@ def load_backbone(pack: Pack, stay: Allocate | None = None) -> StoredWeights:
     except BaseException:
         file.close()
         raise
+
+
+def _names_experts(table: F32, n: int) -> bool:
+    """Returns whether each row of a router's table [vocab, top_k] has different numbers of n experts."""
+    table = np.sort(table, axis=1)
+    whole = bool((table == np.floor(table)).all() and (np.diff(table, axis=1) > 0).all())
+    return whole and 0 <= table.min() <= table.max() < n
 
 
 def _anywhere(nbytes: int) -> U8:

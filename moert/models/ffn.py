@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import MutableMapping, Sequence
 from dataclasses import dataclass
+from functools import reduce
 from typing import NamedTuple, Protocol
 
 import numpy as np
@@ -71,6 +72,39 @@ class LearnedRouter:
         scores: F32 = self._backend.scores(x, self.weights)[1].mean(axis=0)
         scores = scores if self.weights.choice_bias is None else scores + self.weights.choice_bias
         return scores[: len(scores) - self.identities]
+
+
+class TokenRouter:
+    """A model's own router whose experts follow from a token's number, and only their weights from its input. `reads`
+    comes before each pass."""
+
+    def __init__(self, weights: RouterWeights[Matrix], table: I64, n: int, backend: Backend) -> None:
+        """table [vocab, top_k]: each token's experts, ascending, of n."""
+        self.weights, self._table, self._n, self._backend = weights, table, n, backend
+        self._chosen = table[:0]
+
+    def reads(self, ids: Sequence[int]) -> None:
+        """Takes the numbers of all tokens of the next pass."""
+        self._chosen = self._table[np.asarray(ids)]
+
+    def route(self, x: F32, lengths: Sequence[int], recent: Sequence[Recent] = ()) -> Routed:
+        hidden, scores = self._backend.scores(x, self.weights)
+        part, weights = self.weights.part, np.take_along_axis(scores, self._chosen, axis=1)
+        if part.renormalise:
+            weights = weights / reduce(np.add, weights.T)[:, None]
+        if self.weights.expert_scale is not None:
+            weights = weights * self.weights.expert_scale[self._chosen]
+        for chosen, kept in zip(np.split(self._chosen, np.cumsum(lengths)[:-1]), recent, strict=bool(recent)):
+            exact = min(max(kept.exact - kept.length, 0), len(chosen))
+            kept.add(chosen[:exact])
+            kept.length += len(chosen) - exact
+        return Routed(hidden, self._chosen, weights * np.float32(part.factor * self.weights.factor))
+
+    def guess(self, x: F32) -> F32:
+        """Returns the share of the pass's tokens that go to each expert [num_experts], which is no guess."""
+        counts = np.bincount(self._chosen.ravel(), minlength=self._n)
+        shares: F32 = counts.astype(np.float32) / np.float32(len(self._chosen))
+        return shares
 
 
 class PreferringRouter:

@@ -10,7 +10,9 @@ from moert.kernels.backend import ROWS
 from moert.kernels.pages import KvBits
 from moert.models.kv import BLOCK_TOKENS, fixed_bytes, growth_bytes, recent_bytes, state_bytes
 from moert.pack.model_spec import Layer, ModelSpec
+from moert.pack.ngrams import GatedStreams, Ngrams
 from moert.pack.parts import Attention, Experts, Ffn, FixedState, GatedDelta, Latent, Mamba, Mamba2, ShortConv, Streams
+from moert.pack.pools import Pooled
 
 _ROUNDED = 16
 """The bytes that one number takes in the native kernels: as float32, rounded in up to three orders with the scales, and
@@ -55,14 +57,29 @@ def _whole_row_bytes(d_model: int, kind: Layer) -> int:
     return 4 * made + 16 * (kind.ffn.n + router.identities) + 48 * router.top_k
 
 
-def _streams_bytes(d_model: int, part: Streams | None, tokens: int) -> int:
+def _streams_bytes(d_model: int, part: Streams | GatedStreams | None, tokens: int) -> int:
     """Returns the bytes of several streams: the streams and their weights of all tokens, a half's input and output
     beside the layer's, and for a piece of them the copies that mix them, with the native kernels' scratch."""
     if part is None:
         return 0
     width, rows = part.n * d_model, min(tokens, ROWS)
+    if isinstance(part, GatedStreams):
+        numbers = 6 * width + d_model + 3 * part.rank + 4 * part.n
+        scratch = _ROUNDED * (_padded(width) + _padded(part.rank)) // 2
+        return tokens * 4 * (width + part.n + 2 * d_model) + rows * (4 * numbers + scratch)
     kept = tokens * 4 * (width + part.weights + 2 * d_model)
     return kept + rows * (4 * (2 * width + 6 * part.weights) + _ROUNDED * _padded(width) // 2)
+
+
+def _ngrams_bytes(d_model: int, kind: Layer, tokens: int) -> int:
+    """Returns the bytes of an embedding of tokens together: the numbers of all tokens' rows, and for a piece of them
+    the rows as they are stored and widened, keys, values and the convolution, with the native kernels' scratch."""
+    part: Ngrams | None = kind.ngrams
+    if part is None or kind.streams is None:
+        return 0
+    width, rows = kind.streams.n * d_model, min(tokens, ROWS)
+    numbers = 4 * part.features + 9 * width + d_model
+    return tokens * 8 * (2 * len(part.sizes) + 6) + rows * (4 * numbers + _ROUNDED * _padded(part.features) // 2)
 
 
 def _mixture_bytes(d_model: int, part: Ffn | Experts | None, tokens: int, widened: bool) -> int:
@@ -94,6 +111,8 @@ def _network_bytes(widths: tuple[int, int], rows: int, widened: bool) -> int:
 
 def _mixer_bytes(d_model: int, kind: Layer, tokens: int, whole: bool, widened: bool) -> int:
     """Returns the bytes that one call of the layer's mixer takes."""
+    if isinstance(kind.mixer, Pooled):
+        return _pooled_bytes(d_model, kind.mixer, min(tokens, ROWS), widened)
     if isinstance(kind.mixer, FixedState):
         return _fixed_bytes(d_model, kind.mixer, min(tokens, ROWS), widened)
     return 0 if kind.mixer is None else _attention_bytes(d_model, kind.mixer, tokens, whole, widened)
@@ -111,6 +130,21 @@ def _fixed_bytes(d_model: int, part: FixedState, rows: int, widened: bool) -> in
     if isinstance(part, (Mamba, Mamba2)):
         repeated = 2 * part.state * (part.n if isinstance(part, Mamba2) else part.features)
     return 2 * made + 4 * (_REFERENCE_COPIES * (states + rows * inner) + rows * repeated)
+
+
+def _pooled_bytes(d_model: int, part: Pooled, rows: int, widened: bool) -> int:
+    """Returns the bytes of a piece of a prompt in attention to pools: queries and copies of them, all that tokens
+    leave, and for one query keys and scores of the window and of the pools that an indexer chooses."""
+    heads, narrow, pools = part.n * part.dim, part.groups * part.o_rank, part.pools
+    indexer = None if pools is None else pools.indexer
+    asked = 0 if indexer is None else indexer.n * (indexer.dim + 1)
+    left = 0 if pools is None else sum(4 * pools.width(dim) for dim in part.kept.values())
+    widths = _padded(d_model) + _padded(part.q_rank) + _padded(heads // part.groups) + _padded(narrow)
+    numbers = 2 * d_model + 5 * heads + 3 * asked + 3 * part.dim + left + 2 * narrow
+    made = rows * (4 * numbers + _ROUNDED * widths // 2)
+    kept = sum(map(math.prod, part.state_shapes(d_model)))
+    seen = part.window + (0 if indexer is None else indexer.top)
+    return (2 if widened else 1) * made + 4 * (2 * kept + seen * (part.dim + 4 * part.n))
 
 
 def _inner(d_model: int, part: FixedState) -> int:
@@ -171,6 +205,14 @@ class Load:
     beams: int = 1
     noted_bytes: int = 0
     scored: int = 0
+    part: int | None = None
+    """Tokens of its prompt that one pass reads at most; None: all."""
+
+    @property
+    def at_once(self) -> int:
+        """Tokens that the next pass reads at most."""
+        unread = self.beams if self.written else self.prompt_tokens - self.kept_tokens
+        return unread if self.part is None else min(unread, self.part)
 
 
 Loads = Sequence[Load]
@@ -195,7 +237,7 @@ class Footprint:
 
     def prompt(self, loads: Loads) -> int:
         """Returns the bytes while the prompts of new requests are read and the others go on."""
-        tokens = sum(load.beams if load.written else load.prompt_tokens - load.kept_tokens for load in loads)
+        tokens = sum(load.at_once for load in loads)
         states = (self._state(load, max(1, load.written)) for load in loads)
         made = activation_bytes(self.spec, tokens, self.widened, _sequences(loads))
         return made + self._parts(tokens) + sum(states)

@@ -15,7 +15,8 @@ import numpy.typing as npt
 from moert.kernels.backend import I32, I64
 from moert.kernels.pages import KEYS, STEP_BYTES, KeptPage, KvBits, PageLayout, pages_of
 from moert.pack.model_spec import Layer, ModelSpec
-from moert.pack.parts import Attention, FixedState, Latent
+from moert.pack.parts import Attention, Latent
+from moert.pack.pools import Pooled, Stateful
 
 BLOCK_TOKENS = 128
 """The tokens of a block: room is reckoned for whole blocks."""
@@ -108,15 +109,63 @@ class Kept:
         del self._room[:lacking]
 
 
-class Fixed:
-    """The memory of a layer without attention, for any number of tokens: its recurrent state, the `arrays` of its
-    mixer, in float32, zeros before the first token; no arrays for a layer without a mixer. It can be cut to the length
-    where it was marked, and to no other earlier one."""
+POOL_ROWS = 32
+"""The pools of a page."""
 
-    def __init__(self, part: FixedState | None, d_model: int) -> None:
+
+class Rows:
+    """Rows of `features` in float32, one for `every` tokens, in pages of POOL_ROWS, only the last of which is written.
+    Copies share the others."""
+
+    def __init__(self, features: int, every: int) -> None:
+        self.features, self.every, self.length = features, every, 0
+        self._pages: list[npt.NDArray[np.float32]] = []
+
+    def add(self, row: npt.NDArray[np.float32]) -> None:
+        at = self.length % POOL_ROWS
+        if at == 0:
+            self._pages.append(np.empty((POOL_ROWS, self.features), np.float32))
+        self._pages[-1][at] = row
+        self.length += 1
+
+    def expect(self, tokens: int) -> None:
+        """Makes room for the rows of the first `tokens`, which the caller fills: see `pieces`."""
+        self.length = tokens // self.every
+        self._pages = [np.zeros((POOL_ROWS, self.features), np.float32) for _ in range(0, self.length, POOL_ROWS)]
+
+    def pieces(self, n: int) -> list[npt.NDArray[np.float32]]:
+        """Returns views of the first n rows, page by page."""
+        return [page[: n - start] for page, start in zip(self._pages, range(0, n, POOL_ROWS), strict=False)]
+
+    def copy(self) -> Rows:
+        """Returns another with the same rows, which goes on by itself."""
+        twin = Rows(self.features, self.every)
+        twin.length, twin._pages = self.length, [*self._pages[:-1], *(page.copy() for page in self._pages[-1:])]
+        return twin
+
+    def cut(self, tokens: int) -> None:
+        """Forgets all rows but those of the first `tokens`."""
+        self.length = tokens // self.every
+        del self._pages[-(-self.length // POOL_ROWS) :]
+        self._pages[-1:] = [page.copy() for page in self._pages[-1:]]
+
+    @property
+    def nbytes(self) -> int:
+        return sum(page.nbytes for page in self._pages)
+
+
+class Fixed:
+    """The memory of a layer without attention to keys of each token, for any number of tokens: its recurrent state, the
+    `arrays` of its mixer and its ngrams, in float32, zeros before the first token, and the `pools` that it attends to;
+    nothing for a layer without a mixer. It can be cut to the length where it was marked, and to no other earlier
+    one."""
+
+    def __init__(self, part: Stateful | Layer | None, d_model: int) -> None:
         shapes = () if part is None else part.state_shapes(d_model)
         self.length = 0
         self.arrays = [np.zeros(shape, np.float32) for shape in shapes]
+        mixer = part.mixer if isinstance(part, Layer) else part
+        self.pools = [Rows(features, every) for features, every in pools_of(mixer)]
         self._marked: tuple[int, list[npt.NDArray[np.float32]]] | None = None
 
     def extend(self, new: int) -> int:
@@ -128,12 +177,13 @@ class Fixed:
     @property
     def parts(self) -> list[npt.NDArray[Any]]:
         """The arrays that hold its state."""
-        return [*self.arrays]
+        return [*self.arrays, *chain.from_iterable(rows.pieces(rows.length) for rows in self.pools)]
 
     def copy(self) -> Fixed:
         """Returns another with the same state, which goes on by itself and has no mark."""
         twin = Fixed(None, 0)
         twin.length, twin.arrays = self.length, [array.copy() for array in self.arrays]
+        twin.pools = [rows.copy() for rows in self.pools]
         return twin
 
     def mark(self) -> None:
@@ -154,17 +204,26 @@ class Fixed:
                 return False
             self.length = -1  # until all is as it was
             _copy(self._marked[1], self.arrays)
+            for rows in self.pools:
+                rows.cut(length)
         self.length = length
         return True
 
     @property
     def nbytes(self) -> int:
         marked = () if self._marked is None else self._marked[1]
-        return sum(array.nbytes for array in (*self.arrays, *marked))
+        return sum(each.nbytes for each in (*self.arrays, *marked, *self.pools))
 
     @property
     def written_bytes(self) -> int:
         return self.nbytes
+
+
+def pools_of(part: object) -> list[tuple[int, int]]:
+    """Returns the features of each kind of pool that a mixer keeps, and the tokens that one stands for."""
+    if not isinstance(part, Pooled) or part.pools is None:
+        return []
+    return [(features, part.pools.every) for features in part.kept.values()]
 
 
 def _copy(arrays: Iterable[npt.NDArray[np.float32]], places: Iterable[npt.NDArray[np.float32]]) -> None:
@@ -297,6 +356,8 @@ class State:
         `cut`."""
         for kept in self.own:
             kept.extend(len(ids))
+        for rows in chain.from_iterable(kept.pools for kept in self._fixed):
+            rows.expect(len(ids))
         for recent in self.recent:
             recent.add(np.full((len(ids), recent.part.shape[1]), -1, np.int64))
         if self.heard is not None:
@@ -355,7 +416,7 @@ def remembered(
     """Returns the memory of a layer that has read nothing yet; `expected` tokens will come soon."""
     if isinstance(layer.mixer, (Attention, Latent)):
         return Kept(layer.mixer, expected, bits, make)
-    return Fixed(layer.mixer, d_model)
+    return Fixed(layer, d_model)
 
 
 def forked(states: list[State], parents: Sequence[int]) -> list[State]:
@@ -393,20 +454,25 @@ def state_bytes(
         pages = pages_of(first) + beams * (1 + pages_of(max_new_tokens))
     crossed = sum(_kept_bytes(kind.cross, bits) for kind in _layers(spec) if kind.cross is not None)
     kept = crossed * KEYS * pages_of(prompt_tokens) + token_bytes(spec, bits) * KEYS * pages
-    return beams * fixed_bytes(spec) + kept
+    return beams * (fixed_bytes(spec) + _pool_bytes(spec, first + max_new_tokens)) + kept
 
 
 def growth_bytes(spec: ModelSpec, bits: KvBits = 16, beams: int = 1) -> int:
     """Returns an upper bound of the bytes of the keys and values of the next block, and of the copies with which beams
     part."""
     copied = KEYS if beams > 1 else 0
-    return beams * token_bytes(spec, bits) * (BLOCK_TOKENS + copied)
+    return beams * (token_bytes(spec, bits) * (BLOCK_TOKENS + copied) + _pool_bytes(spec, BLOCK_TOKENS))
 
 
 def fixed_bytes(spec: ModelSpec) -> int:
     """Returns the bytes of a sequence's recurrent states, which do not grow, in all layers of the decoder."""
-    parts = [kind.mixer for kind in _layers(spec) if isinstance(kind.mixer, FixedState)]
-    return 4 * sum(math.prod(shape) for part in parts for shape in part.state_shapes(spec.d_model))
+    return 4 * sum(math.prod(shape) for kind in _layers(spec) for shape in kind.state_shapes(spec.d_model))
+
+
+def _pool_bytes(spec: ModelSpec, tokens: int) -> int:
+    """Returns an upper bound of the bytes that `tokens` more tokens add to pools, in all layers of the decoder."""
+    kinds = [each for kind in _layers(spec) for each in pools_of(kind.mixer)]
+    return sum(4 * n * POOL_ROWS * (1 + -(-tokens // (every * POOL_ROWS))) for n, every in kinds)
 
 
 def token_bytes(spec: ModelSpec, bits: KvBits = 16) -> int:

@@ -144,11 +144,12 @@ class FixedMixer:
     def __init__(self, mix: Mix, norm: NormWeights, after: NormWeights | None, add: float, backend: Backend) -> None:
         self._mix, self._norm, self._after, self._add, self._backend = mix, norm, after, add, backend
 
-    def read(self, x: F32, kept: Fixed) -> None:
-        """Changes x [tokens, d_model] in place, the next tokens of a sequence."""
+    def read(self, x: F32, kept: Fixed, counted: bool = False) -> None:
+        """Changes x [tokens, d_model] in place, the next tokens of a sequence, which `kept` has `counted` or not."""
         for start in range(0, len(x), ROWS):
             piece = x[start : start + ROWS]
-            kept.extend(len(piece))
+            if not counted:
+                kept.extend(len(piece))
             made = self._mix(self._backend.norm(piece, self._norm), kept.arrays)
             if self._after is not None:
                 made = self._backend.norm(made, self._after)

@@ -36,14 +36,19 @@ from moert.models.ffn import (
     Router,
     Routers,
     SharedExpert,
+    TokenRouter,
 )
-from moert.models.kv import Heard, Kept, Recent, State, remembered
+from moert.models.kv import Fixed, Heard, Kept, Recent, State, remembered
 from moert.models.mixers import MIXES, AddedPositions, DistanceBias, FixedMixer, Rotary, query_scales
-from moert.models.streams import StreamMixer, begun, ended
+from moert.models.ngrams import NgramMixer
+from moert.models.pooled import PooledMixer
+from moert.models.streams import StreamEnd, StreamGates, StreamMixer, StreamNorm, begun, ended
 from moert.pack.codec import F32
 from moert.pack.manifest import Preference
 from moert.pack.model_spec import Layer, LayerKey, ModelSpec, Stack, StackName
-from moert.pack.parts import Attention, Beside, Experts, Ffn, FixedState, Latent, Norm, Rope, Tensor
+from moert.pack.ngrams import GatedStreams
+from moert.pack.parts import Attention, Beside, Experts, Ffn, Latent, Norm, Rope, Tensor
+from moert.pack.pools import Pooled, Stateful
 
 
 class Foresees(Protocol):
@@ -104,6 +109,8 @@ class Builder:
 
     def __init__(self, weights: Weights, ropes: Sequence[Rope], backend: Backend) -> None:
         self._weights, self._ropes, self.backend = weights, ropes, backend
+        self.rotary: Sequence[Rotary] = ()
+        """The rotary positions of the ropes."""
 
     def matrix(self, name: str) -> Matrix:
         """Returns the matrix of this name with its bias, if it has one."""
@@ -144,20 +151,52 @@ class Builder:
         add = 1.0 if join is None else join.add
         return AttentionWeights(part, not crossing, causal, dims, norms, matrices, sinks, add)
 
-    def fixed(self, part: FixedState, layer: Layer, name: str) -> FixedMixer:
+    def fixed(self, part: Stateful, layer: Layer, name: str) -> FixedMixer | PooledMixer:
         join = layer.mixer_join
         norm = self.norm(layer.norm, f"{name}.mixer_norm")
+        if isinstance(part, Pooled):
+            return PooledMixer(part, f"{name}.mixer", self, norm, self.rotary[part.rope])
         after = None if join.after is None else self.norm(join.after, f"{name}.mixer_after")
         return FixedMixer(MIXES[type(part)](part, f"{name}.mixer", self), norm, after, join.add, self.backend)
 
-    def streams(self, layer: Layer, name: str) -> StreamMixer | None:
+    def streams(self, layer: Layer, name: str) -> StreamMixer | StreamGates | None:
         """Returns the mixer of streams around a half of a layer; None for one stream."""
         if layer.streams is None:
             return None
+        if isinstance(layer.streams, GatedStreams):
+            return self.gates(layer.streams, name, self.matrix(f"{name}.join"))
+        return StreamMixer(layer.streams, *self._of_streams(layer, name), self.backend)
+
+    def stream_end(self, stack: Stack, name: str) -> Callable[[F32], F32]:
+        """Returns the function that makes one vector of each token's streams at the end of a stack."""
+        part, at = stack.streams, f"{name}.streams"
+        if isinstance(part, GatedStreams):
+            return self.gates(part, at).end
+        if part is None or not part.weighed:
+            return ended
+        return StreamEnd(part, *self._of_streams(stack.kinds[0], at), self.backend).ended
+
+    def _of_streams(self, layer: Layer, name: str) -> tuple[Matrix, F32, F32, NormWeights]:
         assert layer.norm is not None
         weight, bias, scale = self.stored(f"{name}.weight"), self.floats(f"{name}.bias"), self.floats(f"{name}.scale")
         norm = NormWeights(np.ones(weight.data.shape[1], np.float32), None, layer.norm.eps)
-        return StreamMixer(layer.streams, self.backend.matrix(weight), bias, scale, norm, self.backend)
+        return self.backend.matrix(weight), bias, scale, norm
+
+    def gates(self, part: GatedStreams, name: str, join: Matrix | None = None) -> StreamGates:
+        norm = StreamNorm(self.floats(f"{name}.norm.weight"), part.n, part.norm.eps, self.backend)
+        return StreamGates(part, norm, self.matrix(f"{name}.narrow"), self.matrix(f"{name}.wide"), join, self.backend)
+
+    def ngrams(self, layer: Layer, name: str) -> NgramMixer | None:
+        """Returns the embedding of a layer's tokens together; None where there is none."""
+        part, streams = layer.ngrams, layer.streams
+        if part is None or streams is None:
+            return None
+        norms = [
+            StreamNorm(self.floats(f"{name}.{each}_norm.weight"), streams.n, part.norm.eps, self.backend)
+            for each in ("key", "stream", "conv")
+        ]
+        key, value, taps = self.matrix(f"{name}.key"), self.matrix(f"{name}.value"), self.floats(f"{name}.conv.weight")
+        return NgramMixer(part, self.stored(f"{name}.table"), key, value, norms, taps, self.backend)
 
     def ffn(self, layer: Layer, at: LayerKey, runner: ExpertRunner, routers: Routers) -> MoeFfn | DenseFfn | None:
         name, join = f"{at.stack}.{at.layer}", layer.ffn_join
@@ -182,13 +221,17 @@ class Builder:
         assert down is not None
         return Network(part, self.backend.dense(gate, up, down), self.backend)
 
-    def _router(self, experts: Experts, at: str, norm: NormWeights, factor: float) -> LearnedRouter:
+    def _router(self, experts: Experts, at: str, norm: NormWeights, factor: float) -> LearnedRouter | TokenRouter:
         part = experts.router
         choice = self.floats(f"{at}.router.choice_bias") if part.choice_bias else None
         scale = self.floats(f"{at}.router.expert_scale") if part.expert_scale else None
         own = self.norm(Norm(norm.eps), f"{at}.router_norm") if part.own_norm else None
         matrix = self.matrix(f"{at}.router")
-        return LearnedRouter(RouterWeights(part, factor, norm, own, matrix, choice, scale), self.backend)
+        weights = RouterWeights(part, factor, norm, own, matrix, choice, scale)
+        if part.by_token is None:
+            return LearnedRouter(weights, self.backend)
+        table = np.sort(self.floats(f"{at}.router.table").astype(np.int64), axis=1)
+        return TokenRouter(weights, table, experts.n, self.backend)
 
     def _shared(self, experts: Experts, at: str) -> SharedExpert | None:
         if experts.shared is None:
@@ -245,20 +288,22 @@ class _Layer:
         self.positions = None
         if part.positions is not None:
             self.positions = AddedPositions(builder.stored(f"{name}.positions.weight"), None, counts_pad=True)
-        self.mixer = builder.fixed(mixer, part, name) if isinstance(mixer, FixedState) else None
+        self.mixer = builder.fixed(mixer, part, name) if isinstance(mixer, Stateful) else None
         self.cross = None if part.cross is None else builder.attention(part, name, crossing=True, causal=False)
         below = sum(other.stack == at.stack for other in routers)
         self.ffn = builder.ffn(part, at, runner, routers)
         self.routed = below if at in routers else None
+        self.ngrams = builder.ngrams(part, f"{name}.ngrams")
         self.to_mixer = None if mixer is None else builder.streams(part, f"{name}.mixer_streams")
         self.to_ffn = None if self.ffn is None else builder.streams(part, f"{name}.ffn_streams")
 
 
 class _Reading(NamedTuple):
-    """Sequences that are read in one pass: the rows of each, one sequence after the other, and its state. `prefixes`:
-    for each sequence, how many of its first tokens see each other, where nothing was read before. `known`: the
-    positions that layers of this pass have used."""
+    """Sequences of tokens that are read in one pass: the rows of each, one sequence after the other, and its state.
+    `prefixes`: for each sequence, how many of its first tokens see each other, where nothing was read before. `known`:
+    the positions that layers of this pass have used."""
 
+    sequences: Sequence[Sequence[int]]
     spans: Sequence[slice]
     states: Sequence[State]
     prefixes: Sequence[int]
@@ -278,6 +323,7 @@ class _Tower:
             added = builder.stored(f"{name}.positions.weight")
             self.positions = AddedPositions(added, pad if part.skips_pad else None, counts_pad=name == "decoder")
         self.norm = builder.norm(stack.norm, f"{name}.norm")
+        self.end = builder.stream_end(stack, name)
         self.walk: Callable[[Sequence[_Layer]], Iterable[tuple[int, _Layer]]] = enumerate
         self.bias = None
         if stack.buckets is not None:
@@ -287,11 +333,14 @@ class _Tower:
             _Layer(stack[layer], LayerKey(name, layer), builder, runner, routers) for layer in range(len(stack))
         ]
 
-    def read(self, x: F32, lengths: Sequence[int], states: Sequence[State], prefixes: Sequence[int]) -> None:
-        """Runs all layers on x [tokens, d_model] in place, sequences of `lengths` tokens one after the other; for
+    def read(
+        self, x: F32, sequences: Sequence[Sequence[int]], states: Sequence[State], prefixes: Sequence[int]
+    ) -> None:  # fmt: skip
+        """Runs all layers on x [tokens, d_model] in place, the tokens of `sequences` one after the other; for
         `prefixes` see _Reading."""
+        lengths = list(map(len, sequences))
         spans = [slice(start, end) for start, end in pairwise(accumulate(lengths, initial=0))]
-        reading = _Reading(spans, states, prefixes, {})
+        reading = _Reading(sequences, spans, states, prefixes, {})
         streams = None if self.part.streams is None else begun(x, self.part.streams.n)
         shortcut: F32 | None = None  # the output of the last layer's experts, where it joins behind this layer
         for place, layer in self.walk(self.layers):
@@ -299,6 +348,8 @@ class _Tower:
                 for rows, state in zip(spans, states, strict=True):
                     layer.positions.add_from(x[rows], state.own[place].length)
             entered = x.copy() if layer.part.parallel else None
+            if streams is not None and layer.ngrams is not None:
+                self._join(place, reading, streams, layer.ngrams)
             if streams is None or layer.to_mixer is None:
                 self._mix(place, reading, x)
             else:
@@ -317,7 +368,15 @@ class _Tower:
                 x += shortcut
             shortcut = made
         if streams is not None:
-            x[:] = ended(streams)
+            x[:] = self.end(streams)
+
+    def _join(self, place: int, reading: _Reading, streams: F32, ngrams: NgramMixer) -> None:
+        """Adds the embedding of several tokens together to streams [tokens, n, d_model] in place."""
+        for ids, span, state in zip(reading.sequences, reading.spans, reading.states, strict=True):
+            own = state.own[place]
+            assert isinstance(own, Fixed)
+            own.extend(len(ids))
+            ngrams.join(streams[span], ids, own.arrays[-2:])
 
     def _mix(self, place: int, reading: _Reading, x: F32) -> None:
         """Runs a layer's mixer, and its attention to an encoder's output, on x [tokens, d_model] in place."""
@@ -327,7 +386,7 @@ class _Tower:
             if isinstance(own, Kept):
                 self._attend(layer, rows, own, prefix, reading.known)
             elif layer.mixer is not None:
-                layer.mixer.read(rows, own)
+                layer.mixer.read(rows, own, counted=layer.ngrams is not None)
             else:
                 own.extend(len(rows))
             if layer.cross is not None:
@@ -394,6 +453,7 @@ class Model:
             self._head = backend.biased(self.embed, builder.floats("head.bias"))
         self._project = builder.matrix("head.project") if spec.head.projected else None
         ropes = [Rotary(rope, builder.floats(f"rope.{place}.frequencies")) for place, rope in enumerate(spec.ropes)]
+        builder.rotary = ropes
         towers = {
             name: _Tower(name, stack, ropes, builder, runner, self.routers, spec.tokens.pad)
             for name, stack in spec.stacks.items()
@@ -402,6 +462,7 @@ class Model:
             for name, tower in towers.items():
                 tower.walk = partial(seams.walk, name)
         self._encoder, self._decoder = towers.get("encoder"), towers["decoder"]
+        self._by_token = [router for router in self.routers.values() if isinstance(router, TokenRouter)]
         self.preference: Preference | None = None
         if seams.preference is not None:
             self.prefer(seams.preference)
@@ -418,6 +479,8 @@ class Model:
         self.preference, places = preference, [at for at in self.spec.moe_layers() if at.stack == "decoder"]
         for at, bonus in zip(places, preference.bonus, strict=True):
             exact = self.routers[at]
+            if isinstance(exact, TokenRouter):
+                continue
             assert isinstance(exact, LearnedRouter)
             self.routers[at] = PreferringRouter(exact, self.backend, bonus, preference.sure)
 
@@ -542,7 +605,7 @@ class Model:
         x = self._embedded(encoder, prompts, [0] * len(prompts))
         d_model, make = self.spec.d_model, self.backend.pages
         states = [State([remembered(layer.part, d_model, n, 16, make) for layer in encoder.layers]) for n in lengths]
-        encoder.read(x, lengths, states, [0] * len(prompts))
+        encoder.read(x, prompts, states, [0] * len(prompts))
         return np.split(self.backend.norm(x, encoder.norm), np.cumsum(lengths)[:-1])
 
     def _embedded(self, tower: _Tower, sequences: Sequence[Sequence[int]], starts: Sequence[int]) -> F32:
@@ -557,12 +620,14 @@ class Model:
 
     def _decode(self, sequences: Sequence[Sequence[int]], states: Sequence[State]) -> F32:
         """Runs the tokens of each sequence after those in its state; returns hidden states [all tokens, d_model]."""
-        starts, lengths = [state.length for state in states], list(map(len, sequences))
+        starts = [state.length for state in states]
         x = self._embedded(self._decoder, sequences, starts)
         if self.foresight is not None:
             self.foresight.decodes(sequences, _heard(states))
+        for router in self._by_token:
+            router.reads([*chain.from_iterable(sequences)])
         prefixes = [0 if start else self._prefix(ids) for ids, start in zip(sequences, starts, strict=True)]
-        self._decoder.read(x, lengths, states, prefixes)
+        self._decoder.read(x, sequences, states, prefixes)
         return x
 
     def _prefix(self, ids: Sequence[int]) -> int:

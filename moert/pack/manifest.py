@@ -48,13 +48,15 @@ from moert.pack.trellis import CODES
 
 FORMAT_NAME = "model.pack"
 BACKBONE = "backbone.safetensors"  # the file with all weights but the experts'
+NGRAMS = "ngrams.safetensors"  # the file with tables that stay on the drive
 MAJOR = 2
 PLAIN_MINOR, PREFERRING_MINOR, JOINED_MINOR, NEURONS_MINOR, TOGETHER_MINOR, POWERS_MINOR, TRELLIS_MINOR = range(7)
-MATRICES_MINOR, PARALLEL_MINOR, EXTENDED_MINOR, STREAMS_MINOR = 7, 8, 9, 10
+MATRICES_MINOR, PARALLEL_MINOR, EXTENDED_MINOR, STREAMS_MINOR, POOLS_MINOR, NGRAMS_MINOR = 7, 8, 9, 10, 11, 12
 """The minor version of a pack with none of these, with preferences, with several experts in a file, with experts in
 blocks of neurons, with rows of neurons that lie together, with matrices that are multiplied with a power of two, with
 trellis codes; of one whose dense matrices have widths of their own, with parallel layers, with fields of parts that
-these name in LEFT_OUT, with several streams."""
+these name in LEFT_OUT, with several streams, with attention to pools, with streams
+that gates mix."""
 WIDTHS_OF: Mapping[Codes, tuple[Width, ...]] = {"plain": WIDTHS, "trellis": (*CODES, 8, 16)}
 """The widths that experts' projections may have, by their codes."""
 WIDTHS_BY_TEXT: Mapping[str, Width] = {str(bits): bits for bits in sorted({*chain(*WIDTHS_OF.values())})}
@@ -454,6 +456,7 @@ def _check(manifest: Manifest) -> None:
     _check_dense(manifest)
     _check_neurons(manifest)
     _check_keys(manifest)
+    _check_tables(manifest)
     _check_preferences(manifest)
     _check_places(manifest)
     known: dict[tuple[int, tuple[tuple[str, Width], ...], str], tuple[int, int]] = {}
@@ -527,6 +530,11 @@ def _check_neurons(manifest: Manifest) -> None:
         raise ManifestInvalid(f"manifest.json has experts in blocks of neurons and {other}: a pack has one of them")
     if NEURONS not in manifest.files:
         raise ManifestInvalid(f"manifest.json has experts in blocks of neurons, and no {NEURONS} with their checksums")
+
+
+def _check_tables(manifest: Manifest) -> None:
+    if manifest.model.tables and NGRAMS not in manifest.files:
+        raise ManifestInvalid(f"manifest.json has a model that embeds tokens together, and no {NGRAMS} with the rows")
 
 
 def _check_keys(manifest: Manifest) -> None:

@@ -8,6 +8,7 @@ from functools import cached_property, lru_cache
 from typing import Annotated, ClassVar, Literal, NamedTuple, TypeVar
 
 from moert.pack.documents import MAX_COUNT, Within, extended
+from moert.pack.ngrams import DIGITS, MOST_IDS, MOST_WORD, GatedStreams, Ngrams
 from moert.pack.parts import (
     MOST,
     MOST_FEATURES,
@@ -25,10 +26,12 @@ from moert.pack.parts import (
     PositionTable,
     Role,
     Rope,
+    Shapes,
     Streams,
     Tensor,
     matrix,
 )
+from moert.pack.pools import Pooled, Stateful
 
 MOST_LAYERS = 4096
 T = TypeVar("T")
@@ -51,11 +54,11 @@ class Layer:
     """One layer. mixer(norm(x)) joins the stream x, if the layer has a mixer; in a decoder that reads an encoder's
     output x += cross(norm(x), output); ffn(norm(x)) joins x, if the layer has an ffn; and if it is `scaled`, at the end
     x *= a number of its own. Without a norm all parts get x as it is. `positions` are added to x before. If the layer
-    is `parallel`, its ffn gets the norm of the x that its mixer got."""
+    is `parallel`, its ffn gets the norm of the x that its mixer got. `ngrams` join the streams before."""
 
-    LEFT_OUT: ClassVar = ("parallel", "streams")
+    LEFT_OUT: ClassVar = ("parallel", "streams", "ngrams")
     norm: Norm | None
-    mixer: Attention | Latent | FixedState | None
+    mixer: Attention | Latent | Stateful | None
     cross: Attention | None
     ffn: Ffn | Experts | None
     mixer_join: Join = Join()
@@ -63,7 +66,8 @@ class Layer:
     scaled: bool = False
     positions: PositionTable | None = None
     parallel: bool = False
-    streams: Streams | None = None
+    streams: Streams | GatedStreams | None = None
+    ngrams: Ngrams | None = None
 
     @property
     def attention(self) -> Attention | Latent | None:
@@ -71,13 +75,20 @@ class Layer:
         return self.mixer if isinstance(self.mixer, (Attention, Latent)) else None
 
     @property
+    def attends(self) -> Attention | Latent | Pooled | None:
+        """Returns the layer's mixer, if it attends to tokens before, or to pools of them."""
+        return self.mixer if isinstance(self.mixer, (Attention, Latent, Pooled)) else None
+
+    @property
     def buckets(self) -> Buckets | None:
         return None if self.attention is None else self.attention.buckets
 
     @property
     def inner_norm(self) -> Norm | None:
-        """Returns the norm whose eps those of heads have: the layer's or, without one, that behind its mixer."""
-        return self.norm or self.mixer_join.after
+        """Returns the norm whose eps those of heads have: the layer's or, without one, that behind its mixer or of its
+        streams."""
+        own = self.streams.norm if isinstance(self.streams, GatedStreams) else None
+        return self.norm or self.mixer_join.after or own
 
     @property
     def adds_experts(self) -> bool:
@@ -95,9 +106,26 @@ class Layer:
         bounds behind activations, shortcuts, choices that return their input."""
         return any(extended(getattr(self, field.name)) for field in fields(self))
 
+    @property
+    def pools(self) -> bool:
+        """Returns whether a part came with attention to pools: that itself, routers by token or of √softplus, streams
+        that end in a weighted sum."""
+        router = self.ffn.router if isinstance(self.ffn, Experts) else None
+        routes = router is not None and (router.by_token is not None or router.score == "sqrt_softplus")
+        return isinstance(self.mixer, Pooled) or routes or (isinstance(self.streams, Streams) and self.streams.weighed)
+
+    def state_shapes(self, d_model: int) -> Shapes:
+        """Returns the shapes of the arrays of its recurrent state: those of its mixer first."""
+        found = self.mixer.state_shapes(d_model) if isinstance(self.mixer, Stateful) else ()
+        if self.ngrams is None or self.streams is None:
+            return found
+        return *found, *self.ngrams.state_shapes(self.streams.n * d_model)
+
     def tensors(self, at: str, d_model: int) -> Iterator[Tensor]:
         if self.positions is not None:
             yield from self.positions.tensors(at, d_model)
+        if self.ngrams is not None and self.streams is not None:
+            yield from self.ngrams.tensors(f"{at}.ngrams", d_model, self.streams.n)
         if self.mixer is not None:
             yield from self._streams(f"{at}.mixer_streams", d_model)
             yield from self._norm(f"{at}.mixer_norm", d_model)
@@ -130,6 +158,8 @@ class Layer:
                 yield from part.contradictions()
             elif join != Join():
                 yield "a layer says how something joins that it has not"
+        if isinstance(self.mixer, Pooled) and (self.norm is None or self.mixer_join != Join()):
+            yield "attention to pools has no norm before it, or does not join by a plain sum"
         if isinstance(self.ffn, Experts) and self.ffn.shortcut and self.ffn_join != Join():
             yield "experts take a shortcut, and do not join by a plain sum"
         if self.cross is not None:
@@ -147,9 +177,15 @@ class Layer:
             yield "a parallel layer needs a mixer and a feed-forward, and has no attention to an encoder"
         if self.streams is not None:
             yield from self._unfit_for_streams()
+        if self.ngrams is not None:
+            yield from self.ngrams.contradictions()
+            if self.streams is None or not isinstance(self.mixer, FixedState):
+                yield "a layer has tokens together, and no streams that they join, or no mixer with a fixed state"
 
     def _unfit_for_streams(self) -> Iterator[str]:
-        if self.norm is None:
+        if isinstance(self.streams, GatedStreams):
+            yield from self.streams.contradictions()
+        elif self.norm is None:
             yield "a layer has streams whose weights have the eps of the layer's norm, which it has not"
         if self.parallel or self.scaled or self.positions is not None or self.cross is not None:
             yield "a layer with streams is parallel or scaled, or has positions or attention to an encoder"
@@ -184,7 +220,7 @@ class Stack:
         return next((kind.buckets for kind in self.kinds if kind.buckets is not None), None)
 
     @property
-    def streams(self) -> Streams | None:
+    def streams(self) -> Streams | GatedStreams | None:
         """Returns the streams that all its layers have."""
         return self.kinds[0].streams
 
@@ -201,6 +237,8 @@ class Stack:
         if (buckets := self.buckets) is not None:
             heads = next(kind.attention.n for kind in self.kinds if kind.buckets is not None and kind.attention)
             yield Tensor(f"{at}.relative_bias.weight", (buckets.n, heads))
+        if self.streams is not None:
+            yield from self.streams.end_tensors(f"{at}.streams", d_model)
         for layer in range(len(self)):
             yield from self[layer].tensors(f"{at}.{layer}", d_model)
 
@@ -328,9 +366,11 @@ class ModelSpec:
 
     @property
     def stream_width(self) -> int:
-        """Returns the number of features of a token between two layers, in all of its streams together."""
+        """Returns the number of features of a token between two layers, in all of its streams together, and of its
+        number, where layers embed tokens together or a table names experts by it."""
         streams = self.decoder.streams
-        return self.d_model if streams is None else streams.n * self.d_model
+        named = bool(self.tables) or any(each.router.by_token is not None for each in self.experts.values())
+        return (1 if streams is None else streams.n) * self.d_model + DIGITS * named
 
     def stack(self, name: StackName) -> Stack | None:
         return self.encoder if name == "encoder" else self.decoder
@@ -386,6 +426,14 @@ class ModelSpec:
         """Returns every tensor that stays in memory, by its canonical name: the contract of backbone.safetensors."""
         return {tensor.name: tensor for tensor in self._tensors()}
 
+    @cached_property
+    def tables(self) -> dict[str, Tensor]:
+        """Returns every tensor that stays on the drive, by its canonical name: the contract of ngrams.safetensors."""
+        kinds = enumerate(self.decoder.layers)
+        parts = [(f"decoder.{layer}.ngrams", self.decoder.kinds[kind].ngrams) for layer, kind in kinds]
+        tables = [part.table(at) for at, part in parts if part is not None]
+        return {table.name: table for table in tables}
+
     def _tensors(self) -> Iterator[Tensor]:
         tied = self.head.tied
         yield Tensor("embed.weight", (self.vocab_size, self.d_model), "head" if tied else "embed")
@@ -422,6 +470,11 @@ class ModelSpec:
         if self.encoder is not None and self.encoder.streams is not None:
             yield "in the encoder, a layer has streams, which only decoders have"
             return
+        for ngrams in (kind.ngrams for kind in self.decoder.kinds if kind.ngrams is not None):
+            largest = max(self.vocab_size - 1, ngrams.end) * max(ngrams.multipliers)
+            if self.vocab_size > MOST_IDS or ngrams.end >= self.vocab_size or largest > MOST_WORD:
+                yield f"its tokens together are for fewer than {self.vocab_size} tokens, or for other ones"
+                return
         if self.encoder is not None and (why := _unfit(self.encoder)) is not None:
             yield f"in the encoder, a layer has {why}, which only decoders have"
             return
@@ -432,6 +485,10 @@ class ModelSpec:
             if experts != self.moe and _alike(experts) != _alike(self.moe):
                 yield f"the experts of layer {at} have another number or shape than those of the first such layer"
                 return
+        if any(experts.router.by_token not in (None, self.vocab_size) for experts in self.experts.values()):
+            yield f"a router's table is not of the model's {self.vocab_size} tokens"
+        if self.encoder is not None and any(experts.router.by_token is not None for experts in self.experts.values()):
+            yield "a router's table names experts by tokens, and there is an encoder"
         yield from self._positions()
         yield from self._reading()
 
@@ -443,13 +500,13 @@ class ModelSpec:
             for positions in (stack.positions, *(kind.positions for kind in stack.kinds)):
                 if positions is not None:
                     yield from self._added(name, positions)
-            for attention in (kind.attention for kind in stack.kinds):
+            for attention in (kind.attends for kind in stack.kinds):
                 if attention is None or attention.rope is None:
                     continue
                 if attention.rope >= len(self.ropes):
                     yield f"in the {name}, a layer has rope {attention.rope}, there are {len(self.ropes)}"
                 elif (dims := self.ropes[attention.rope].dims) > attention.turning or (
-                    isinstance(attention, Latent) and dims != attention.turning
+                    isinstance(attention, (Latent, Pooled)) and dims != attention.turning
                 ):
                     yield f"rope {attention.rope} turns {dims} features of {attention.turning}"
 

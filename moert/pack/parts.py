@@ -257,12 +257,15 @@ class Streams:
     2512.24880). Each half gets a weighted sum of the streams, and its output joins each stream by a weight of its own,
     beside a weighted sum of the streams before. The weights follow from the token's streams: `n` to enter, `n` to join,
     and a matrix [n, n] of which rows and columns are divided by their sums in turn, `rounds` times. `floor` is added to
-    weights and sums that divide."""
+    weights and sums that divide. At the end of the stack stands their mean or, if they are `weighed`, a sum whose
+    weights follow from them too."""
 
     KIND: ClassVar[str] = "sinkhorn"
+    LEFT_OUT: ClassVar = ("weighed",)
     n: Annotated[int, Within(2, MOST_STREAMS)]
     rounds: Annotated[int, Within(1, MOST_ROUNDS)]
     floor: Eps
+    weighed: bool = False
 
     @property
     def weights(self) -> int:
@@ -273,6 +276,13 @@ class Streams:
         yield Tensor(f"{at}.weight", (self.weights, self.n * d_model))
         yield Tensor(f"{at}.bias", (self.weights,))
         yield Tensor(f"{at}.scale", (3,))
+
+    def end_tensors(self, at: str, d_model: int) -> Iterator[Tensor]:
+        """Yields the tensors of the end of a stack."""
+        if self.weighed:
+            yield Tensor(f"{at}.weight", (self.n, self.n * d_model))
+            yield Tensor(f"{at}.bias", (self.n,))
+            yield Tensor(f"{at}.scale", (1,))
 
 
 @dataclass(frozen=True)
@@ -291,7 +301,7 @@ Shapes = tuple[tuple[int, ...], ...]
 """The shapes of the float32 arrays of a layer's recurrent state; the first array holds the last inputs of the layer's
 convolution."""
 
-_HELD = "numbers of its state"
+HELD = "numbers of its state"
 
 
 @dataclass(frozen=True)
@@ -382,9 +392,9 @@ class GatedDelta:
     def contradictions(self) -> Iterator[str]:
         if self.n % self.keys:
             yield f"{self.n} heads share {self.keys} heads of keys, which does not divide them"
-        yield from _too_many("features of its convolution", self.channels)
-        yield from _too_many(_HELD, self.n * self.dim * self.v)
-        yield from _has_no_bias(self.norm)
+        yield from too_many("features of its convolution", self.channels)
+        yield from too_many(HELD, self.n * self.dim * self.v)
+        yield from has_no_bias(self.norm)
 
 
 @dataclass(frozen=True)
@@ -435,9 +445,9 @@ class Mamba2:
     def contradictions(self) -> Iterator[str]:
         if self.n % self.groups:
             yield f"{self.n} heads are in {self.groups} groups, which does not divide them"
-        yield from _too_many("features of its convolution", self.features + self.channels)
-        yield from _too_many(_HELD, self.features * self.state)
-        yield from _has_no_bias(self.norm)
+        yield from too_many("features of its convolution", self.features + self.channels)
+        yield from too_many(HELD, self.features * self.state)
+        yield from has_no_bias(self.norm)
 
 
 @dataclass(frozen=True)
@@ -477,7 +487,7 @@ class Mamba:
         return (self.taps - 1, self.features), (self.features, 1, self.state)
 
     def contradictions(self) -> Iterator[str]:
-        yield from _too_many(_HELD, self.features * self.state)
+        yield from too_many(HELD, self.features * self.state)
 
 
 FixedState = ShortConv | GatedDelta | Mamba2 | Mamba
@@ -491,12 +501,12 @@ def _conv(at: str, channels: int, taps: int, bias: bool) -> Iterator[Tensor]:
         yield Tensor(f"{at}.conv.bias", (channels,))
 
 
-def _too_many(what: str, count: int) -> Iterator[str]:
+def too_many(what: str, count: int) -> Iterator[str]:
     if count > MOST_FEATURES:
         yield f"{what} are {count}, they should be at most {MOST_FEATURES}"
 
 
-def _has_no_bias(norm: Norm) -> Iterator[str]:
+def has_no_bias(norm: Norm) -> Iterator[str]:
     if norm.kind != "rms":
         yield f"what it gives is normed by one of the kind {norm.kind}, it should be rms"
 
@@ -564,23 +574,25 @@ class Groups:
 @dataclass(frozen=True)
 class Router:
     """A router, which sends a token to the `top_k` experts with the largest scores: the softmax or sigmoid of weight ·
-    x, which are the experts' weights too (sigmoid_of_chosen takes the sigmoid after the choice: large ones are all 1).
-    `renormalise` makes the weights sum to 1, `factor` multiplies them, and `expert_scale` has one more factor for each
-    expert. `capacity` is the most tokens of one sequence that one expert takes in one pass; None: no limit. `overflow`:
-    the expert's output for later tokens, nothing or its input itself.
+    x, which are the experts' weights too (sigmoid_of_chosen takes the sigmoid after the choice: large ones are all 1;
+    sqrt_softplus is √ln(1 + e^z) of a number z). `renormalise` makes the weights sum to 1, `factor` multiplies them,
+    and `expert_scale` has one more factor for each expert. `capacity` is the most tokens of one sequence that one
+    expert takes in one pass; None: no limit. `overflow`: the expert's output for later tokens, nothing or its input
+    itself.
 
     `choice_bias`: numbers that are added to scores for the choice alone. The sparsemixer (arXiv 2310.00811) chooses one
     expert after the other, each with its softmax among those no further than 2 · jitter below the best that is left.
     With `own_norm` the router gets another norm of the layer's input than the experts. `weigh`: whether weights
     multiply the experts' output or their input. Of the choices among `identities` more numbers, behind those of the
-    experts, each adds its weight times the experts' input, as if an expert returned that.
+    experts, each adds its weight times the experts' input, as if an expert returned that. With `by_token`, a count of
+    tokens, a table names the experts of each token by its number, and scores are their weights alone.
     """
 
-    LEFT_OUT: ClassVar = ("identities",)
+    LEFT_OUT: ClassVar = ("identities", "by_token")
     top_k: Annotated[int, Within(1, MOST)]
     renormalise: bool
     capacity: Annotated[int | None, Within(0, MAX_COUNT)]
-    score: Literal["softmax", "sigmoid", "sigmoid_of_chosen", "sparsemixer"] = "softmax"
+    score: Literal["softmax", "sigmoid", "sigmoid_of_chosen", "sparsemixer", "sqrt_softplus"] = "softmax"
     bias: bool = False
     choice_bias: bool = False
     groups: Groups | None = None
@@ -591,6 +603,7 @@ class Router:
     weigh: Literal["output", "input"] = "output"
     overflow: Literal["nothing", "itself"] = "nothing"
     identities: Annotated[int, Within(0, MOST)] = 0
+    by_token: Annotated[int | None, Within(1, MAX_COUNT)] = None
 
     @property
     def keeps(self) -> bool:
@@ -606,6 +619,8 @@ class Router:
             yield Tensor(f"{at}.router.expert_scale", (choices,))
         if self.own_norm:
             yield Tensor(f"{at}.router_norm.weight", (d_model,))
+        if self.by_token is not None:
+            yield Tensor(f"{at}.router.table", (self.by_token, self.top_k))
 
     def contradictions(self, experts: int) -> Iterator[str]:
         if self.top_k > experts:
@@ -623,6 +638,9 @@ class Router:
             yield "its router says what a token gets whose expert is full, and experts have no capacity"
         if self.identities:
             yield from self._identities(experts)
+        chooses = self.choice_bias or self.groups is not None or self.capacity is not None or self.identities > 0
+        if self.by_token is not None and (chooses or self.score in ("sigmoid_of_chosen", "sparsemixer")):
+            yield "a table names the experts of a token, and its router has what is for a choice alone"
 
     def _identities(self, experts: int) -> Iterator[str]:
         if experts + self.identities > MOST:

@@ -37,7 +37,7 @@ from moert.pack.layout import (
     matrix_of,
     tensors_of,
 )
-from moert.pack.manifest import BACKBONE, FORMAT_NAME, ExpertEntry, Manifest, parse_manifest
+from moert.pack.manifest import BACKBONE, FORMAT_NAME, NGRAMS, ExpertEntry, Manifest, parse_manifest
 from moert.pack.model_spec import ExpertKey
 from moert.pack.tensors import (
     FileKind,
@@ -414,13 +414,19 @@ def check_expert(pack: Pack, key: ExpertKey, buffer: U8) -> None:
 
 def check_backbone(pack: Pack) -> None:
     """Checks that all floats outside the experts are finite. Raises HeaderInvalid."""
-    with pack.opened(BACKBONE) as file:
+    for name in (BACKBONE, NGRAMS):
+        if name in pack.manifest.files:
+            _check_floats(pack, name)
+
+
+def _check_floats(pack: Pack, relative: str) -> None:
+    with pack.opened(relative) as file:
         for name, place in header_of(file, pack.room).tensors.items():
             for start in range(place.start, place.stop, _PIECE) if place.dtype in _FORMS else ():
                 body = file.read(min(_PIECE, place.stop - start), start)
                 if not all_finite(place.dtype, np.frombuffer(body, np.uint8)):
                     raise HeaderInvalid(
-                        f"{BACKBONE}: {name[:80]!a} has numbers that are not finite: convert the model again"
+                        f"{relative}: {name[:80]!a} has numbers that are not finite: convert the model again"
                     )
 
 

@@ -46,8 +46,11 @@ from moert.pack.manifest import (
     JOINED_MINOR,
     MATRICES_MINOR,
     NEURONS_MINOR,
+    NGRAMS,
+    NGRAMS_MINOR,
     PARALLEL_MINOR,
     PLAIN_MINOR,
+    POOLS_MINOR,
     POWERS_MINOR,
     PREFERRING_MINOR,
     STREAMS_MINOR,
@@ -65,6 +68,7 @@ from moert.pack.manifest import (
     layer_path,
 )
 from moert.pack.model_spec import ExpertKey, LayerKey, ModelSpec
+from moert.pack.ngrams import GatedStreams
 from moert.pack.reader import MANIFEST, Projection, checksums_to_bytes, is_pack, pack_around, strangers
 from moert.pack.trellis import TrellisMatrix
 
@@ -209,14 +213,13 @@ class PackWriter:
 
     def has_weights_of(self, manifest: Manifest) -> bool:
         """Returns whether all experts and the backbone are written, and are those of a pack with this manifest."""
-        backbone, theirs = self._files.get(BACKBONE), manifest.files.get(BACKBONE)
+        mine, theirs = ([files.get(name) for name in (BACKBONE, NGRAMS)] for files in (self._files, manifest.files))
         experts = {entry.key: entry.sha256 for entry in manifest.experts}
         return (
             self.spec == manifest.model
             and experts == {key: entry.sha256 for key, entry in self._experts.items()}
-            and backbone is not None
-            and theirs is not None
-            and backbone.sha256 == theirs.sha256
+            and mine[0] is not None
+            and mine == theirs
         )
 
     def finish(
@@ -257,6 +260,10 @@ class PackWriter:
 
     def _minor(self, preferences: tuple[Preference, ...]) -> int:
         dense, kinds = self.quantization.dense, [kind for stack in self.spec.stacks.values() for kind in stack.kinds]
+        if any(isinstance(kind.streams, GatedStreams) or kind.ngrams is not None for kind in kinds):
+            return NGRAMS_MINOR
+        if any(kind.pools for kind in kinds):
+            return POOLS_MINOR
         if any(kind.streams is not None for kind in kinds):
             return STREAMS_MINOR
         if any(kind.extended for kind in kinds):

@@ -19,6 +19,9 @@ MOST_BYTES = 8 << 20
 """Of a body; as many as a conversation that is rendered may have."""
 BODY_S = 60.0
 ALIVE_S = 10.0
+PLACE = "x-queue-place"
+"""Header with the first place of a request among those that wait for memory; 0 for one that ran at once."""
+_EVENTS = "text/event-stream"
 T = TypeVar("T")
 
 
@@ -84,14 +87,17 @@ async def unless_gone(request: Request, work: Awaitable[T]) -> T:
 
 
 class Streamed:
-    """A response in pieces as they come. `alive` is sent where none has come for ALIVE_S seconds; `leave` is called at
-    the end, also where the client has left."""
+    """A response in pieces as they come. The result of `alive` is sent where none has come for ALIVE_S seconds; `leave`
+    is called at the end, also where the client has left."""
 
-    def __init__(self, pieces: AsyncIterator[bytes], kind: str, alive: bytes, leave: Callable[[], None]) -> None:
-        self._pieces, self._kind, self._alive, self._leave = pieces, kind, alive, leave
+    def __init__(
+        self, pieces: AsyncIterator[bytes], headers: Mapping[str, str], alive: Callable[[], bytes],
+        leave: Callable[[], None],
+    ) -> None:  # fmt: skip
+        self._pieces, self._headers, self._alive, self._leave = pieces, headers, alive, leave
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        headers = [(b"content-type", self._kind.encode()), (b"cache-control", b"no-cache")]
+        headers = [(name.encode(), value.encode()) for name, value in self._headers.items()]
         gone = asyncio.ensure_future(_gone(receive))
         ahead = asyncio.ensure_future(anext(self._pieces, None))
         try:
@@ -100,7 +106,7 @@ class Streamed:
                 done, _ = await asyncio.wait({ahead, gone}, timeout=ALIVE_S, return_when=asyncio.FIRST_COMPLETED)
                 if gone in done:
                     return
-                body = ahead.result() if done else self._alive
+                body = ahead.result() if done else self._alive()
                 if body is None:
                     break
                 if done:
@@ -118,15 +124,22 @@ class Streamed:
 
 async def answered(
     request: Request, worker: Worker, ticket: Ticket, streams: bool, stream: Callable[[], AsyncIterator[bytes]],
-    answer: Callable[[], Awaitable[Any]], alive: bytes = b": \n\n", kind: str = "text/event-stream",
+    answer: Callable[[], Awaitable[Any]], alive: bytes = b": \n\n", kind: str = _EVENTS,
 ) -> Any:  # fmt: skip
-    """Returns the response to a ticket, in pieces or whole; the ticket ends where the client leaves. Raises the errors
-    of Ticket.accepted and Ticket.events."""
+    """Returns the response to a ticket, in pieces or whole, with its first place in the queue for memory as a header; a
+    stream of events tells its place again while it waits. The ticket ends where the client leaves. Raises the errors of
+    Ticket.accepted and Ticket.events."""
+
+    def still() -> bytes:
+        return b": place %d in the queue\n\n" % ticket.place if ticket.place and kind == _EVENTS else alive
+
     try:
         await unless_gone(request, ticket.accepted())
+        place = {PLACE: str(ticket.place)}
         if streams:
-            return Streamed(stream(), kind, alive, partial(worker.leave, ticket))
-        return whole(await unless_gone(request, answer()))
+            headers = {"content-type": kind, "cache-control": "no-cache", **place}
+            return Streamed(stream(), headers, still, partial(worker.leave, ticket))
+        return whole(await unless_gone(request, answer()), headers=place)
     except BaseException:
         worker.leave(ticket)
         raise

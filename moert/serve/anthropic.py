@@ -14,32 +14,47 @@ from starlette.responses import Response
 from starlette.routing import Route
 
 from moert.serve.answers import answered, body_of, event, refusal, whole
-from moert.serve.fields import ANY, FLAG, TABLE, TABLES, TEXT, TEXTS, Field, Refused, read, required
+from moert.serve.fields import ANY, FLAG, TABLE, TABLES, TEXT, TEXTS, Field, Form, Refused, read
 from moert.serve.fields import whole as whole_number
 from moert.serve.forms import Argued, Called, Ended, Event, Talk, Wish, Wrote
 from moert.serve.openai import SAMPLING, settings_of
 from moert.serve.tools import Tools
-from moert.serve.worker import status_of
+from moert.serve.worker import Ticket, status_of
 
 if TYPE_CHECKING:
     from moert.serve.host import Host
 
 _MESSAGES: Mapping[str, Field] = {
     "model": TEXT, "messages": TABLES, "max_tokens": whole_number(1, 1 << 30), "system": ANY, "stop_sequences": TEXTS,
-    "stream": FLAG, "tools": TABLES, "tool_choice": TABLE, "thinking": TABLE,
+    "stream": FLAG, "tools": TABLES, "tool_choice": TABLE, "thinking": TABLE, "output_config": TABLE,
+    "context_management": Field(lambda value: _keeps_all(value), "an object whose edits clear nothing"),
+    "thread": TABLE,
     **{name: SAMPLING[name] for name in ("temperature", "top_p", "top_k")},
 }  # fmt: skip
+_OUTPUT: Mapping[str, Field] = {"effort": TEXT, "format": TABLE}
 _HARMLESS = ("metadata", "service_tier", "cache_control")
+_FORM = Form(_MESSAGES, _HARMLESS, ("messages", "max_tokens"))
+_COUNT = Form(_MESSAGES, _HARMLESS, ("messages",))
+FORMS = {"/v1/messages": _FORM, "/v1/messages/count_tokens": _COUNT}
 _KINDS = {
     401: "authentication_error", 404: "not_found_error", 413: "request_too_large", 429: "rate_limit_error",
     503: "overloaded_error",
 }  # fmt: skip
 
 
+def _keeps_all(given: Any) -> bool:
+    edits = given.get("edits", []) if isinstance(given, dict) and given.keys() <= {"edits"} else None
+    kind = "clear_thinking_20251015"
+    return isinstance(edits, list) and all(each == {"type": kind, "keep": "all"} for each in edits)
+
+
 def failed(error: BaseException) -> Response:
     """Returns the response for an error."""
     status, text = status_of(error)
-    return refusal(_told(status, text), status)
+    told = _told(status, text)
+    if getattr(error, "field", None) == "thread":  # upon which clients send the whole conversation
+        told["error"]["details"] = {"error_code": "thread_not_found"}
+    return refusal(told, status)
 
 
 def _told(status: int, text: str) -> dict[str, Any]:
@@ -56,8 +71,7 @@ def routes(host: Host) -> list[Route]:
 
 
 async def _message(host: Host, request: Request) -> Any:
-    found = read(await body_of(request), _MESSAGES, _HARMLESS)
-    required(found, "max_tokens")
+    found = _FORM.read(await body_of(request))
     name, worker = await host.worker(found.get("model"))
     asked = _asked(found)
     tools = Tools.of(worker.engine, asked)
@@ -71,17 +85,17 @@ async def _message(host: Host, request: Request) -> Any:
     }  # fmt: skip
     return await answered(
         request, worker, ticket, bool(found.get("stream")),
-        lambda: _stream(head, ticket.events(), stops), lambda: _whole(head, ticket.events(), stops),
+        lambda: _stream(head, ticket, stops), lambda: _whole(head, ticket.events(), stops),
         b'event: ping\ndata: {"type": "ping"}\n\n',
     )  # fmt: skip
 
 
 async def _count(host: Host, request: Request) -> Response:
-    found = read(await body_of(request), _MESSAGES, _HARMLESS)
+    found = _COUNT.read(await body_of(request))
     _, worker = await host.worker(found.get("model"))
     asked = _asked(found)
     talk = _talk(Tools.of(worker.engine, asked), asked, found)
-    ids = await asyncio.wrap_future(worker.call(lambda engine: engine.speaker.ids(talk.asked)))
+    ids = await asyncio.wrap_future(worker.ids(talk.asked))
     return whole({"input_tokens": len(ids)})
 
 
@@ -93,12 +107,14 @@ def _talk(tools: Tools, asked: Mapping[str, Any], found: Mapping[str, Any]) -> T
 
 def _variables(found: Mapping[str, Any]) -> dict[str, Any]:
     """Returns the variables by which templates turn thinking on and off."""
+    effort = read(found.get("output_config", {}), _OUTPUT).get("effort")
+    made: dict[str, Any] = {} if effort is None else {"reasoning_effort": effort}
     if "thinking" not in found:
-        return {}
+        return made
     kind = found["thinking"].get("type")
     if kind not in ("enabled", "disabled", "adaptive"):
         raise Refused("thinking.type should be enabled, disabled or adaptive", "thinking")
-    return {"enable_thinking": kind != "disabled", "thinking": kind != "disabled"}
+    return {**made, "enable_thinking": kind != "disabled", "thinking": kind != "disabled"}
 
 
 def _asked(found: Mapping[str, Any]) -> dict[str, Any]:
@@ -106,7 +122,7 @@ def _asked(found: Mapping[str, Any]) -> dict[str, Any]:
     messages: list[dict[str, Any]] = []
     if "system" in found:
         messages.append({"role": "system", "content": _text(found["system"], "system")})
-    given = required(found, "messages")
+    given = found["messages"]
     if not given:
         raise Refused("messages is empty: give at least one", "messages")
     for at, message in enumerate(given):
@@ -123,6 +139,11 @@ def _asked(found: Mapping[str, Any]) -> dict[str, Any]:
         asked["tool_choice"] = named if kind == "tool" else {"any": "required"}.get(kind, kind)
         if choice.get("disable_parallel_tool_use"):
             asked["parallel_tool_calls"] = False
+    form = read(found.get("output_config", {}), _OUTPUT).get("format")
+    if form is not None:
+        asked["response_format"] = {"type": form.get("type"), "json_schema": form}
+    if found.get("thread", {}).get("type", "create") != "create":
+        raise Refused("there is no such thread: send all messages", "thread", 404)
     return asked
 
 
@@ -232,16 +253,16 @@ def _object(text: str) -> Any:
     return found if isinstance(found, dict) else {"value": found}
 
 
-async def _stream(head: Mapping[str, Any], events: AsyncIterator[Event], stops: Sequence[str]) -> AsyncIterator[bytes]:
+async def _stream(head: Mapping[str, Any], ticket: Ticket, stops: Sequence[str]) -> AsyncIterator[bytes]:
     def told(name: str, **fields: Any) -> bytes:
         return event({"type": name, **fields}, name)
 
-    usage = {"input_tokens": 0, "cache_creation_input_tokens": 0, "cache_read_input_tokens": 0, "output_tokens": 0}
+    usage = _usage(Ended(0, "cancelled", 0, ticket.prompt_tokens, 0))  # the last event says how many were kept
     message = {**head, "content": [], "stop_reason": None, "stop_sequence": None, "usage": usage}
     yield told("message_start", message=message)
     at, kind, called = -1, "", False
     try:
-        async for each in events:
+        async for each in ticket.events():
             wanted = ("text" if each.part == "answer" else "thinking") if isinstance(each, Wrote) else "tool_use"
             begins = isinstance(each, Called) or (isinstance(each, Wrote) and wanted != kind)
             if kind and (begins or isinstance(each, Ended)):

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable, Collection, Mapping
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 from moert.pack.messages import in_one_line
@@ -21,26 +23,31 @@ class Refused(Exception):
 
 
 class Field(NamedTuple):
-    """The values of a field: a function that tells whether it takes one, and words for them."""
+    """The values of a field: a function that tells whether it takes one, words for them, and their JSON schema."""
 
     takes: Callable[[Any], bool]
     words: str
+    schema: Mapping[str, Any] = MappingProxyType({})
 
 
 def number(least: float, most: float) -> Field:
     """Returns a field that takes numbers from `least` to `most`."""
-    return Field(lambda value: _is_number(value) and least <= value <= most, f"a number from {least:g} to {most:g}")
+    schema = {"type": "number", "minimum": least, "maximum": most}
+    takes = lambda value: _is_number(value) and least <= value <= most  # noqa: E731
+    return Field(takes, f"a number from {least:g} to {most:g}", schema)
 
 
 def whole(least: int, most: int) -> Field:
     """Returns a field that takes whole numbers from `least` to `most`."""
     right = lambda value: isinstance(value, int) and not isinstance(value, bool) and least <= value <= most  # noqa: E731
-    return Field(right, f"a whole number from {least} to {most}")
+    schema = {"type": "integer", "minimum": least, "maximum": most}
+    return Field(right, f"a whole number from {least} to {most}", schema)
 
 
 def one_of(*values: Any) -> Field:
     """Returns a field that takes some values."""
-    return Field(lambda value: value in values, "one of " + ", ".join(json.dumps(each) for each in values))
+    right = lambda value: any(value == each and type(value) is type(each) for each in values)  # noqa: E731
+    return Field(right, "one of " + ", ".join(json.dumps(each) for each in values), {"enum": [*values]})
 
 
 def _is_number(value: Any) -> bool:
@@ -51,17 +58,49 @@ def _are(kind: type, value: Any) -> bool:
     return isinstance(value, list) and all(isinstance(each, kind) for each in value)
 
 
-FLAG = Field(lambda value: isinstance(value, bool), "true or false")
-TEXT = Field(lambda value: isinstance(value, str), "text")
-TABLE = Field(lambda value: isinstance(value, dict), "an object")
-TABLES = Field(lambda value: _are(dict, value), "a list of objects")
+def _list_of(schema: Mapping[str, Any], **more: Any) -> dict[str, Any]:
+    return {"type": "array", "items": schema, **more}
+
+
+FLAG = Field(lambda value: isinstance(value, bool), "true or false", {"type": "boolean"})
+TEXT = Field(lambda value: isinstance(value, str), "text", {"type": "string"})
+TABLE = Field(lambda value: isinstance(value, dict), "an object", {"type": "object"})
+TABLES = Field(lambda value: _are(dict, value), "a list of objects", _list_of(TABLE.schema))
 ANY = Field(lambda value: True, "any value")
-TEXTS = Field(lambda value: _are(str, value) and len(value) <= 16, "a list of up to 16 texts")
-STOP = Field(lambda value: TEXT.takes(value) or TEXTS.takes(value), f"text, or {TEXTS.words}")
-BIAS = Field(
-    lambda value: isinstance(value, dict) and all(key.isdecimal() and _is_number(each) for key, each in value.items()),
-    "an object from ids of tokens to numbers",
+TEXTS = Field(
+    lambda value: _are(str, value) and len(value) <= 16, "a list of up to 16 texts", _list_of(TEXT.schema, maxItems=16)
 )
+STOP = Field(
+    lambda value: TEXT.takes(value) or TEXTS.takes(value), f"text, or {TEXTS.words}",
+    {"anyOf": [TEXT.schema, TEXTS.schema]},
+)  # fmt: skip
+IDS = Field(
+    lambda value: _are(int, value) and all(type(each) is int and 0 <= each < 1 << 31 for each in value),
+    "a list of token ids", _list_of({"type": "integer", "minimum": 0, "maximum": (1 << 31) - 1}),
+)  # fmt: skip
+BIAS = Field(
+    lambda value: (
+        isinstance(value, dict) and all(re.fullmatch("[0-9]+", key) and _is_number(each) for key, each in value.items())
+    ),
+    "an object from ids of tokens to numbers",
+    {"type": "object", "propertyNames": {"pattern": "^[0-9]+$"}, "additionalProperties": {"type": "number"}},
+)
+
+
+class Form(NamedTuple):
+    """The form of the bodies that a path takes: its fields, those that may be given and change no answer, and those
+    that have to be there."""
+
+    fields: Mapping[str, Field]
+    without_effect: Collection[str] = ()
+    needed: Collection[str] = ()
+
+    def read(self, body: Body) -> dict[str, Any]:
+        """Returns the fields of a body that are given and not null. Raises Refused."""
+        found = read(body, self.fields, self.without_effect)
+        for name in self.needed:
+            required(found, name)
+        return found
 
 
 def read(body: Body, table: Mapping[str, Field], without_effect: Collection[str] = ()) -> dict[str, Any]:

@@ -25,6 +25,7 @@ from moert.serve.fields import (
     TABLES,
     TEXT,
     Field,
+    Form,
     Refused,
     one_of,
     read,
@@ -47,6 +48,12 @@ _GENERATE: Mapping[str, Field] = {**_BOTH, "prompt": TEXT, "system": TEXT, "raw"
 _EMBED: Mapping[str, Field] = {
     "model": TEXT, "input": ANY, "truncate": one_of(False), "dimensions": whole_number(1, 1 << 30), "options": TABLE,
     "keep_alive": ANY,
+}  # fmt: skip
+_CHAT_FORM, _GENERATE_FORM = Form(_CHAT, needed=("model",)), Form(_GENERATE, ("context",), ("model",))
+_SHOW_FORM = Form({"model": TEXT, "name": TEXT, "verbose": FLAG})
+_EMBED_FORM = Form(_EMBED, needed=("model", "input"))
+FORMS = {
+    "/api/chat": _CHAT_FORM, "/api/embed": _EMBED_FORM, "/api/generate": _GENERATE_FORM, "/api/show": _SHOW_FORM,
 }  # fmt: skip
 _SAME = ("temperature", "top_k", "top_p", "min_p", "seed", "stop", "presence_penalty", "frequency_penalty")
 _OPTIONS: Mapping[str, Field] = {
@@ -77,8 +84,8 @@ def routes(host: Host) -> list[Route]:
 
 
 async def _chat(host: Host, request: Request) -> Any:
-    found = read(await body_of(request), _CHAT)
-    name, worker = await host.worker(required(found, "model"))
+    found = _CHAT_FORM.read(await body_of(request))
+    name, worker = await host.worker(found["model"])
     if not found.get("messages"):
         return whole(
             {**_head(name), "message": {"role": "assistant", "content": ""}, "done": True, "done_reason": "load"}
@@ -96,8 +103,8 @@ async def _chat(host: Host, request: Request) -> Any:
 
 
 async def _generate(host: Host, request: Request) -> Any:
-    found = read(await body_of(request), _GENERATE, ("context",))
-    name, worker = await host.worker(required(found, "model"))
+    found = _GENERATE_FORM.read(await body_of(request))
+    name, worker = await host.worker(found["model"])
     prompt: Any = found.get("prompt", "")
     if not prompt:
         return whole({**_head(name), "response": "", "done": True, "done_reason": "load"})
@@ -122,9 +129,9 @@ async def _generate(host: Host, request: Request) -> Any:
 
 
 async def _embed(host: Host, request: Request) -> Response:
-    found = read(await body_of(request), _EMBED)
-    name, worker = await host.worker(required(found, "model"))
-    given = required(found, "input")
+    found = _EMBED_FORM.read(await body_of(request))
+    name, worker = await host.worker(found["model"])
+    given = found["input"]
     _options(found)
     began_s = time.monotonic()
     inputs = [] if given in ("", []) else texts_of(given, "input", MOST_INPUTS)
@@ -143,14 +150,16 @@ def _message(message: Mapping[str, Any]) -> dict[str, Any]:
     if message.get("thinking"):
         made["reasoning_content"] = message["thinking"]
     if message.get("tool_calls"):
+        calls = message["tool_calls"]
+        if not TABLES.takes(calls) or not all(isinstance(each.get("function"), dict) for each in calls):
+            raise Refused("tool_calls should be a list of objects with a function", "messages")
         made["tool_calls"] = [
             {
                 "id": str(at),
                 "type": "function",
-                "function": {**each, "arguments": json.dumps(each.get("arguments", {}))},
+                "function": {**call["function"], "arguments": json.dumps(call["function"].get("arguments", {}))},
             }
-            for at, call in enumerate(message["tool_calls"])
-            for each in [call.get("function", {}) if isinstance(call, dict) else {}]
+            for at, call in enumerate(calls)
         ]
     if message.get("role") == "tool":
         made.setdefault("tool_call_id", str(message.get("tool_name", "0")))
@@ -282,8 +291,14 @@ async def _tags(host: Host, request: Request) -> Response:
 
 
 async def _running(host: Host, request: Request) -> Response:
-    there = [] if host.name_there is None else [host.name_there]
-    return whole({"models": [{**_listed(host, name), "expires_at": _NEVER, "size_vram": 0} for name in there]})
+    models = [
+        {
+            **_listed(host, name), "expires_at": _NEVER, "size_vram": 0, "requests": worker.unfinished,
+            "memory_share_bytes": host.share_bytes(name),
+        }
+        for name, worker in host.there.items()
+    ]  # fmt: skip
+    return whole({"models": models})
 
 
 _NEVER = "9999-12-31T23:59:59Z"
@@ -305,11 +320,8 @@ _DETAILS = {
 }  # fmt: skip
 
 
-_SHOW: Mapping[str, Field] = {"model": TEXT, "name": TEXT, "verbose": FLAG}
-
-
 async def _show(host: Host, request: Request) -> Response:
-    found = read(await body_of(request), _SHOW)
+    found = _SHOW_FORM.read(await body_of(request))
     name = found["model"] if "model" in found else required(found, "name")
     name, worker = await host.worker(name)
     engine = worker.engine

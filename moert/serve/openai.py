@@ -28,11 +28,11 @@ from moert.serve.fields import (
     TABLES,
     TEXT,
     Field,
+    Form,
     Refused,
     number,
     one_of,
     read,
-    required,
 )
 from moert.serve.fields import whole as whole_number
 from moert.serve.forms import Argued, Called, Ended, Event, Wish, Wrote
@@ -78,6 +78,11 @@ _HARMLESS = (
     "user", "metadata", "store", "service_tier", "safety_identifier", "prompt_cache_key", "prompt_cache_retention",
     "verbosity",
 )  # fmt: skip
+_CHAT_FORM, _TEXT_FORM = Form(_CHAT, _HARMLESS, ("messages",)), Form(_TEXT, _HARMLESS, ("prompt",))
+_EMBED_FORM = Form(_EMBED, ("user",), ("input",))
+FORMS = {
+    "/v1/chat/completions": _CHAT_FORM, "/v1/completions": _TEXT_FORM, "/v1/embeddings": _EMBED_FORM,
+}  # fmt: skip
 _STREAM: Mapping[str, Field] = {"include_usage": FLAG, "include_obfuscation": FLAG}
 _NAMES = {
     "temperature": "temperature", "top_p": "top_p", "top_k": "top_k", "min_p": "min_p", "stop": "stop",
@@ -174,8 +179,8 @@ def routes(host: Host) -> list[Route]:
 
 
 async def _chat(host: Host, request: Request) -> Any:
-    found = read(await body_of(request), _CHAT, _HARMLESS)
-    messages = messages_of(required(found, "messages"))
+    found = _CHAT_FORM.read(await body_of(request))
+    messages = messages_of(found["messages"])
     options = read(found.get("stream_options", {}), _STREAM)
     name, worker = await host.worker(found.get("model"))
     tools = Tools.of(worker.engine, found)
@@ -306,8 +311,8 @@ def _likely(token: Likely) -> dict[str, Any]:
 
 
 async def _complete(host: Host, request: Request) -> Any:
-    found = read(await body_of(request), _TEXT, _HARMLESS)
-    prompts = texts_of(required(found, "prompt"), "prompt", _MOST_PROMPTS)
+    found = _TEXT_FORM.read(await body_of(request))
+    prompts = texts_of(found["prompt"], "prompt", _MOST_PROMPTS)
     options = read(found.get("stream_options", {}), _STREAM)
     count = found.get("n", 1)
     if found.get("best_of", count) != count:
@@ -457,8 +462,8 @@ async def _echoed(
 
 
 async def _embed(host: Host, request: Request) -> Response:
-    found = read(await body_of(request), _EMBED, ("user",))
-    inputs = texts_of(required(found, "input"), "input", MOST_INPUTS)
+    found = _EMBED_FORM.read(await body_of(request))
+    inputs = texts_of(found["input"], "input", MOST_INPUTS)
     name, worker = await host.worker(found.get("model"))
     vectors, tokens = await embedded(request, worker, inputs, found)
     coded = found.get("encoding_format") == "base64"
@@ -511,4 +516,5 @@ async def _model(host: Host, request: Request) -> Response:
 
 
 def _of_model(host: Host, name: str) -> dict[str, Any]:
-    return {"id": name, "object": "model", "created": host.created, "owned_by": "moert"}
+    there = name in host.there
+    return {"id": name, "object": "model", "created": host.created, "owned_by": "moert", "in_memory": there}

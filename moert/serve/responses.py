@@ -13,7 +13,7 @@ from starlette.requests import Request
 from starlette.routing import Route
 
 from moert.serve.answers import answered, body_of, event, line
-from moert.serve.fields import ANY, FLAG, TABLE, TABLES, TEXT, Field, Refused, one_of, read, required
+from moert.serve.fields import ANY, FLAG, TABLE, TABLES, TEXT, Field, Form, Refused, one_of
 from moert.serve.fields import whole as whole_number
 from moert.serve.forms import Argued, Called, Ended, Event, Wish, Wrote
 from moert.serve.openai import SAMPLING, failed, messages_of, settings_of
@@ -31,8 +31,10 @@ _FIELDS: Mapping[str, Field] = {
 }  # fmt: skip
 _HARMLESS = (
     "user", "service_tier", "safety_identifier", "prompt_cache_key", "prompt_cache_retention", "include",
-    "stream_options",
+    "stream_options", "client_metadata",
 )  # fmt: skip
+_FORM = Form(_FIELDS, _HARMLESS, ("input",))
+FORMS = {"/v1/responses": _FORM}
 _MOST_KEPT, _MOST_BYTES = 256, 64 << 20
 _KIND = {"answer": "message", "thinking": "reasoning"}
 
@@ -65,10 +67,10 @@ def routes(host: Host) -> list[Route]:
 
 
 async def _respond(host: Host, kept: Conversations, request: Request) -> Any:
-    found = read(await body_of(request), _FIELDS, _HARMLESS)
+    found = _FORM.read(await body_of(request))
     name, worker = await host.worker(found.get("model"))
     before = kept.get(found["previous_response_id"]) if "previous_response_id" in found else []
-    messages = [*before, *_messages(required(found, "input"))]
+    messages = [*before, *_messages(found["input"])]
     asked = _asked(found)
     tools = Tools.of(worker.engine, asked)
     changes = {**found, "max_tokens": found["max_output_tokens"]} if "max_output_tokens" in found else found

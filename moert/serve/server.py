@@ -5,11 +5,11 @@ from __future__ import annotations
 import asyncio
 import signal
 import socket
-from collections.abc import Awaitable, Callable, Mapping
-from contextlib import nullcontext
+from collections.abc import Awaitable, Callable
+from contextlib import nullcontext, suppress
 from functools import partial
 from importlib.resources import files
-from typing import Any
+from typing import Any, TypeVar
 
 import uvicorn
 from starlette.applications import Starlette
@@ -18,6 +18,7 @@ from starlette.requests import Request
 from starlette.responses import HTMLResponse, Response
 from starlette.routing import Route
 from starlette.types import ASGIApp
+from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from moert import __version__
 from moert.engine.engine import Engine
@@ -25,12 +26,17 @@ from moert.errors import RunError
 from moert.machine import held_bytes
 from moert.serve import anthropic, ollama, openai, responses
 from moert.serve.answers import body_of, whole
-from moert.serve.fields import FLAG, TABLES, TEXT, Field, Refused, read, required
+from moert.serve.fields import FLAG, IDS, TABLES, TEXT, Form, Refused, required
 from moert.serve.host import GRACE_S, Host, ServerSettings
 from moert.serve.metrics import metrics_text
+from moert.serve.openapi import description
 from moert.serve.tools import Tools
+from moert.serve.worker import Worker
 
+T = TypeVar("T")
 _MOST_CONNECTIONS = 512
+IDLE_S = 30.0
+"""Seconds that a connection may hold its place without a request."""
 _PAUSE_S, _LOOK_S = 0.01, 0.1
 
 
@@ -46,6 +52,8 @@ def application(host: Host) -> ASGIApp:
         *(Route(path, host.guarded(partial(work, host), openai.failed), methods=[way]) for way, path, work in own),
         *(route for interface in (openai, responses, anthropic, ollama) for route in interface.routes(host)),
     ]
+    described = description(routes, {"/tokenize": _TOKENIZE, "/detokenize": _DETOKENIZE}, host.names)
+    routes.append(Route("/openapi.json", host.guarded(partial(_described, described), openai.failed), methods=["GET"]))
     app = Starlette(routes=routes, exception_handlers={HTTPException: _unknown})
     if not host.settings.origins:
         return app
@@ -58,21 +66,41 @@ async def _unknown(request: Request, error: Exception) -> Response:
     """Answers for a path or a method that the server lacks."""
     status = error.status_code if isinstance(error, HTTPException) else 500
     words = "there is no such path" if status == 404 else "this path takes another method"
-    return openai.failed(Refused(f"{request.method} {request.url.path[:80]}: {words}", status=status))
+    answer = openai.failed(Refused(f"{request.method} {request.url.path[:80]}: {words}", status=status))
+    answer.headers.update((isinstance(error, HTTPException) and error.headers) or {})  # the methods that there are
+    return answer
 
 
 async def _page(request: Request) -> Response:
     return HTMLResponse(files("moert.serve").joinpath("page.html").read_text(encoding="utf-8"))
 
 
+async def _described(found: Any, request: Request) -> Response:
+    return whole(found)
+
+
 async def _health(host: Host, request: Request) -> Response:
-    return whole({"status": "ok", "model": host.name_there})
+    if not host.alive:
+        raise Refused("an engine has ended: start the server again", status=503)
+    there = list(host.there)
+    return whole({
+        "status": "ok", "model": there[-1] if there else None, "models": there,
+        "waiting": [{"model": name, "requests": count} for name, count in host.wanted],
+    })  # fmt: skip
 
 
 async def _metrics(host: Host, request: Request) -> Response:
-    _, worker = await host.worker(None) if host.worker_there is None else ("", host.worker_there)
-    stats = await asyncio.wrap_future(worker.call(lambda engine: engine.stats(best=False)))
-    return Response(metrics_text(stats, worker), media_type="text/plain; version=0.0.4")
+    found = await _of_each(host, lambda worker, engine: (engine.stats(best=False), worker))
+    return Response(metrics_text(found, host.wanted), media_type="text/plain; version=0.0.4")
+
+
+async def _of_each(host: Host, work: Callable[[Worker, Engine], T]) -> dict[str, T]:
+    """Returns results of the workers in memory by name; of one that leaves meanwhile there is none."""
+    found = dict[str, T]()
+    for name, worker in host.there.items():
+        with suppress(Refused):
+            found[name] = await asyncio.wrap_future(worker.call(partial(work, worker)))
+    return found
 
 
 async def _props(host: Host, request: Request) -> Response:
@@ -81,33 +109,38 @@ async def _props(host: Host, request: Request) -> Response:
     stats = await asyncio.wrap_future(worker.call(lambda engine: engine.stats(best=False)))
     return whole({
         "model": name, "version": __version__, "context": spec.max_positions, "vocabulary": spec.vocab_size,
-        "memory_limit_bytes": engine.memory_limit_bytes, "held_bytes": held_bytes(),
+        "memory_limit_bytes": engine.memory_limit_bytes, "memory_share_bytes": host.share_bytes(name),
+        "held_bytes": held_bytes(),
         "most_waiting": host.settings.most_waiting,
         "stats": stats.to_dict(),
     })  # fmt: skip
 
 
 async def _slots(host: Host, request: Request) -> Response:
-    _, worker = await host.worker(request.query_params.get("model"))
-    return whole(await asyncio.wrap_future(worker.call(lambda engine: worker.slots())))
+    found, only = await _of_each(host, lambda worker, engine: worker.slots()), request.query_params.get("model")
+    if only is not None:
+        host.check(only)
+    slots = [{"model": name, **each} for name, those in found.items() for each in those if only in (None, name)]
+    return whole([{**each, "id": at} for at, each in enumerate(slots)])
 
 
-_TOKENIZE: Mapping[str, Field] = {
+_TOKENIZE = Form({
     "model": TEXT, "content": TEXT, "messages": TABLES, "tools": TABLES, "add_special": FLAG, "with_pieces": FLAG
-}  # fmt: skip
+})  # fmt: skip
 
 
 async def _tokenize(host: Host, request: Request) -> Response:
-    found = read(await body_of(request), _TOKENIZE)
+    found = _TOKENIZE.read(await body_of(request))
     _, worker = await host.worker(found.get("model"))
 
     def run(engine: Engine) -> list[int]:
-        if "messages" in found:
-            talk = Tools.of(engine, found).talk(openai.messages_of(found["messages"]), {})
-            return engine.speaker.ids(talk.asked)
         return engine.text.encode(required(found, "content"), whole=not found.get("add_special", False))
 
-    ids = await asyncio.wrap_future(worker.call(run))
+    if "messages" in found:
+        talk = Tools.of(worker.engine, found).talk(openai.messages_of(found["messages"]), {})
+        ids = await asyncio.wrap_future(worker.ids(talk.asked))
+    else:
+        ids = await asyncio.wrap_future(worker.call(run))
     if not found.get("with_pieces"):
         return whole({"tokens": ids, "count": len(ids)})
     texts = worker.engine.text.pieces(ids)
@@ -115,19 +148,13 @@ async def _tokenize(host: Host, request: Request) -> Response:
     return whole({"tokens": pairs, "count": len(ids)})
 
 
-_DETOKENIZE: Mapping[str, Field] = {
-    "model": TEXT,
-    "tokens": Field(
-        lambda value: isinstance(value, list) and all(type(each) is int and 0 <= each < 1 << 31 for each in value),
-        "a list of token ids",
-    ),
-}
+_DETOKENIZE = Form({"model": TEXT, "tokens": IDS}, needed=("tokens",))
 
 
 async def _detokenize(host: Host, request: Request) -> Response:
-    found = read(await body_of(request), _DETOKENIZE)
+    found = _DETOKENIZE.read(await body_of(request))
     _, worker = await host.worker(found.get("model"))
-    ids = required(found, "tokens")
+    ids = found["tokens"]
     if wrong := [each for each in ids if each >= worker.engine.spec.vocab_size]:
         raise Refused(
             f"tokens has {wrong[0]}: the model has tokens up to {worker.engine.spec.vocab_size - 1}", "tokens"
@@ -172,11 +199,39 @@ def serve(settings: ServerSettings, listening: socket.socket, ready: Callable[[s
         raise SystemExit(128 + ended)
 
 
+class _Connection(H11Protocol):
+    """A connection that closes where no request comes whole within IDLE_S seconds, but for its body."""
+
+    _due: asyncio.TimerHandle | None = None
+
+    def connection_made(self, transport: Any) -> None:
+        super().connection_made(transport)
+        self._wait()
+
+    def on_response_complete(self) -> None:
+        super().on_response_complete()
+        self._wait()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        super().connection_lost(exc)
+        if self._due is not None:
+            self._due.cancel()
+
+    def _wait(self) -> None:
+        if self._due is not None:
+            self._due.cancel()
+        self._due = asyncio.get_running_loop().call_later(IDLE_S, self._close)
+
+    def _close(self) -> None:
+        if self.cycle is None or self.cycle.response_complete:
+            self.transport.close()
+
+
 def http_server(host: Host) -> uvicorn.Server:
     """Returns the server of HTTP for all interfaces."""
     config = uvicorn.Config(
-        application(host), http="h11", ws="none", loop="asyncio", lifespan="off", log_config=None, access_log=False,
-        server_header=False, limit_concurrency=_MOST_CONNECTIONS, timeout_keep_alive=30,
+        application(host), http=_Connection, ws="none", loop="asyncio", lifespan="off", log_config=None,
+        access_log=False, server_header=False, limit_concurrency=_MOST_CONNECTIONS, timeout_keep_alive=int(IDLE_S),
         timeout_graceful_shutdown=int(GRACE_S) + 5, h11_max_incomplete_event_size=64 << 10,
     )  # fmt: skip
     made = uvicorn.Server(config)

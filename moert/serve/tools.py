@@ -84,10 +84,10 @@ def form_of(found: Mapping[str, Any]) -> dict[str, Any]:
         if kind != "text":
             raise Refused("grammar and response_format exclude each other", "grammar")
         return {"grammar": Grammar("lark", grammar)}
-    if kind == "json_object":
+    if kind == "json_object" and form.get("schema") is None:
         return {"grammar": Grammar("json_object")}
-    if kind == "json_schema":
-        inner = form.get("json_schema")
+    if kind in ("json_schema", "json_object"):  # with a schema in either: some clients know one, some the other
+        inner = form.get("json_schema") if kind == "json_schema" else form
         schema = inner.get("schema") if isinstance(inner, dict) else None
         if not isinstance(schema, (dict, bool)):
             raise Refused("response_format.json_schema.schema is missing", "response_format")

@@ -10,10 +10,13 @@ import threading
 import time
 from collections.abc import AsyncIterator, Callable, Iterable
 from concurrent.futures import Future
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, TypeVar
 
-from moert.chat.conversation import Part
+from moert.chat.conversation import Asked, Part
+from moert.chat.renderer import Rendered
 from moert.engine.archive import Folder
 from moert.engine.engine import Engine
 from moert.engine.generation import GenerationSettings, Piece
@@ -36,11 +39,14 @@ from moert.serve.forms import Argued, Called, Ended, Event, Talk, Wish, Wrote
 
 PART_TOKENS = 256
 """Tokens of a prompt that are read in one turn: between two of them, other answers go on, and a client may leave."""
+RENDERINGS = 2
+"""Chat templates that are rendered at a time, each in a process of its own beside the answers."""
+_RENDER = "render the model's chat template"
 APART_S = 0.02
 """Seconds between two deliveries to one client: a small model's tokens come together, which costs it less."""
 MOST_WAITING = 64
 _LOG = logging.getLogger("moert.serve")
-_LEAVES = "the server ends, or another model takes the place of this one: try again"
+LEAVES = "the server ends, or another model takes the place of this one: try again"
 
 T = TypeVar("T")
 
@@ -102,6 +108,8 @@ class Ticket:
     wish: Wish
     _loop: asyncio.AbstractEventLoop
     _events: asyncio.Queue[list[Event] | BaseException] = field(default_factory=asyncio.Queue)
+    prompt_tokens: int = 0
+    """Of the first prompt, once the ticket is accepted."""
     left: int = 0
     """Answers that have not ended."""
     gone: bool = False
@@ -110,6 +118,12 @@ class Ticket:
     """Events that are delivered with those of the next turn."""
     told_s: float = 0.0
     """Time of the last delivery."""
+    rendered: Rendered | None = None
+    """Its conversation, rendered by the chat template."""
+    place: int = 0
+    """Its place among the requests that wait for memory, from 1 on; 0 once all its requests run."""
+    enlarged: bool = False
+    """Whether all the room was made for it that there is."""
 
     def deliver(self, found: list[Event] | BaseException) -> None:
         """Hands events, or the error that ends the ticket, to the client. Called by the worker's thread."""
@@ -155,11 +169,36 @@ def _joined(events: Iterable[Event]) -> list[Event]:
     return found
 
 
-class Worker:
-    """One thread that owns an engine. `submit` and `call` may be called from any thread."""
+@dataclass(eq=False)
+class _Rendering:
+    """A conversation that is rendered beside the answers. `then` is called in the worker's thread, with the text or the
+    error."""
 
-    def __init__(self, engine: Engine, most_waiting: int = MOST_WAITING, folder: Folder | None = None) -> None:
+    asked: Asked
+    then: Callable[[Rendered | Exception], None]
+    begun: bool = False
+    reserved_bytes: int = 0
+
+
+Enlarge = Callable[[int, Callable[[], None]], None]
+"""A function that makes room in memory, for this many bytes of a process with this engine alone, and then calls."""
+
+
+class Worker:
+    """One thread that owns an engine. `submit`, `call` and `ids` may be called from any thread.
+
+    `turn`: waits for the turn of this engine among others; `enlarge`: makes more room where others share the memory.
+    """
+
+    def __init__(
+        self, engine: Engine, most_waiting: int = MOST_WAITING, folder: Folder | None = None,
+        turn: Callable[[], AbstractContextManager[object]] = nullcontext, enlarge: Enlarge | None = None,
+    ) -> None:  # fmt: skip
         self._engine, self._most = engine, most_waiting
+        self._turn, self._enlarge = turn, enlarge
+        self._renderings: list[_Rendering] = []
+        self._crowded = False  # whether none of them has room until an answer ends
+        self._short: list[Ticket] = []  # wait for room that others have
         self._prefixes = engine.prefixes(folder) if engine.spec.continues else None
         self._inbox: queue.SimpleQueue[Callable[[], None] | Ticket | None] = queue.SimpleQueue()
         self._alone: list[Callable[[], None]] = []  # waits until no request runs
@@ -178,6 +217,11 @@ class Worker:
         return self._engine
 
     @property
+    def alive(self) -> bool:
+        """Whether the thread runs."""
+        return self._thread.is_alive()
+
+    @property
     def unfinished(self) -> int:
         """Number of clients whose answers have not ended."""
         return self._running
@@ -188,11 +232,13 @@ class Worker:
         return 0 if self._prefixes is None else self._prefixes.held_bytes
 
     def slots(self) -> list[dict[str, Any]]:
-        """Returns the state of each answer that runs; to be called in the worker's thread."""
+        """Returns the state of each answer that runs or waits for memory, with its place among those that wait, 0 for
+        one that runs; to be called in the worker's thread."""
         return [
             {
                 "id": at, "prompt_tokens": answer.prompt_tokens, "kept_tokens": answer.kept_tokens,
                 "new_tokens": len(answer.tokens), "begun": each.request.begun,
+                "place": 0 if self._open is None else self._open.place(each.request),
             }
             for at, each in enumerate(self._choices.values())
             for answer in [each.request.answer]
@@ -201,8 +247,8 @@ class Worker:
     def submit(self, wish: Wish, loop: asyncio.AbstractEventLoop) -> Ticket:
         """Returns a ticket for the wish of a client. Raises Refused where too many wait, or the server ends."""
         with self._count:
-            if self._closing:
-                raise Refused(_LEAVES, status=503)
+            if self._closing or not self.alive:
+                raise Refused(LEAVES, status=503)
             if self._running >= self._most:
                 self.refused += 1
                 raise Refused(f"{self._running} requests wait or run already: try again later", status=429)
@@ -218,7 +264,8 @@ class Worker:
             self._inbox.put(lambda: self._cancel(ticket))
 
     def call(self, work: Callable[[Engine], T], alone: bool = False) -> Future[T]:
-        """Runs a function in the worker's thread between two turns, or `alone` when no request runs."""
+        """Runs a function in the worker's thread between two turns, or `alone` when no request runs. Raises Refused
+        where the server ends."""
         future: Future[T] = Future()
 
         def run() -> None:
@@ -228,15 +275,41 @@ class Worker:
                 except BaseException as error:
                     future.set_exception(error)
 
-        self._inbox.put((lambda: self._alone.append(run)) if alone else run)
+        with self._count:
+            if self._closing:
+                raise Refused(LEAVES, status=503)
+            self._inbox.put((lambda: self._alone.append(run)) if alone else run)
         return future
+
+    def ids(self, asked: Asked) -> Future[list[int]]:
+        """Returns the token ids of a conversation, which is rendered beside the answers. Raises Refused where the
+        server ends."""
+        future: Future[list[int]] = Future()
+
+        def then(found: Rendered | Exception) -> None:
+            try:
+                if isinstance(found, Exception):
+                    raise found
+                future.set_result(self._engine.speaker.ids(found))
+            except Exception as error:
+                future.set_exception(error)
+
+        with self._count:
+            if self._closing or not self.alive:
+                raise Refused(LEAVES, status=503)
+            self._inbox.put(lambda: self._renderings.append(_Rendering(asked, then)))
+        return future
+
+    def end(self) -> None:
+        """Takes no more requests; the thread ends behind the answers."""
+        with self._count:
+            self._closing = True
+            self._inbox.put(None)
 
     def close(self, grace_s: float | None = None) -> None:
         """Ends the thread: answers have `grace_s` seconds to come to their ends, and are cut then; None: they all end
         by themselves."""
-        with self._count:
-            self._closing = True
-        self._inbox.put(None)
+        self.end()
         self._thread.join(grace_s)
         if self._thread.is_alive():
             self.cut()
@@ -251,23 +324,29 @@ class Worker:
     def _serve(self) -> None:
         over = False
         while not (over and not self._alone):
-            if not self._alone and not self._tickets:
-                over = not self._took(self._inbox.get()) or over
+            if not self._alone and not self._tickets and not self._renderings:
+                over = not self._take() or over
             while self._alone:
-                self._alone.pop(0)()
-            if self._tickets:
+                with self._turn():
+                    self._alone.pop(0)()
+            if self._tickets or self._renderings:
                 over = self._session(over)
+        for ticket in self._short:  # their model leaves
+            ticket.deliver(Refused(LEAVES, status=503))
+            self._done(ticket)
 
     def _session(self, over: bool) -> bool:
         """Runs requests until all have ended; returns whether the worker is to end then."""
         try:
             with self._engine.session(PART_TOKENS) as session:
                 self._open = session
-                while self._choices or (self._tickets and not self._alone):
-                    self._begin(session)
-                    self._deliver(session.turn())
-                    while not self._inbox.empty():
-                        over = not self._took(self._inbox.get()) or over
+                while self._choices or self._renderings or (self._tickets and not self._alone):
+                    with self._turn():
+                        runs = self._begin(session)
+                        if runs:
+                            self._deliver(session.turn())
+                    while not self._inbox.empty() or not (runs or self._goes_on):
+                        over, runs = not self._take() or over, True
         except (PackError, RunError, MemoryError) as error:
             _LOG.error("%s", error)
             self._fail(error)
@@ -279,46 +358,131 @@ class Worker:
             return_freed()
         return over
 
-    def _took(self, item: Callable[[], None] | Ticket | None) -> bool:
-        """Takes one thing from the inbox; returns False for the last one."""
+    @property
+    def _goes_on(self) -> bool:
+        """Whether there is more to do while no request runs, before anything comes from outside."""
+        return not self._renderings or bool(self._tickets and not self._alone)
+
+    def _take(self) -> bool:
+        """Takes the next thing from the inbox, or waits for it; returns False for the last one."""
+        item = self._inbox.get()
         if isinstance(item, Ticket):
             self._tickets.append(item)
         elif item is not None:
-            item()
+            with self._turn():
+                item()
         return item is not None
 
-    def _begin(self, session: Session) -> None:
-        """Adds the requests of waiting tickets to the session, unless something waits to run alone."""
+    def _begin(self, session: Session) -> bool:
+        """Adds the requests of waiting tickets to the session, unless something waits to run alone, and begins those
+        that fit; returns whether any runs. Begins to render conversations."""
+        accepted = list[Ticket]()
         while self._tickets and not self._alone:
             ticket = self._tickets.pop(0)
             if ticket.gone:
                 self._done(ticket)
-                continue
-            added: list[_Choice] = []
-            try:
-                for prompt in ticket.wish.prompts:
-                    for settings in ticket.wish.settings:
-                        number = len(added)
-                        request, reader = self._add(session, prompt, settings)
-                        added.append(_Choice(ticket, number, request, reader, settings.logprobs is not None))
-            except Exception as error:  # of this client alone: others go on
-                for each in added:
-                    session.cancel(each.request)
-                ticket.deliver(error)
-                self._done(ticket)
-                continue
-            ticket.left = len(added)
+            elif ticket.rendered is None and isinstance(talk := ticket.wish.prompts[0], Talk):
+                self._renderings.append(_Rendering(talk.asked, partial(self._rendered, ticket)))
+            elif self._added(session, ticket):
+                accepted.append(ticket)
+        for rendering in self._renderings[:RENDERINGS]:
+            if not rendering.begun and not self._crowded:
+                self._render(rendering)
+        runs = session.begin()
+        self._tell_places(session)
+        for ticket in accepted:
             ticket.deliver([])
-            self._choices |= {each.request: each for each in added}
+        return runs
+
+    def _added(self, session: Session, ticket: Ticket) -> bool:
+        """Adds the requests of a ticket to the session, and returns whether they could be added."""
+        added: list[_Choice] = []
+        try:
+            for prompt in ticket.wish.prompts:
+                for settings in ticket.wish.settings:
+                    number = len(added)
+                    request, reader = self._add(session, prompt, settings, ticket.rendered)
+                    added.append(_Choice(ticket, number, request, reader, settings.logprobs is not None))
+        except Exception as error:  # of this client alone: others go on
+            for each in added:
+                session.cancel(each.request)
+            self._refuse(ticket, error)
+            return False
+        ticket.left, ticket.prompt_tokens = len(added), added[0].request.answer.prompt_tokens
+        self._choices |= {each.request: each for each in added}
+        return True
+
+    def _refuse(self, ticket: Ticket, error: Exception) -> None:
+        """Ends a ticket that could not be added, unless other engines can make room for it."""
+        if isinstance(error, BudgetTooSmall) and self._enlarge is not None and not ticket.enlarged:
+            ticket.enlarged = True
+            self._short.append(ticket)
+            self._enlarge(error.smallest_bytes, lambda: self._inbox.put(partial(self._enlarged, ticket)))
+            return
+        ticket.deliver(error)
+        self._done(ticket)
+
+    def _enlarged(self, ticket: Ticket) -> None:
+        if ticket in self._short:
+            self._short.remove(ticket)
+            self._tickets.append(ticket)
+
+    def _tell_places(self, session: Session) -> None:
+        places = dict[Ticket, int]()
+        for request, choice in self._choices.items():
+            places[choice.ticket] = max(places.get(choice.ticket, 0), session.place(request))
+        for ticket, place in places.items():
+            ticket.place = place
+
+    def _render(self, rendering: _Rendering) -> None:
+        """Begins to render a conversation, in a thread that waits for its process; where memory has no room for this
+        process beside the answers, they wait for it instead, or it waits until some have ended."""
+        try:
+            speaker = self._engine.speaker
+            work, nbytes = speaker.rendering(rendering.asked)
+        except Exception as error:
+            self._finish(rendering, error)
+            return
+        try:
+            self._engine.reserve_aside(nbytes, _RENDER)
+        except BudgetTooSmall:
+            found = _result(partial(speaker.render, rendering.asked))
+            others = self._choices or any(each.begun for each in self._renderings)
+            self._crowded = isinstance(found, BudgetTooSmall) and bool(others)
+            if not self._crowded:
+                self._finish(rendering, found)
+            return
+        rendering.begun, rendering.reserved_bytes = True, nbytes
+
+        def run() -> None:
+            found = _result(work)
+            self._inbox.put(lambda: self._finish(rendering, found))
+
+        threading.Thread(target=run, name="moert-render", daemon=True).start()
+
+    def _finish(self, rendering: _Rendering, found: Rendered | Exception) -> None:
+        if rendering.reserved_bytes:
+            self._engine.release_aside(rendering.reserved_bytes)
+            self._crowded = False
+        if rendering in self._renderings:  # nobody has cut it
+            self._renderings.remove(rendering)
+            rendering.then(found)
+
+    def _rendered(self, ticket: Ticket, found: Rendered | Exception) -> None:
+        if isinstance(found, Exception):
+            self._refuse(ticket, found)
+        else:
+            ticket.rendered = found
+            self._tickets.append(ticket)
 
     def _add(
-        self, session: Session, prompt: Talk | str | Any, settings: GenerationSettings
+        self, session: Session, prompt: Talk | str | Any, settings: GenerationSettings, rendered: Rendered | None
     ) -> tuple[Request, ReplyReader | None]:
         engine, prefixes = self._engine, self._prefixes
         if isinstance(prompt, Talk):
             if prefixes is None:
                 prefixes = engine.prefixes()
-            spoken = engine.speaker.prompt(prompt.asked, prefixes, settings)
+            spoken = engine.speaker.prompt(prompt.asked, prefixes, settings, rendered)
             reader = ReplyReader(spoken.marks, spoken.first, prompt.format, schemas_of(prompt.tools))
             return session.add(spoken.prompt, spoken.settings), reader
         given: Prompt = prompt
@@ -332,7 +496,7 @@ class Worker:
             choice = self._choices[request]
             found.setdefault(choice.ticket, []).extend(choice.took(piece))
             if request.ended:
-                del self._choices[request]
+                self._forget(request)
                 choice.ticket.left -= 1
         now = time.monotonic()
         for ticket, events in found.items():
@@ -345,7 +509,7 @@ class Worker:
 
     def _cancel(self, ticket: Ticket) -> None:
         for request in [each for each, choice in self._choices.items() if choice.ticket is ticket]:
-            del self._choices[request]
+            self._forget(request)
             if self._open is not None:
                 self._open.cancel(request)
             ticket.left -= 1
@@ -358,14 +522,22 @@ class Worker:
             ends = [each.end() for each in self._choices.values() if each.ticket is ticket]
             ticket.deliver([*ticket.held, *(end._replace(reason="cancelled") for end in ends)])
             self._cancel(ticket)
-        for ticket in self._tickets:
-            ticket.deliver(Refused(_LEAVES, status=503))
+        for rendering in self._renderings:
+            rendering.then(Refused(LEAVES, status=503))
+        for ticket in (*self._tickets, *self._short):
+            ticket.deliver(Refused(LEAVES, status=503))
             self._done(ticket)
-        self._tickets.clear()
+        for each in (self._renderings, self._tickets, self._short):
+            each.clear()
+
+    def _forget(self, request: Request) -> None:
+        del self._choices[request]
+        self._crowded = False
 
     def _fail(self, error: Exception) -> None:
         tickets = {id(choice.ticket): choice.ticket for choice in self._choices.values()}
         self._choices.clear()
+        self._crowded = False
         for ticket in tickets.values():
             ticket.deliver(error)
             self._done(ticket)
@@ -373,6 +545,13 @@ class Worker:
     def _done(self, ticket: Ticket) -> None:
         with self._count:
             self._running -= 1
+
+
+def _result(work: Callable[[], Rendered]) -> Rendered | Exception:
+    try:
+        return work()
+    except Exception as error:
+        return error
 
 
 def status_of(error: BaseException) -> tuple[int, str]:

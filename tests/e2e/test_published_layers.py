@@ -21,7 +21,8 @@ from moert.kernels.backend import Backend, Expert, ExpertView, Floats, Projectio
 from moert.models.model import Model, Weights
 from moert.pack.codec import F32, QuantizedMatrix, n_groups, row_bytes
 from moert.pack.layout import Coding, ExpertLayout, choose_page_bytes, expert_layout, group_of
-from moert.pack.model_spec import LayerKey, ModelSpec, Stack
+from moert.pack.model_spec import Layer, LayerKey, ModelSpec, Stack
+from moert.pack.parts import Experts
 from tests.pairs import OTHERS
 
 pytestmark = pytest.mark.slow
@@ -102,6 +103,8 @@ def matrix(out_features: int, in_features: int, rng: np.random.Generator) -> Qua
 def weights_of(spec: ModelSpec, description: Description) -> Weights:
     """Everything but the experts."""
     rng, found = np.random.default_rng(1), dict[str, Stored]()
+    for name, shape, _ in spec.tables.values():
+        found[name] = Floats("F32", rng.standard_normal(shape).astype(np.float32))
     for name, (_, shape, role) in spec.tensors.items():
         if name.startswith("rope.") or (name.endswith(".positions.weight") and name in description.computed):
             found[name] = Floats("F32", description.computed[name])
@@ -109,6 +112,9 @@ def weights_of(spec: ModelSpec, description: Description) -> Weights:
             found[name] = Floats("F32", np.ones(shape, np.float32))
         elif role is not None:
             found[name] = matrix(shape[0], shape[1], rng)
+        elif name.endswith(".table"):
+            table = rng.random((shape[0], spec.moe.n)).argsort(axis=1)[:, : shape[1]]
+            found[name] = Floats("F32", table.astype(np.float32))
         else:
             middle = 1.0 if len(shape) == 1 and name.endswith("norm.weight") else 0.0
             found[name] = Floats("F32", (middle + 0.1 * rng.standard_normal(shape)).astype(np.float32))
@@ -116,19 +122,33 @@ def weights_of(spec: ModelSpec, description: Description) -> Weights:
 
 
 def one_of_each(spec: ModelSpec) -> ModelSpec:
-    """A model with one layer of each kind, and few tokens."""
+    """A model with one layer of each kind, and few tokens, of which few together have rows."""
+
+    def few(kind: Layer) -> Layer:
+        if not isinstance(kind.ffn, Experts) or kind.ffn.router.by_token is None:
+            return kind
+        return replace(kind, ffn=replace(kind.ffn, router=replace(kind.ffn.router, by_token=VOCAB)))
 
     def cut(stack: Stack) -> Stack:
-        return replace(stack, layers=tuple(range(len(stack.kinds))))
+        kinds = tuple(few(with_few_rows(kind)) for kind in stack.kinds)
+        return replace(stack, kinds=kinds, layers=tuple(range(len(stack.kinds))))
 
     encoder = None if spec.encoder is None else cut(spec.encoder)
     return replace(spec, vocab_size=VOCAB, encoder=encoder, decoder=cut(spec.decoder))
+
+
+def with_few_rows(kind: Layer) -> Layer:
+    if (part := kind.ngrams) is None:
+        return kind
+    sizes = tuple(range(101, 101 + len(part.sizes)))
+    return replace(kind, ngrams=replace(part, end=1, sizes=sizes, rows=sum(sizes)))
 
 
 SAME = {
     "Qwen3-VL-30B-A3B": "Qwen3-30B-A3B", "DeepSeek-V3.2": "DeepSeek-V3", "Kimi-K2.5": "Kimi-K2-Thinking",
     "Llama-4-Scout, text": "Llama-4-Scout", "Gemma-4-26B-A4B, text": "Gemma-4-26B-A4B",
     "Qwen3.5-35B-A3B, text": "Qwen3.5-35B-A3B", "Qwen3.5-27B, text": "Qwen3.5-27B",
+    "Qwen3.8-Flash-Next, text": "Qwen3.8-Flash-Next",
     "Mistral-7B-v0.3": "Llama-3.1-8B", "GLM-5.2": "GLM-5",
     "ERNIE-4.5-VL-28B-A3B": "ERNIE-4.5-21B-A3B", "GLM-4.5V": "GLM-4.5-Air",
 }  # fmt: skip
@@ -172,7 +192,7 @@ FEW = {
     "Mistral-Small-4", "Nemotron-3-Super-120B-A12B", "Phi-3.5-MoE", "switch-xxl-128", "DeepSeek-V2",
     "Llama-4-Scout", "GLM-5", "MiniMax-M3", "DeepSeek-V3",
     "Kimi-Linear-48B-A3B", "Ling-3.0-Flash", "LongCat-Flash", "Step-3.7-Flash", "granite-swash-3b-a600m",
-    "GLM-5.3-Flash",
+    "GLM-5.3-Flash", "DeepSeek-V4-Flash", "Qwen3.8-Flash-Next",
 }  # fmt: skip
 """Models that have between them each setting that any has; fields with more values than VALUES are lengths."""
 VALUES = 8

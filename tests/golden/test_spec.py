@@ -340,15 +340,18 @@ def role_by_the_text(name: str, model: dict[str, Any]) -> str | None:
     *before, last = name.removesuffix(".weight").split(".")
     if name == "embed.weight":
         return "head" if model["head"]["tied"] else "embed"
-    if not name.endswith(".weight"):
+    if not name.endswith(".weight") or (before and before[-1].endswith("streams")):
         return None
     if before and before[-1] in ("attn", "cross"):
         return "attention" if last in (*"qkvo", "gate", "q_a", "q_turn", "kv_a", "k_turn", "keys", "values") else None
     if before and before[-1] == "mixer":
         stack = model[before[0]]
         mixer = stack["kinds"][stack["layers"][int(before[1])]]["mixer"]
-        of_decays = ("a", "a_narrow") if mixer.get("by_feature") else ()
-        return "mixer" if last in ("in", *"qkvz", "z_narrow", "inner", "steps", "out", *of_decays) else None
+        others = ("a", "a_narrow") if mixer.get("by_feature") else ()
+        others = ("q_a", "kv") if mixer["kind"] == "pooled" else others
+        return "mixer" if last in ("in", *"qkvz", "z_narrow", "inner", "steps", "out", *others) else None
+    if before[-2:-1] == ["mixer"] and before[-1] in ("narrow", "pool", "index"):
+        return "mixer" if before[-1] == "narrow" or last in ("values", "gates", "q", "weights") else None
     if before and before[-1] in ("ffn", "shared", "beside"):
         return "ffn"
     if last in ("narrow", "widen", "bypass"):
@@ -369,7 +372,7 @@ def test_dense_matrices(tmp_path: Path, family: str, mixed: bool) -> None:
     own = dict(zip(names[::3], itertools.cycle((2, 16, 3, 8, 4)), strict=False)) if mixed else None
     write_dense_pack(root, spec, replace(quantization, dense=replace(quantization.dense, matrices=own)))
     document = manifest_of(root)
-    least = {"rich": 9, "mixers": 9, "streaming": 10}.get(family, 7 if mixed else 0)
+    least = {"rich": 9, "mixers": 9, "streaming": 10, "pooling": 11, "gated": 12}.get(family, 7 if mixed else 0)
     assert document["minor"] == least
     dense = document["quantization"]["dense"]
     assert dense.get("matrices") == own

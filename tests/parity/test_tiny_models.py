@@ -100,7 +100,7 @@ def _all_logits(model: Model, reference: Any, ids: list[int], target: list[int])
 def test_keys_and_values_of_16_bits_are_off_by_their_rounding(tiny: Tiny, family: str, name: str) -> None:
     """Each is off by 1/2048 at most. Layers carry that on: the logits were off by 0.03 to 0.4% (median of a model's
     rows) and 5% at most, in proportion to the largest of the row, where routers decide alike; by a tenth of that where
-    other layers have states in float32."""
+    other layers have states in float32. Attention to pools keeps all in float32."""
     pack = tiny.pack(family, name)
     (exact, leader), (model, follower) = open_model(pack, opaque(WideKeys())), open_model(pack)
     chance, shares = random.Random(name), []
@@ -114,6 +114,9 @@ def test_keys_and_values_of_16_bits_are_off_by_their_rounding(tiny: Tiny, family
         shares.append(np.abs(found - expected).max(-1) / np.abs(expected).max(-1))
     everywhere = np.concatenate(shares)
     assert everywhere.max() < 0.1
+    if not any(kind.attention for stack in exact.spec.stacks.values() for kind in stack.kinds):
+        assert everywhere.max() == 0
+        return
     assert (
         (1e-4 if _only_attention(exact) else 1e-5) < np.median(everywhere) < 0.01
     )  # not nothing: then nothing was rounded

@@ -102,7 +102,7 @@ FORBIDDEN = [
 # What needs torch is imported by nothing but each other and, inside of functions, by who opens a device by name.
 TORCH = ["moert.beside.gpu.torch_matrices", "moert.beside.gpu.torch_backend", "moert.beside.gpu.torch_device"]
 # What speaks HTTP is imported where a server starts.
-SERVER = ["answers", "anthropic", "host", "ollama", "openai", "responses", "server"]
+SERVER = ["answers", "anthropic", "host", "ollama", "openai", "openapi", "responses", "server"]
 # One is run by an installation, never by moert; one is a program of its own; others go
 # with the extras gpu and serve.
 OTHER_PACKAGES = {

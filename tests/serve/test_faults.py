@@ -6,14 +6,13 @@ import asyncio
 import json
 import socket
 import time
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import httpx
 import pytest
 from chat_packs import ENDLESS, write_chat_pack
-from serving import Running, serving
+from serving import Running, serving, until
 
 from moert.engine.engine import Engine
 from moert.engine.generation import GenerationSettings
@@ -38,14 +37,6 @@ def message_of(path: str, found: httpx.Response) -> str:
     text: str = error if path.startswith("/api") else error["message"]
     assert "\n" not in text
     return text
-
-
-def until(true: Callable[[], bool]) -> None:
-    for _ in range(2000):
-        if true():
-            return
-        time.sleep(0.005)
-    raise AssertionError("it did not come to be")
 
 
 @pytest.mark.parametrize("path", PATHS)
@@ -133,8 +124,7 @@ def test_others_are_served_beside_nonsense(sent: bytes, server: Running, client:
 
 def test_who_leaves_ends_the_answer(server: Running) -> None:
     body = {"prompt": "hello", "max_tokens": 1 << 20, "stream": True}
-    worker = server.host.worker_there
-    assert worker is not None
+    worker = server.host.there["tiny"]
     with httpx.stream("POST", f"{server.url}/v1/completions", json=body, timeout=60) as answer:
         next(answer.iter_text())
         assert worker.unfinished == 1
@@ -142,8 +132,7 @@ def test_who_leaves_ends_the_answer(server: Running) -> None:
 
 
 def test_who_leaves_before_the_answer_ends_it_too(server: Running) -> None:
-    worker = server.host.worker_there
-    assert worker is not None
+    worker = server.host.there["tiny"]
     with pytest.raises(httpx.ReadTimeout):
         httpx.post(f"{server.url}/v1/completions", json={"prompt": "a", "max_tokens": 1 << 20}, timeout=0.3)
     until(lambda: worker.unfinished == 0)
@@ -291,5 +280,6 @@ def test_figures_are_there_for_prometheus(client: httpx.Client) -> None:
     text = client.get("/metrics").text
     samples = [line.split() for line in text.splitlines() if not line.startswith("#")]
     assert all(len(each) == 2 and float(each[1]) >= 0 for each in samples)
-    assert {"moert_new_tokens_total", "moert_expert_hits_total", "moert_held_bytes"} <= {name for name, _ in samples}
+    names = {name for name, _ in samples}
+    assert {'moert_new_tokens_total{model="tiny"}', 'moert_clients{model="tiny"}', "moert_held_bytes"} <= names
     assert json.loads(client.get("/props").text)["stats"]["requests"] >= 0

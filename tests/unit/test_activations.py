@@ -16,6 +16,7 @@ from moert.kernels import library
 from moert.models.footprint import activation_bytes
 from moert.models.kv import state_bytes
 from moert.pack.model_spec import Join, Layer, ModelSpec, stack_of
+from moert.pack.ngrams import GatedStreams
 from moert.pack.parts import (
     Attention,
     Experts,
@@ -29,6 +30,7 @@ from moert.pack.parts import (
     ShortConv,
     Streams,
 )
+from moert.pack.pools import Indexer, Pooled, Pools
 from recipes.bench.shaped import OLMOE_SHAPE, write_pack
 from tests.pairs import Case, each, thinned
 from tests.shapes import every
@@ -76,10 +78,15 @@ def shapes(d_model: int, d_ff: int) -> dict[str, ModelSpec]:
     parallel = replace(decoder.spec, decoder=stack_of([replace(decoder.spec.decoder[0], parallel=True)], norm))
     layer = replace(decoder.spec.decoder[0], streams=Streams(4, 20, 1e-6))
     streams = replace(decoder.spec, decoder=stack_of([layer], norm))
+    pools = Pools(4, True, Indexer(8, 64, 200))
+    pooled = Pooled(d_model // 32, 64, 64, d_model // 2, 128, 0.125, norm, 0, 4, d_model // 4, pools)
+    fixed["pools"] = replace(decoder.spec, decoder=stack_of([replace(decoder.spec.decoder[0], mixer=pooled)], norm))
+    gates = replace(layer, norm=None, streams=GatedStreams(4, d_model // 8, norm))
+    gated = replace(decoder.spec, decoder=stack_of([gates], None))
     shortcut = with_shortcut(decoder.but(decoder=(True, True)).spec, 0, 3)
     return {
         "decoder": decoder.spec, "switch": switch.spec, "narrow": narrow, "late": _late(decoder.spec),
-        "parallel": parallel, "streams": streams, "shortcut": shortcut, **fixed,
+        "parallel": parallel, "streams": streams, "gated": gated, "shortcut": shortcut, **fixed,
     }  # fmt: skip
 
 
@@ -113,12 +120,14 @@ def few(case: Case) -> Iterator[Hashable]:
         "late",
         "parallel",
         "streams",
+        "gated",
         "shortcut",
         "conv",
         "delta",
         "kda",
         "mamba2",
         "mamba",
+        "pools",
     ],
     [(768, [300, 1500]), (256, [5000])],
     facts=few,

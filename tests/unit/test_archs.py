@@ -16,7 +16,7 @@ from tiny import TINY, VARIANTS, VOCAB, features, tiny_switch, transformers_mode
 
 from moeconv.dense import weighed
 from moeconv.source.archs import FAMILIES, Description, UnsupportedModel
-from moeconv.source.archs.weights import linears_of, parameter
+from moeconv.source.archs.weights import linears_of, parameter, put_tables
 from moeconv.source.checkpoint import Checkpoint
 from moert.pack.model_spec import LayerKey, ModelSpec
 from tests.pairs import thinned
@@ -65,6 +65,8 @@ def check_names_and_shapes(described: Description, path: Path) -> None:
         name: source.shape or shapes[canonical]
         for canonical, source in described.backbone.items() for name in source.names
     }  # fmt: skip
+    implied |= {source.name: source.shape or () for pieces in described.tables.values() for source in pieces}
+    implied |= {name: (len(numbers),) for name, numbers in described.stated.items()}
     for key in spec.expert_keys():
         for projection in spec.moe.ffn.projections:
             shape = spec.projection_shape(projection)
@@ -83,6 +85,7 @@ def check_names_and_shapes(described: Description, path: Path) -> None:
 
 def check_frequencies(described: Description, model: Any) -> None:
     modules = {name: part for name, part in model.named_modules() if "RotaryEmbedding" in type(part).__name__}
+    modules = {name: part for name, part in modules.items() if "compressor" not in name}  # each has those of the model
     of_layers = [part for name, part in modules.items() if "rotary_embs." in name]
     ours = [value for name, value in described.computed.items() if name.startswith("rope.")]
     theirs = [
@@ -208,6 +211,7 @@ def test_an_empty_model_is_filled_like_a_loaded_one(tiny: tuple[str, Path]) -> N
         name: value.shape for name, value in loaded.named_parameters()
     }
     empty.load_state_dict(loaded.state_dict())
+    put_tables(empty, description_of(family, path), Checkpoint.open(path).rows)
     expected = run(loaded, spec)  # where weights lie in memory may change the order of sums: seen with jamba, by > 2e-6
     assert torch.allclose(run(empty, spec), expected, atol=2e-5 * float(expected.abs().max()))
 
@@ -234,6 +238,11 @@ def run(model: Any, spec: ModelSpec) -> torch.Tensor:
         ("switch_transformers", {"batch_prioritized_routing": True}, "batch_prioritized_routing True"),
         ("switch_transformers", {"is_full_sparse": True, "decoder_sparse_step": 0}, "only 2 of 4 layers would have"),
         ("nllb-moe", {"router_dtype": "float16"}, "router_dtype 'float16'"),
+        ("deepseek_v4", {"expert_dtype": "fp4"}, "expert_dtype 'fp4': experts of four bits are read of no checkpoint"),
+        ("deepseek_v4", {"norm_topk_prob": False}, "norm_topk_prob False"),
+        ("deepseek_v4", {"scoring_func": "softmax"}, "scoring_func 'softmax': only sqrtsoftplus, sigmoid"),
+        ("deepseek_v4", {"sliding_window": 1}, "sliding_window 1: it should be a whole number from 2 on"),
+        ("deepseek_v4", {"n_shared_experts": 2}, "n_shared_experts 2"),
         ("kimi_linear", {"linear_attn_config": {"gate": 1}}, "gate in linear_attn_config"),
         ("kimi_linear", {"mla_use_nope": False}, "mla_use_nope False"),
         ("longcat_flash", {"zero_expert_type": "drop"}, "zero_expert_type 'drop'"),

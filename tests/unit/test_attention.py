@@ -103,7 +103,7 @@ def test_pieces_change_nothing_but_rounding(
         np.testing.assert_allclose(again, logits, rtol=tolerance, atol=tolerance)
         assert (blocked.length, blocked.nbytes) == (state.length, state.nbytes)
         assert max(sizes["mixture"]) <= max(rows, engine.spec.moe.router.top_k)
-        assert max(sizes["causal"]) == rows
+        assert max(sizes["causal"], default=rows) == rows  # attention to pools has a file of its own
         if name == "switch":
             assert sizes["whole"] == [57] * 2 * len(SPECS[name].encoder or ())
             assert max(sizes["cross"]) == max(sizes["keep"]) == rows

@@ -29,7 +29,7 @@ IDS = [[5, 9, 12], [7], list(range(3, 40)), [4, 4, 8, 30, 22, 11], [20] * 11]
 SETTINGS = {
     "greedy": GenerationSettings(max_new_tokens=12),
     "drawn": GenerationSettings(max_new_tokens=12, temperature=0.8, seed=3),
-    "stop strings": GenerationSettings(max_new_tokens=12, temperature=0.8, stop=("o", "ab", "e")),
+    "stop strings": GenerationSettings(max_new_tokens=12, temperature=0.8, stop=("o", "ab", "e", "j", "z")),
 }
 
 

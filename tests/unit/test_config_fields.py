@@ -46,6 +46,7 @@ RESTING: dict[str, set[str]] = {
     "deepseek_v3": {"rope_interleave"},  # it says where the numbers of a matrix go, which is compared elsewhere
     "kimi_k2": {"rope_interleave"},
     "cohere2_moe": {"norm_topk_prob", "rope_theta"},
+    "deepseek_v4": {"partial_rotary_factor", "qk_rope_head_dim", "rope_theta", "compress_rope_theta"},  # of each rope
     "kimi_linear": {"moe_renormalize"},  # all numbers but 0 are true
     # of which transformers has written what follows from them
     "bailing_hybrid": {"moe_renormalize", "head_dim", "short_conv_kernel_size", *_OF_LAYERS, "rope_theta"},
@@ -53,6 +54,7 @@ RESTING: dict[str, set[str]] = {
     "nllb-moe": {"moe_eval_capacity_token_fraction"},
     "glm4_moe_lite": {"rope_interleave"},
     "gptsan-japanese": {"d_ext"},
+    "qwen4_exp_text": {"output_gate_type", "split_ngram_parts"},  # silu as without; where rows of tables lie
 }
 
 
@@ -97,6 +99,7 @@ def test_whatever_a_published_setting_says_there_is_an_answer_or_a_reason(change
         ("switch_transformers", {"relative_attention_max_distance": 8}, "largest distance is 8, it should be above 8"),
         ("qwen3_next", {"linear_num_key_heads": 3}, "heads share 3 heads of keys, which does not divide them"),
         ("deepseek_v3", {"n_group": 5, "topk_group": 1}, "experts are in 5 groups, which does not divide them"),
+        ("deepseek_v4", {"o_groups": 3}, "4 heads are in 3 groups, which does not divide them"),
         ("llama4_text", {"num_experts_per_tok": 2}, "its router weighs what experts get, and a token goes to more"),
         ("hunyuan_v1_moe", {"moe_topk": [1, 2]}, "moe_topk .* a pack has one for all layers"),
     ],

@@ -285,7 +285,7 @@ def test_predictors_are_told_what_the_routers_of_this_pass_selected(packs, name)
             assert (scores is None) == (situation.at in first.values())
             if scores is not None:
                 assert scores.shape == (SPECS[name].moe.n,)
-                assert scores.sum() < 1.01
+                assert scores.sum() < 1.01 or SPECS[name].moe.router.score == "sqrt_softplus"
                 assert scores.sum() > 0.99 or SPECS[name].experts[situation.at].router.identities
             return []
 

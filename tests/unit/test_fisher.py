@@ -22,7 +22,7 @@ TinyModel = Callable[[str, str], Path]
 BAR = SimpleNamespace(update=lambda n: None)
 FAMILIES = (
     "olmoe", "deepseek_v3", "qwen3_5_moe_text", "gpt_oss", "llama4_text", "gemma4_text", "nemotron_h", "glm5_next",
-    "longcat_flash",
+    "qwen4_exp_text", "longcat_flash", "deepseek_v4",
 )  # fmt: skip
 DRAWS = 3
 
@@ -52,8 +52,10 @@ def whole_model_effects(model: LayeredModel, of: Gradients) -> dict[LayerKey, Te
             return given
 
         with torch.enable_grad(), trial.calls.during(answer=answer):
-            embedded = trial.model.get_input_embeddings()(of.ids[row : row + 1]).detach().requires_grad_()
-            logits = trial.model(inputs_embeds=embedded, use_cache=False).logits[0]
+            embedding = trial.model.get_input_embeddings()
+            hook = embedding.register_forward_hook(lambda _module, _inputs, made: made.detach().requires_grad_())
+            logits = trial.model(of.ids[row : row + 1], use_cache=False).logits[0]
+            hook.remove()
             log_p = torch.log_softmax(logits.float(), -1)[of.texts.scored[row]]
         chance = torch.Generator().manual_seed(of.seed * 1_000_003 + row)
         drawn = torch.multinomial(log_p.detach().exp(), DRAWS, replacement=True, generator=chance)

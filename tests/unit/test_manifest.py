@@ -19,6 +19,7 @@ from moert.pack.errors import HashMismatch, ManifestInvalid, PackError
 from moert.pack.layout import NEURONS, Neurons, expert_layout
 from moert.pack.manifest import (
     BACKBONE,
+    NGRAMS,
     Dense,
     ExpertEntry,
     LossEstimate,
@@ -92,12 +93,14 @@ def value_at(document: dict[str, Any], at: Where) -> Any:
 
 
 # An object with free names: leaving one out is no error by itself.
-FREE = {("files", "backbone.safetensors"), ("files", "config.json"), ("files", NEURONS), ("crc32",)}
+FREE = {
+    ("files", "backbone.safetensors"), ("files", "config.json"), ("files", NEURONS), ("files", NGRAMS), ("crc32",),
+}  # fmt: skip
 NULLABLE = {
     "quality", "target_loss", "calibration", "heldout", "encoder", "capacity", "clip", "max_positions", "bos", "pad",
     "start", "importance", "qk_norm", "rope", "buckets", "cross", "dense", "window", "softcap", "limit", "biases",
     "chunk", "q_rank", "groups", "shared", "beside", "after", "stretch", "positions", "first", "mixer", "ffn", "norm",
-    "neurons", "rank", "bound", "streams",
+    "neurons", "rank", "bound", "streams", "ngrams", "pools", "indexer", "by_token",
 }  # fmt: skip
 
 
@@ -288,7 +291,8 @@ def test_every_matrix_has_a_role_and_nothing_else(spec: ModelSpec) -> None:
     )
     for name, role in roles.items():
         apart = ("norm", "bias", "rope", "positions", "after", "sinks", "shared_gate", "scale", "conv", "a_log")
-        apart = (*apart, "streams", "mixer.b.", "mixer.d", *(() if name.startswith(by_feature) else ["mixer.a."]))
+        apart = (*apart, "streams", "ngrams", "router.table", ".places", "mixer.b.", "mixer.d")
+        apart = (*apart, *(() if name.startswith(by_feature) else ["mixer.a."]))
         plain = any(each in name for each in apart)
         assert (role is None) == plain, name
     assert roles["embed.weight"] == ("head" if spec.head.tied else "embed")

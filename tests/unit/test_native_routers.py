@@ -22,7 +22,7 @@ from moert.kernels.reference import ReferenceBackend
 from moert.pack.codec import F32
 from moert.pack.parts import Groups, Router
 
-Score = Literal["softmax", "sigmoid", "sigmoid_of_chosen", "sparsemixer"]
+Score = Literal["softmax", "sigmoid", "sigmoid_of_chosen", "sparsemixer", "sqrt_softplus"]
 ONES = NormWeights(np.ones(1, np.float32), None, 1e-5)
 seeds = st.integers(0, 1 << 20)
 
@@ -50,8 +50,8 @@ def choose(
 @given(
     seed=seeds, dtype=st.sampled_from(FLOATS), tokens=st.integers(1, 5),
     experts=st.one_of(st.integers(1, 40), st.just(700)), d_model=st.integers(1, 150),
-    score=st.sampled_from(["softmax", "sigmoid", "sparsemixer"]), layer=st.booleans(), own=st.booleans(),
-    biased=st.booleans(),
+    score=st.sampled_from(["softmax", "sigmoid", "sparsemixer", "sqrt_softplus"]), layer=st.booleans(),
+    own=st.booleans(), biased=st.booleans(),
 )  # fmt: skip
 def test_scores_are_those_of_torch(
     backends: list[AnyBackend], seed: int, dtype: Dtype, tokens: int, experts: int, d_model: int, score: Score,
@@ -63,7 +63,8 @@ def test_scores_are_those_of_torch(
     other = random_norm(rng, d_model, soft=True) if own else None
     hidden, sees = (exact_norm(x.astype(np.float64), each) for each in (norm, other or norm))
     numbers = torch.from_numpy(times(stored, sees, rounds=False, bias=bias if biased else None))
-    expected = {"softmax": numbers.softmax(-1), "sigmoid": numbers.sigmoid(), "sparsemixer": numbers}[score].numpy()
+    made = {"softmax": numbers.softmax(-1), "sigmoid": numbers.sigmoid(), "sparsemixer": numbers}
+    expected = made.get(score, torch.nn.functional.softplus(numbers).sqrt()).numpy()
     for backend in backends:
         matrix = backend.matrix(stored, bias if biased else None)
         part = Router(1, False, None, score, bias=biased, own_norm=own)

@@ -9,7 +9,7 @@ from published import PARAMETERS, PUBLISHED, SWITCH_C_2048_AS_IT_IS, Config
 from transformers import CONFIG_MAPPING
 
 from moeconv.dense import dense_of
-from moeconv.plan.outlook import Host, outlooks, parameters
+from moeconv.plan.outlook import Host, outlooks, parameters, table_numbers
 from moeconv.plan.problem import Storage
 from moeconv.source.archs import FAMILIES, REFUSED
 from moeconv.source.outline import CheckpointError, Outline, features
@@ -100,6 +100,19 @@ FEATURES = {
         "gates within 10",
         "4 streams in place of one",
     ],
+    "DeepSeek-V4-Flash": [
+        "64 heads of 8 groups, one key of 512 features a token",
+        "keys of 128 tokens",
+        "keys of 4 tokens, of which an indexer chooses 512",
+        "√softplus routers",
+        "a table of each token's experts in some layers",
+    ],
+    "Qwen3.8-Flash-Next": [
+        "gated delta rules of 48 heads in place of attention in 36 of 48 layers",
+        "rotary positions of 64 of 256 features",
+        "4 streams in place of one that gates mix",
+        "embeddings of up to 3 tokens together in 1 of 48 layers, 320001536 rows on the drive",
+    ],
     "OPT-1.3B": [
         "biases of q, k, v, o",
         "a table of 2048 positions",
@@ -167,12 +180,13 @@ def check_plan(name: str, outline: Outline) -> None:
     numbers = parameters(spec, computed)
     assert (numbers.active < numbers.total) == spec.moe.chooses
     assert numbers.active <= numbers.total
+    tables = 2 * table_numbers(spec)
     for each in found:
-        experts = numbers.total * (4.25 if each.bits == 16 else each.bits) / 8
+        experts, held = numbers.total * (4.25 if each.bits == 16 else each.bits) / 8, each.pack_bytes - tables
         assert HOST.held_bytes < each.smallest_memory < each.whole_memory
         assert each.backbone_bytes < each.smallest_memory
-        assert each.pack_bytes < each.whole_memory < 1.02 * each.pack_bytes + 2e9
-        assert each.pack_bytes - each.backbone_bytes < 1.2 * experts + 1e8
+        assert held < each.whole_memory < 1.02 * held + 2e9
+        assert held - each.backbone_bytes < 1.2 * experts + 1e8
         assert each.expert_bytes <= each.token_bytes < each.pack_bytes
     for rest in (found[: len(widths)], found[len(widths) :]):
         assert [each.pack_bytes for each in rest] == sorted(each.pack_bytes for each in rest)
@@ -265,6 +279,14 @@ def check_parameters(outline: Outline, total: float, active: float | None) -> No
             "kda_layers in linear_attn",
         ),
         ("GLM-5.3-Flash", {"text_config": None}, "no text_config: a glm5_next model needs one"),
+        ("Qwen3.8-Flash-Next, text", {"hc_count": 100}, "n should be between 2 and 64, found 100"),
+        ("Qwen3.8-Flash-Next, text", {"hidden_act": "sigmoid"}, "hidden_act 'sigmoid'"),
+        ("Qwen3.8-Flash-Next, text", {"ple_conv_kernel_size": 1}, "ple_conv_kernel_size 1"),
+        ("Qwen3.8-Flash-Next, text", {"ngram_vocab_size_base": 1 << 40}, "ngram_vocab_size_base 1099511627776"),
+        ("Qwen3.8-Flash-Next, text", {"ngram_vocab_size_base": -1}, "ngram_vocab_size_base -1"),
+        ("Qwen3.8-Flash-Next, text", {"ple_layer_ids": [4]}, "only supported on linear_attention"),
+        ("Qwen3.8-Flash-Next, text", {"vocab_size": 1 << 25}, "vocab_size 33554432"),
+        ("Qwen3.8-Flash-Next, text", {"eos_token_id": 248320}, "are for fewer than 248320 tokens"),
         ("Command-A-Vision", _in_text("Command-A-Vision", model_type="llama"), "model_type 'llama' in text_config"),
         ("ERNIE-4.5-VL-28B-A3B", _in_text("ERNIE-4.5-VL-28B-A3B", use_bias=True), "use_bias True"),
         ("Mixtral-8x7B", {"is_causal": False}, "is_causal False"),

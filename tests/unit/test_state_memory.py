@@ -17,7 +17,9 @@ from tiny_packs import DECODER_SHAPE, MIXERS, streaming, write_pack
 
 from moert.engine.engine import Engine
 from moert.models.kv import Fixed
-from moert.pack.parts import FixedState, GatedDelta, Mamba, Mamba2, Norm, ShortConv
+from moert.pack.model_spec import ModelSpec
+from moert.pack.parts import FixedState, GatedDelta, Mamba, Mamba2, Norm, Rope, ShortConv
+from moert.pack.pools import Indexer, Pooled, Pools
 from tests.cgroups import Group, missing
 from tests.pairs import each, thinned
 
@@ -88,10 +90,21 @@ def test_texts_are_scored_in_the_smallest_memory_that_is_named(
     assert json.loads(said)["scored_tokens"] > 200
 
 
+def pooling(spec: ModelSpec) -> ModelSpec:
+    """Attention to pools, with states of some MB a layer."""
+    pools = Pools(4, True, Indexer(8, 64, 16))
+    part = Pooled(16, 512, 64, 128, 2000, 0.044, _NORM, 0, 4, 128, pools)
+    kinds = tuple(replace(kind, mixer=part) for kind in spec.decoder.kinds)
+    return replace(spec, ropes=(Rope(64),), decoder=replace(spec.decoder, kinds=kinds))
+
+
 @pytest.mark.skipif(missing() is not None, reason=str(missing()))
-def test_several_streams_run_in_the_smallest_memory_that_is_named(tmp_path: Path) -> None:
+@pytest.mark.parametrize("made", [streaming, pooling])
+def test_streams_and_pools_run_in_the_smallest_memory_that_is_named(
+    made: Callable[[ModelSpec], ModelSpec], tmp_path: Path
+) -> None:
     shape = DECODER_SHAPE.but(d_model=512, n_heads=8, n_kv_heads=4, head_dim=64, eos=())
-    pack, text = write_pack(tmp_path / "streams.pack", streaming(shape.spec), paths=False), "one small step " * 25
+    pack, text = write_pack(tmp_path / "some.pack", made(shape.spec), paths=False), "one small step " * 25
     said, limit = in_the_smallest("run", pack, text, "--max-new-tokens", 8)
     assert json.loads(said)["stats"]["peak_rss_bytes"] <= limit
 

@@ -22,6 +22,7 @@ from moeconv.source.archs.deepseek import (
     Mistral4,
     SolarOpen,
 )
+from moeconv.source.archs.deepseek_v4 import DeepseekV4
 from moeconv.source.archs.dense import Gemma3, Gemma3Text, Llama, Mistral, Olmo2, Olmo3, Phi3, Qwen2, Qwen3, SmolLM3
 from moeconv.source.archs.description import Description
 from moeconv.source.archs.family import Family
@@ -59,6 +60,7 @@ from moeconv.source.archs.qwen import (
     Qwen35MoeText,
     Qwen35Text,
 )
+from moeconv.source.archs.qwen4 import Qwen4Exp, Qwen4ExpText
 from moeconv.source.archs.step import Step3p5, Step3p7
 from moeconv.source.archs.switch import SwitchTransformers
 
@@ -76,7 +78,7 @@ FAMILIES: Mapping[str, Family] = {
         SolarOpen(), HyV3(), Afmoe(), Ernie45VlMoe(), Cohere2Vision(), Step3p5(), Step3p7(), Glm4vMoe(),
         DeepseekV32(), GlmMoeDsa(), MiMoV2Flash(), MiniMaxM3Vl(), Cohere2(), Cohere2Moe(),
         Qwen3Vl(), Qwen35(), Qwen35Text(), KimiLinear(), BailingHybrid(), Glm5Next(), LongcatFlash(),
-        GraniteMoeSwa(),
+        GraniteMoeSwa(), DeepseekV4(), Qwen4Exp(), Qwen4ExpText(),
     )
 }  # fmt: skip
 """model_type of config.json → its family."""
@@ -84,12 +86,10 @@ FAMILIES: Mapping[str, Family] = {
 _NOT_COMPARED = "transformers lacks it, so that no pack of it could be compared with anything"
 REFUSED: Mapping[str, str] = {
     "bailing_moe": _NOT_COMPARED, "bailing_moe_v2": _NOT_COMPARED,
-    "deepseek_ref": "transformers knows DeepSeek-V4 as deepseek_v4, of which packs lack parts",
-    "deepseek_v4": "packs have no keys of several tokens, and no experts that follow from a token's number",
+    "deepseek_ref": "transformers knows DeepSeek-V4 as deepseek_v4: take a checkpoint of that form",
     "kimi_k3": _NOT_COMPARED,
     "mimo": _NOT_COMPARED,
     "minimax_m3": "transformers knows MiniMax-M3 as minimax_m3_vl alone: take a checkpoint of that form",
     "nemotron-nas": _NOT_COMPARED,
-    "qwen4_exp": "packs have no streams that low-rank gates mix, and no embeddings of several words",
 }  # fmt: skip
 """model_type of a known family that can't be packed → the reason."""

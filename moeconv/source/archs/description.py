@@ -200,7 +200,10 @@ class Description:
     that a pack leaves out → a note on them. `other_root`: the beginning of names here, and their beginning in other
     checkpoints of the same model, for example in those that were saved without a head. `without_effect`: settings of
     config.json without effect on the model. `limits`: notes on texts that the pack refuses, and on settings that the
-    pack does not follow. `scheme`: the coding of the checkpoint's numbers; None for plain ones.
+    pack does not follow. `scheme`: the coding of the checkpoint's numbers; None for plain ones. `tables`: canonical
+    names of tables that stay on the drive (ModelSpec.tables) → the sources of their rows, one after the other, and
+    `table_places`: their modules in transformers' model. `stated`: whole numbers that a checkpoint may repeat, and that
+    must be these.
     """
 
     spec: ModelSpec
@@ -217,6 +220,9 @@ class Description:
     without_effect: tuple[str, ...] = ()
     limits: tuple[str, ...] = ()
     scheme: Scheme | None = None
+    tables: Mapping[str, tuple[Source, ...]] = field(default_factory=dict)
+    table_places: Mapping[str, str] = field(default_factory=dict)
+    stated: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
 
     @property
     def notes(self) -> list[str]:
@@ -236,7 +242,8 @@ class Description:
     @property
     def wide(self) -> Collection[str]:
         """The canonical names of tensors that have 32 bits in a pack whatever the source has."""
-        return {*self.computed, *(name for name, source in self.backbone.items() if not source.as_it_is)}
+        changed = (name for name, source in self.backbone.items() if not source.as_it_is or name.endswith(".table"))
+        return {*self.computed, *changed}
 
     @property
     def mxfp4(self) -> bool:
@@ -268,6 +275,8 @@ class Description:
             self, backbone={name: placed(source) for name, source in self.backbone.items()},
             experts=of(self.experts), biases=of(self.biases), joined=of(self.joined), other_root=None,
             copies=tuple((renamed(one), renamed(copy)) for one, copy in self.copies),
+            tables={name: tuple(map(placed, pieces)) for name, pieces in self.tables.items()},
+            stated={renamed(name): numbers for name, numbers in self.stated.items()},
         )  # fmt: skip
 
 
@@ -371,7 +380,7 @@ def decoder(
             "config.json sets no layer with experts: models of this family are packed only with some"
         )
     names, norm = names or Names(), layers[0].inner_norm
-    if (attention := next((layer.attention for layer in layers if layer.attention is not None), None)) is None:
+    if (attention := next((layer.attends for layer in layers if layer.attends is not None), None)) is None:
         raise UnsupportedModel("config.json sets no layer with attention: transformers writes no text with one")
     ropes = [config.rope(attention.turning)] if ropes is None else ropes
     spec = ModelSpec(

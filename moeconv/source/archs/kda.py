@@ -168,7 +168,7 @@ _UNTURNED = 2
 _ZEROS = ("attn.q_turn.weight", "attn.k_turn.weight", "attn.k_turn.bias")
 
 
-def _streams(pattern: str) -> Inside:
+def places_of_streams(pattern: str) -> Inside:
     """Returns the places of the streams' tensors, whose names have the words for a half and a tensor in `pattern`."""
     return {
         f"{half}_streams.{name}": pattern.format(at, called)
@@ -190,17 +190,34 @@ def _unturned(config: Config, norm: Norm) -> Latent:
     )  # fmt: skip
 
 
-def _within(limit: float, config: Config) -> Mapping[str, Ffn | Experts]:
+def streams_of(config: Config) -> Streams:
+    """Raises UnsupportedModel."""
+    return Streams(config.count("hc_mult", least=2), config.count("hc_sinkhorn_iters"), config.number("hc_eps"))
+
+
+def within(limit: float, network: Ffn) -> Ffn:
+    """Returns the network with gates within `limit`."""
+    return replace(network, act=replace(network.act, limit=limit))
+
+
+def _networks(limit: float, config: Config) -> Mapping[str, Ffn | Experts]:
     """Returns the networks of a layer, whose gates are within `limit`, by the words for them. Raises
     UnsupportedModel."""
-
-    def within(network: Ffn) -> Ffn:
-        return replace(network, act=replace(network.act, limit=limit))
-
     routed = experts(config, sigmoid_router(config))
-    shared = None if routed.shared is None else within(routed.shared)
-    dense = within(config.network("intermediate_size"))
-    return {"dense": dense, "sparse": replace(routed, ffn=within(routed.ffn), shared=shared)}
+    shared = None if routed.shared is None else within(limit, routed.shared)
+    dense = within(limit, config.network("intermediate_size"))
+    return {"dense": dense, "sparse": replace(routed, ffn=within(limit, routed.ffn), shared=shared)}
+
+
+@contextmanager
+def one_stream(tower: nn.Module) -> Iterator[None]:
+    """Keeps a tower from repeating hidden states as it repeats embeddings, inside a with block."""
+    config: Any = tower.config
+    before, config.hc_mult = config.hc_mult, 1
+    try:
+        yield
+    finally:
+        config.hc_mult = before
 
 
 class Glm5Next(Family):
@@ -239,22 +256,21 @@ class Glm5Next(Family):
         delta = GatedDelta(
             heads, heads, dim, dim, taps, norm, by_feature=True, rank=dim, gate="sigmoid", bound=bound
         )  # fmt: skip
-        streams = Streams(
-            config.count("hc_mult", least=2), config.count("hc_sinkhorn_iters"), config.number("hc_eps")
-        )  # fmt: skip
+        streams = streams_of(config)
         mixers: Mapping[str, GatedDelta | Latent] = {
             "linear_attention": delta, "indexed_attention": _unturned(config, norm),
         }  # fmt: skip
-        networks = _within(config.number("swiglu_limit"), config)
+        networks = _networks(config.number("swiglu_limit"), config)
         kinds = config.of_layers("layer_types", mixers), config.of_layers("mlp_layer_types", networks)
         layers = [Layer(norm, mixer, None, ffn, streams=streams) for mixer, ffn in zip(*kinds, strict=True)]
         root = "model.language_model."
-        in_memory = {**latent_names(config, pairs=False), **_in_memory(delta, (heads,)), **_streams("{}_hc.{}")}
+        halves = places_of_streams("{}_hc.{}")
+        in_memory = {**latent_names(config, pairs=False), **_in_memory(delta, (heads,)), **halves}
         left_out = {
             r"model\.visual\.": IMAGES_LEFT_OUT, r".*\.self_attn\.indexer\.": INDEXERS_LEFT_OUT,
             **no_more_predicted(config, root),
         }  # fmt: skip
-        inside = {**_stored(delta, in_memory, "self_attn"), **_streams("hc_{}_{}")}
+        inside = {**_stored(delta, in_memory, "self_attn"), **places_of_streams("hc_{}_{}")}
         names = Names(inside, in_memory, left_out=left_out, root=root, model=root, zeros=_ZEROS)
         kept = config.count("index_topk", "index_kpool")
         note = f"texts are at most {kept} tokens long: in longer ones an indexer chooses tokens, which a pack can't say"
@@ -275,10 +291,5 @@ class Glm5Next(Family):
 
     @contextmanager
     def resuming(self, tower: nn.Module) -> Iterator[None]:
-        """Keeps the tower from repeating hidden states as it repeats embeddings, inside a with block."""
-        config: Any = tower.config
-        before, config.hc_mult = config.hc_mult, 1
-        try:
+        with one_stream(tower):
             yield
-        finally:
-            config.hc_mult = before

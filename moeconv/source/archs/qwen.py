@@ -135,18 +135,14 @@ class Qwen3Next(Family):
         config.one_of("hidden_act", ("silu", "swish"))  # also of the convolutions
         norm, d_model = Norm(config.get("rms_norm_eps")), config.count("hidden_size")
         attention = config.attention(qk_norm="head", biases=config.biases("attention_bias", "qkvog"), gate=True)
-        heads, keys, dim, v, taps = (
-            config.count(f"linear_{name}")
-            for name in ("num_value_heads", "num_key_heads", "key_head_dim", "value_head_dim", "conv_kernel_dim")
-        )
-        delta = GatedDelta(heads, keys, dim, v, taps, norm)
+        delta = delta_of(config, norm)
         kinds: Mapping[str, GatedDelta | Attention] = {"linear_attention": delta, "full_attention": attention}
         mixers = config.of_layers("layer_types", kinds)
         ffns = self.networks(config, len(mixers))
         layers = [Layer(norm, mixer, None, ffn) for mixer, ffn in zip(mixers, ffns, strict=True)]
         names = replace(
             self.of_networks(config, d_model), root=self.root, left_out=self.left_out, other_root=self.other_root,
-            inside={**_NEXT_INSIDE, **_of_heads(attention, d_model), **self.of_delta(delta, d_model)},
+            inside={**attention_inside(attention, d_model), **self.of_delta(delta, d_model)},
             outside={"decoder.norm": Place("norm", plus=1.0)},
         )  # fmt: skip
         return decoder(self.model_type, config, tokens, layers, names, [config.rope(attention.dim, partial=True)])
@@ -186,6 +182,15 @@ def gated_experts(config: Config, renormalise: bool) -> Experts:
     )  # fmt: skip
 
 
+def delta_of(config: Config, norm: Norm) -> GatedDelta:
+    """Returns the gated delta rule. Raises UnsupportedModel."""
+    heads, keys, dim, v, taps = (
+        config.count(f"linear_{name}")
+        for name in ("num_value_heads", "num_key_heads", "key_head_dim", "value_head_dim", "conv_kernel_dim")
+    )
+    return GatedDelta(heads, keys, dim, v, taps, norm)
+
+
 def taps_of(part: GatedDelta) -> Place:
     """Returns the place of the taps of the delta rule's convolution, which works on each channel by itself."""
     return Place("linear_attn.conv1d", shape=(part.channels, 1, part.taps))
@@ -195,10 +200,12 @@ def _network(config: Config, d_ff: str) -> Ffn:
     return Ffn(config.count(d_ff), Act("silu"), gated=True)
 
 
-def _of_heads(part: Attention, d_model: int) -> Inside:
-    """Returns the places of queries and gates: each head's queries lie before its gate."""
+def attention_inside(part: Attention, d_model: int) -> Inside:
+    """Returns the places of a layer's tensors but for the delta rule's matrices: each head's queries lie before its
+    gate."""
     both = (2 * part.q_features, d_model)
     return {
+        **_NEXT_INSIDE,
         "attn.q": Place("self_attn.q_proj", of_heads(part.n, 0, part.dim), both),
         "attn.gate": Place("self_attn.q_proj", of_heads(part.n, part.dim), both),
     }

@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from moeconv.source.archs.description import Description
+
+Rows = Callable[[str, Tensor], Tensor]
+"""Canonical name of a table, numbers of rows [n] → these rows [n, dim]."""
 
 
 def fill_backbone(model: Any, description: Description, weights: Iterable[tuple[str, Tensor]]) -> None:
@@ -22,6 +26,16 @@ def fill_backbone(model: Any, description: Description, weights: Iterable[tuple[
                 place.write(tensor_of(model, place.name), weight)
         for stored, copy in description.repeated:
             model.get_parameter(copy).copy_(model.get_parameter(stored))
+
+
+def put_tables(model: Any, description: Description, rows: Rows) -> None:
+    """Lets the model read the rows of tables that stay on the drive, in its own type of numbers."""
+
+    def read(name: str, numbers: Tensor) -> Tensor:
+        return rows(name, numbers).to(next(model.parameters()).dtype)
+
+    for name, place in description.table_places.items():
+        model.get_submodule(place).read = partial(read, name)
 
 
 def tensor_of(model: Any, name: str) -> Tensor:

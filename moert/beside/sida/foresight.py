@@ -565,8 +565,8 @@ def check_function(pack: Pack, routes: bool) -> None:
     if routes:
         _check(pack, said("routing", "hash"), said("routing", "exact"))
         routers = [experts.router for experts in pack.manifest.model.experts.values()]
-        if any(router.identities for router in routers):
-            raise SettingInvalid("routing", "'hash' needs routers that choose among experts alone")
+        if any(router.identities or router.by_token is not None for router in routers):
+            raise SettingInvalid("routing", "'hash' needs routers that choose, and among experts alone")
         score = routers[0].score
         if score != "softmax":
             raise SettingInvalid("routing", f"'hash' needs routers that weigh by a softmax, not by {score}")

@@ -21,7 +21,7 @@
 enum { MOERT_MXFP4 = 5, MOERT_F16 = 16, MOERT_BF16 = 17, MOERT_F32 = 32 };
 
 enum { MOERT_RELU, MOERT_SILU, MOERT_GELU, MOERT_GELU_TANH, MOERT_RELU_SQUARED };
-enum { MOERT_SOFTMAX, MOERT_SIGMOID, MOERT_SIGMOID_OF_CHOSEN, MOERT_SPARSEMIXER };
+enum { MOERT_SOFTMAX, MOERT_SIGMOID, MOERT_SIGMOID_OF_CHOSEN, MOERT_SPARSEMIXER, MOERT_SQRT_SOFTPLUS };
 
 #pragma GCC visibility push(default)
 
@@ -113,8 +113,8 @@ typedef struct {
     const float *query_scale; /* [tokens], or NULL: queries are multiplied with it */
 } moert_positions;
 
-/* Which experts a token goes to. Scores are the softmax or sigmoid of matrix · norm(x), or for MOERT_SPARSEMIXER these
- * numbers themselves. The best are chosen by score + choice_bias, of the best groups alone where there are groups, each
+/* Which experts a token goes to. Scores are the softmax, sigmoid or √softplus of matrix · norm(x), or for MOERT_SPARSEMIXER
+ * these numbers themselves. The best are chosen by score + choice_bias, of the best groups alone where there are groups, each
  * as good as the sum of its `group_top` best. Their scores are the weights: divided by their sum if renormalise, times
  * factor. MOERT_SIGMOID_OF_CHOSEN chooses by these numbers too, and their sigmoids are the weights. The sparse mixer
  * (Liu et al. 2023) chooses one after the other, with the softmax over those that are no further below the best left than

@@ -17,6 +17,10 @@ static void sigmoids(float *scores, int n) {
     for (int i = 0; i < n; i++) scores[i] = 1 / (1 + expf(-scores[i]));
 }
 
+static void roots(float *scores, int n) {
+    for (int i = 0; i < n; i++) scores[i] = sqrtf(fmaxf(scores[i], 0) + log1pf(expf(-fabsf(scores[i]))));
+}
+
 typedef struct {
     const moert_router *router;
     float *scores;
@@ -28,7 +32,8 @@ static void weigh_item(const void *job, int token, void *own) {
     float *scores = j->scores + (int64_t)token * n;
     (void)own;
     if (j->router->score == MOERT_SOFTMAX) softmax(scores, n);
-    else sigmoids(scores, n);
+    else if (j->router->score == MOERT_SIGMOID) sigmoids(scores, n);
+    else roots(scores, n);
 }
 
 int moert_scores(moert_pool *pool, const moert_router *router, int tokens, const float *x, float *hidden, float *scores) {
@@ -37,7 +42,7 @@ int moert_scores(moert_pool *pool, const moert_router *router, int tokens, const
     moert_normalise(pool, router->own.weight ? &router->own : &router->norm, tokens, matrix->cols, x, hidden);
     if (moert_linear(pool, 1, &matrix, hidden, tokens, &scores)) return -1;
     if (router->own.weight) moert_normalise(pool, &router->norm, tokens, matrix->cols, x, hidden);
-    if (router->score == MOERT_SOFTMAX || router->score == MOERT_SIGMOID)
+    if (router->score != MOERT_SIGMOID_OF_CHOSEN && router->score != MOERT_SPARSEMIXER)
         run_items(pool, weigh_item, &(weigh_job){router, scores}, tokens, 32LL * tokens * n);
     return 0;
 }
