@@ -3,7 +3,6 @@ pass reads several of them, and those count that would have been chosen anyway (
 
 from __future__ import annotations
 
-import copy
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -24,7 +23,7 @@ _PRIOR = 0.3  # cost of each further token of a pass, in passes of one token, un
 _OUTLIER = 4.0  # times as long as expected: longer times count as this
 _GAIN = 1.05  # least gain that drafts are made for
 _FADING = 1 / 512  # of what a pass costs above its prior, for each token without a draft
-_AT_FIRST, _LOSS, _SAVED = 4.0, 0.002, 32.0  # drafts may lose so much time: in tokens, a share, and what they saved
+_LOSS, _SAVED = 0.004, 32.0  # drafts may lose this share of the time, and as much as they saved, up to so many tokens
 
 
 @dataclass
@@ -50,7 +49,7 @@ class Price:
         self._untimed = _FIRST  # passes of one token that are to be timed before another draft
         self._costs = {tokens: 1 + _PRIOR * (tokens - 1) for tokens in PASSES}  # in passes of one token
         self._timed = dict.fromkeys(PASSES, 1)
-        self._lost = -_AT_FIRST  # in passes of one token; drafts pause above 0
+        self._lost = -_SAVED  # in passes of one token; drafts pause above 0
         self._rates = [min(0.8, 0.1 * (alike + 1)) for alike in range(_LONGEST + 1)]
 
     def worth(self, alike: int, limit: int) -> int:
@@ -138,10 +137,6 @@ class Draft:
             self._figures.passes += 1
             self._figures.drafted += drafted
             self._figures.accepted += accepted
-
-    def fork(self) -> Draft:
-        """Returns another that goes on by itself."""
-        return copy.copy(self)
 
     def _find(self) -> None:
         """Finds the last place behind tokens like those at the end of the text, and how many these are."""

@@ -171,8 +171,6 @@ class Draft(Protocol):
 
     def passed(self, drafted: int, accepted: int, seconds: float) -> None: ...
 
-    def fork(self) -> Draft: ...
-
 
 class Drafts(Protocol):
     """Makes drafts of at most `most` tokens for requests that run alone."""
@@ -452,8 +450,8 @@ class Session:
                 raise SettingInvalid("request", "has ended: fork a request that still writes")
             twin = Request(request.prompt, request._generation.fork(settings), now=self._now, part=self._part)
             twin._deadline = request._deadline
-            twin._drafts = None if request._drafts is None else request._drafts.fork()
-            twin._scored = request._scored
+            if self._drafts is not None:
+                twin._draft_by(self._drafts)
             if not request._states:
                 self._wait(twin)
                 return twin

@@ -172,7 +172,7 @@ def test_an_end_inside_a_draft_ends_the_answer(packs, monkeypatch) -> None:
     script = [*REPEATS[:4], 1, *REPEATS]
     quoting(monkeypatch, script)
     with opened(packs["decoder"], 7) as engine:
-        found = engine.generate([*script, 3, 4], max_new_tokens=30)
+        found = engine.generate([*script[:8], 3, 4], max_new_tokens=30)
         assert (found.tokens, found.stop_reason) == (script[:5], "eos")
 
 
@@ -302,7 +302,7 @@ def test_drafts_behind_any_answer_go_on_as_an_equal_place_before(prompt, answer,
         assert found in goes_on if goes_on else found == []
 
 
-def run(cost: Callable[[int], float], right: float, tokens: int = 8000, seed: int = 0) -> tuple[float, Drafts]:
+def run(cost: Callable[[int], float], right: float, tokens: int = 16_000, seed: int = 0) -> tuple[float, Drafts]:
     """Returns the time of a text in passes of one token, on a clock that no machine disturbs. `cost`: time of a pass by
     its tokens; `right`: how often the text goes on as it did."""
     drawn, drafts = random.Random(seed), Drafts("auto")
@@ -351,6 +351,16 @@ def test_a_price_that_has_fallen_is_found_and_one_that_has_risen() -> None:
     assert repeated(price, lambda tokens: 1.3 * tokens - 0.3, 500) == 0
     assert repeated(price, lambda tokens: min(tokens, 3.0), 20_000) == PASSES[-1] - 1
     assert repeated(price, lambda tokens: 2.0 * tokens - 1, 500) == 0
+
+
+def test_drafts_end_where_a_token_alone_has_become_cheap_or_drafts_are_wrong() -> None:
+    price = Price()
+    assert repeated(price, lambda tokens: min(tokens, 3.0), 100) == PASSES[-1] - 1
+    for _ in range(60):
+        price.observe(8, 0, wrong=True)
+    assert price.worth(8, 15) == 0
+    assert repeated(price, lambda tokens: min(tokens, 3.0), 200) == PASSES[-1] - 1
+    assert repeated(price, lambda tokens: 0.1 if tokens == 1 else 3.0, 1500) == 0
 
 
 def test_one_long_pass_decides_nothing() -> None:
