@@ -23,7 +23,7 @@ _PRIOR = 0.3  # cost of each further token of a pass, in passes of one token, un
 _OUTLIER = 4.0  # times as long as expected: longer times count as this
 _GAIN = 1.05  # least gain that drafts are made for
 _FADING = 1 / 512  # of what a pass costs above its prior, for each token without a draft
-_LOSS, _SAVED = 0.004, 32.0  # drafts may lose this share of the time, and as much as they saved, up to so many tokens
+_LOSS, _SAVED = 0.002, 32.0  # drafts may lose this share of the time, and as much as they saved, up to so many tokens
 
 
 @dataclass
