@@ -425,14 +425,17 @@ class Subject:
         return {weights[0].size for weights in self.weights.values()}
 
     def quantize(self, method: str, name: str, function: Method) -> Quantized:
-        """All experts; what was asked for before under the same name is remembered."""
-        if name not in self._kept:
-            coded = {}
-            for (stack, layer, projection), weights in self.weights.items():
-                keys = [ExpertKey(stack, layer, expert) for expert in range(len(weights))]  # type: ignore[arg-type]
-                coded[stack, layer, projection] = function(weights, self.moments.inputs(keys, projection))
-            self._kept[name] = self.whole(method, name, coded)
-        return self._kept[name]
+        """All experts; what was asked for before of ours under the same name is remembered."""
+        if name in self._kept:
+            return self._kept[name]
+        coded = {}
+        for (stack, layer, projection), weights in self.weights.items():
+            keys = [ExpertKey(stack, layer, expert) for expert in range(len(weights))]  # type: ignore[arg-type]
+            coded[stack, layer, projection] = function(weights, self.moments.inputs(keys, projection))
+        whole = self.whole(method, name, coded)
+        if method == "ours":
+            self._kept[name] = whole
+        return whole
 
     def whole(self, method: str, name: str, coded: Mapping[Matrices, Coded]) -> Quantized:
         """All experts, from all their matrices."""
