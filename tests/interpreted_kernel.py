@@ -1,9 +1,10 @@
-"""Runs the Triton kernel in Triton's interpreter, beside torch alone; exits with 1 where they differ. To be started
+"""Runs the Triton kernels in Triton's interpreter, beside torch alone; exits with 1 where they differ. To be started
 with TRITON_INTERPRET=1, which Triton reads when it is imported."""
 
 from __future__ import annotations
 
 import sys
+from itertools import product
 
 import numpy as np
 import torch
@@ -11,11 +12,14 @@ import torch
 from moert.beside.gpu import triton_kernel
 from moert.beside.gpu.torch_backend import tiled
 from moert.beside.gpu.torch_matrices import TorchMatrix, copied, lying, placed
+from moert.pack.trellis import CODES
 from tests.native_problems import KINDS, normal, random_stored
-from tests.unit.test_torch_ops import random_mxfp4
+from tests.random_packs import random_trellis
+from tests.unit.test_torch_ops import random_mxfp4, trellis_part
 
 SHAPES = ((1, 1), (8, 256), (9, 33), (37, 300), (5, 513))
 TOKENS = (1, 2, 4, 5, 9)
+CODED_SHAPES, CODED_TOKENS = ((1, 1), (9, 33), (5, 513), (300, 160)), (1, 5)
 CPU = torch.device("cpu")
 
 
@@ -47,6 +51,11 @@ def main() -> int:
             for tokens in TOKENS:
                 wrong += differing(name, matrix, tokens)
                 checked += 1
+    triton_kernel.PROGRAMS = 4  # so that each has more inputs than are turned at a time
+    for (rows, cols), bits, tokens in product(CODED_SHAPES, CODES, CODED_TOKENS):
+        body, part = trellis_part(random_trellis(rng, rows, cols, bits))
+        wrong += differing(f"{bits} bits of trellis codes", lying(copied(body, CPU), part), tokens)
+        checked += 1
     print(*wrong or [f"{checked} products"], sep="\n")
     return bool(wrong)
 

@@ -17,7 +17,7 @@ from moert.pack.manifest import in_words
 from recipes.bench import picture
 from recipes.bench.program import as_program
 from recipes.bench.result import Result, Row, read
-from recipes.bench.tables import Block, Line, Part, mechanisms, quality, speed
+from recipes.bench.tables import Block, Line, Part, mechanisms, papers, quality, speed
 
 # From a template and a result to the text that a reader sees. Pure.
 # A template names rows in braces: `{g2p: hit rate}`, with `@low`, `@high`, `@n`, `@runs`, `@spread` or `@unit`
@@ -102,6 +102,9 @@ MISSED = "missed"
 PER_KIND = ("kernels", "peers")
 """Results that are kept for each kind of processor, as NAME-KIND.json."""
 
+PAPERS = {f"paper-{name}": claims for name, claims in papers.PAPERS.items()}
+"""Blocks of several results: a table of a paper's claims, and the results that it is from."""
+
 BLOCKS: Mapping[str, Block] = {
     "front": Block("demo", speed.two_models),
     "picture": Block("stream", speed.front_beside_llama),
@@ -180,11 +183,26 @@ def regenerated(text: str, results: Mapping[str, Result]) -> str:
 def _content(name: str, results: Mapping[str, Result]) -> str | None:
     if name == MISSED:
         return missed_table(results) if results else None
+    if name in PAPERS:
+        return paper_table(PAPERS[name], results)
     if name not in BLOCKS:
-        raise ValueError(f"no table is called {name}: recipes/bench/blocks.py has {', '.join(BLOCKS)}")
+        raise ValueError(f"no table is called {name}: recipes/bench/blocks.py has {', '.join([*BLOCKS, *PAPERS])}")
     block = BLOCKS[name]
     found = of_kinds(block, results)
     return together([block.parts(each) for each in found], found) if found else None
+
+
+def paper_table(claims: Sequence[papers.Claim], results: Mapping[str, Result]) -> str | None:
+    """Returns claims as a table with their figures, and the commits of the results that these are from; None where one
+    of them is not kept."""
+    quoted = list(dict.fromkeys(claim.result for claim in claims if claim.result))
+    if not set(quoted) <= set(results):
+        return None
+    lines: list[Line] = [papers.HEAD]
+    for claim in claims:
+        lines.append([filled(cell, results[claim.result]) for cell in claim.line] if claim.result else claim.line)
+    of_commits = ", ".join(f"{name} of commit {results[name].context['commit'][:7]}" for name in quoted)
+    return f"{markdown(lines)}\n\n" + textwrap.fill(f"*From the results {of_commits}.*", WIDTH)
 
 
 def of_kinds(block: Block, results: Mapping[str, Result]) -> list[Result]:

@@ -12,6 +12,7 @@ Writes build/bench/devices.json.
 
 from __future__ import annotations
 
+import random
 import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
@@ -25,12 +26,12 @@ import numpy.typing as npt
 
 from moert.beside.gpu.device import DeviceCounters
 from moert.beside.gpu.placement import IN_MEMORY, ON_DEVICE, ONLY_HELD, RULES, Kind, Placement
-from moert.beside.gpu.residents import KEEPS, Residents
+from moert.beside.gpu.residents import KEEPS, Keeping, Popularity, Ranked, Residents, by_popularity
 from moert.beside.gpu.simulated import PROFILES, SimulatedDevice
 from moert.beside.gpu.tiers import CopyAhead, Lent, Others, Telling, TieredExperts, Tiers
 from moert.experts.ahead import Further, Lookahead
 from moert.experts.cache import ExpertCache
-from moert.experts.policy import EVICTION, Demand
+from moert.experts.policy import EVICTION, Demand, LayerOrder
 from moert.experts.predictors import GateAhead
 from moert.kernels.backend import ExpertView, ProjectionView
 from moert.pack.files import atomic_write
@@ -125,6 +126,20 @@ _SCALES = 0.5
 PAST = 125
 """Tokens of the calibration that the worth of experts is learned from."""
 _STEPS_S = 50e-6  # of a layer on a card: some ten small kernels
+
+
+def _least_popular(shares: Popularity, order: LayerOrder, succession: object) -> Keeping:
+    ranked = by_popularity(shares, order)[::-1]
+    return Keeping(Ranked(ranked), ranked)
+
+
+def _at_random(shares: Popularity, order: LayerOrder, succession: object) -> Keeping:
+    ranked = random.Random(0).sample(by_popularity(shares, order), k=len(order) * EXPERTS)
+    return Keeping(Ranked(ranked), ranked)
+
+
+PLACEMENTS = {"least popular": _least_popular, "at random": _at_random}
+"""Controls beside KEEPS: experts that stay for good, as Fiddler's popular ones do."""
 
 
 @dataclass(frozen=True)
@@ -261,7 +276,7 @@ class Rig:
             at: np.bincount(calibration[:, place].reshape(-1), minlength=MIXTRAL.moe.n) / len(calibration)
             for place, at in enumerate(ORDER)
         }
-        keeping = KEEPS[setup.keep](shares, ORDER, None)
+        keeping = {**KEEPS, **PLACEMENTS}[setup.keep](shares, ORDER, None)
         room = max(kind.nbytes, device.capacity_bytes - device.used_bytes - device.scratch_bytes(1024, WIDTH, D_FF))
         residents = Residents(device, dict.fromkeys(keys, kind.nbytes), keeping.policy, room, counters)
         residents.learn(
@@ -474,7 +489,7 @@ def hit_rows(bench: Bench) -> Iterator[Row]:
     card = "rtx3060"
     whole = 256 * EXPERT_BYTES
     ways = {
-        "popular": Setup(card, 0, "popular", "resident", guesses=False),
+        **{keep: Setup(card, 0, keep, "resident", guesses=False) for keep in (*PLACEMENTS, "popular")},
         "lru": Setup(card, 0, "lru", "copied", guesses=False),
         "expected": Setup(card, 0, "expected", "cheapest", guesses=False),
         "expected, copied ahead": Setup(card, 0, "expected", "cheapest"),

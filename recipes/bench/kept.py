@@ -14,7 +14,7 @@ from itertools import chain
 from pathlib import Path
 
 from recipes.bench import blocks, picture
-from recipes.bench.blocks import BLOCKS, PER_KIND, RESULTS, ROOT, rendered
+from recipes.bench.blocks import BLOCKS, PAPERS, PER_KIND, RESULTS, ROOT, filled, rendered
 from recipes.bench.program import as_program
 from recipes.bench.result import FOLDER, Result, read, write
 
@@ -42,7 +42,13 @@ def needed(name: str, result: Result) -> set[str]:
         [part] if isinstance(part, str) else chain.from_iterable(part) for part in parts
     )
     shown = picture.needed(result) if name == picture.SOURCE else set[str]()
-    return set(chain.from_iterable(map(blocks.names, templates))) | shown
+    return set(chain.from_iterable(map(blocks.names, chain(templates, claimed(name))))) | shown
+
+
+def claimed(name: str) -> Iterator[str]:
+    """Yields the templates of rows of a result in the tables of papers."""
+    claims = chain.from_iterable(PAPERS.values())
+    return chain.from_iterable(claim.line for claim in claims if claim.result == name)
 
 
 def trimmed(result: Result, wanted: Collection[str]) -> Result:
@@ -61,6 +67,8 @@ def keep(source: Path, folder: Path) -> Path:
     for block in BLOCKS.values():
         if block.result == name:
             rendered(block.parts(result), result)
+    for template in claimed(name):
+        filled(template, result)
     if source.stat().st_size > MOST_BYTES:
         result = trimmed(result, needed(name, result))
     kind = result.context["hardware"]["isa"]

@@ -22,7 +22,7 @@ from moert.pack.learnt import NeuronOrder, PredictedLoss
 from moert.pack.model_spec import LayerKey
 from moert.pack.reader import Pack, projection_weights
 from recipes.bench.blocks import rendered
-from recipes.bench.cards import EXPERTS, LAYERS, TOP_K, Routes, Setup, offloading, ours, processor, split
+from recipes.bench.cards import EXPERT_BYTES, EXPERTS, LAYERS, TOP_K, Routes, Setup, offloading, ours, processor, split
 from recipes.bench.cards import replay as replay_on_cards
 from recipes.bench.flash_firings import (
     IN_THE_PACK,
@@ -401,6 +401,15 @@ def test_where_experts_are_computed(routes: Routes) -> None:
     assert counters["processor"].on_host == counters["processor"].asked
     assert counters["offloading"].on_host == 0
     assert counters["split"].copied == 0
+
+
+def test_the_most_popular_experts_are_found_most_often_and_the_least_popular_ones_least(routes: Routes) -> None:
+    room = 128 * EXPERT_BYTES + 5 * 10**9
+    setups = [
+        Setup("a100", room, keep, "resident", guesses=False) for keep in ("least popular", "at random", "popular")
+    ]
+    least, some, most = (replay_on_cards(setup, routes.chosen, routes, 1, 4, 0).hit_rate for setup in setups)
+    assert least < some < most
 
 
 def test_memory_for_half_of_the_experts_takes_longer(routes: Routes) -> None:

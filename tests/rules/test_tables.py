@@ -8,7 +8,18 @@ from pathlib import Path
 import pytest
 
 from recipes.bench import picture
-from recipes.bench.blocks import BLOCKS, MISSED, RESULTS, ROOT, block_names, documents, kept, regenerated, waiting
+from recipes.bench.blocks import (
+    BLOCKS,
+    MISSED,
+    PAPERS,
+    RESULTS,
+    ROOT,
+    block_names,
+    documents,
+    kept,
+    regenerated,
+    waiting,
+)
 from recipes.bench.kept import MOST_BYTES, refusal
 
 KEPT = kept()
@@ -48,7 +59,7 @@ def test_every_result_that_the_text_quotes_is_kept() -> None:
 
 def test_every_block_has_its_place() -> None:
     names = [name for path in documents() for name in block_names(path.read_text(encoding="utf-8"))]
-    assert sorted(names) == sorted([*BLOCKS, MISSED])
+    assert sorted(names) == sorted([*BLOCKS, *PAPERS, MISSED])
 
 
 def test_what_is_kept_is_small_and_of_one_commit() -> None:

@@ -19,9 +19,9 @@ from moert.kernels.backend import Floats, ProjectionView
 from moert.kernels.reference import Plain
 from moert.kernels.reference import ffn as plain_ffn
 from moert.kernels.reference import weights as plain_weights
-from moert.pack.codec import F32, QuantizedMatrix, Width, n_groups, row_bytes
+from moert.pack.codec import F32, U8, QuantizedMatrix, Width, n_groups, row_bytes
 from moert.pack.parts import Act, Ffn
-from moert.pack.trellis import CODES
+from moert.pack.trellis import CODES, TrellisMatrix
 from tests.pairs import thinned
 from tests.random_packs import random_trellis
 
@@ -45,6 +45,17 @@ def random_mxfp4(rng: np.random.Generator, rows: int, cols: int, place: int = 0)
     body = bytes(place) + codes + exponents
     body += bytes(third - len(body)) + normal(rng, rows).tobytes()
     return body, ProjectionView((rows, cols), 16, 0, "MXFP4", (place, second), third)
+
+
+def trellis_part(stored: TrellisMatrix, bias: F32 | None = None) -> tuple[U8, ProjectionView]:
+    """The body of an expert's file with these codes alone, and where its parts lie."""
+    rows, second = len(stored.scale), -(-len(stored.stream) // 2) * 2
+    third = -(-(second + 2 * rows) // 4) * 4
+    body = stored.stream.tobytes().ljust(second, b"\0") + stored.scale.tobytes()
+    body = body.ljust(third, b"\0") + (b"" if bias is None else bias.tobytes())
+    place, shape = None if bias is None else third, (rows, stored.in_features)
+    part = ProjectionView(shape, stored.bits, shape[1], "F16", (0, second), place, stored.power, trellis=True)
+    return np.frombuffer(body, np.uint8), part
 
 
 @settings(max_examples=150)
@@ -85,10 +96,8 @@ def test_trellis_codes_are_those_of_the_reference_bit_for_bit(
 ) -> None:
     rng = np.random.default_rng(seed)
     stored = replace(random_trellis(rng, rows, cols, bits), power=power)
-    at = -(-len(stored.stream) // 2) * 2
-    body = stored.stream.tobytes().ljust(at, b"\0") + stored.scale.tobytes()
-    part = ProjectionView((rows, cols), bits, cols, "F16", (0, at), power=power, trellis=True)
-    matrix, expected = lying(copied(np.frombuffer(body, np.uint8), CPU), part), plain_weights(stored)
+    body, part = trellis_part(stored)
+    matrix, expected = lying(copied(body, CPU), part), plain_weights(stored)
     first, stop = sorted(rng.integers(0, rows + 1, 2).tolist())
     assert matrix.rows == rows
     assert np.array_equal(weights(matrix).numpy(), expected)
@@ -200,6 +209,26 @@ def test_products_on_a_gpu_are_those_of_the_processor(kind: Any, tokens: int, ro
     assert np.array_equal(weights(there).cpu().numpy(), weights(here).numpy())
     x = torch.from_numpy(normal(rng, tokens, cols))
     close(product(x.to(gpu), there).cpu(), tiled(x, here).numpy())
+
+
+@pytest.mark.cuda
+@needs_cuda
+@thinned(
+    "bits, tokens, rows, cols",
+    list(CODES),
+    [1, 3, torch_backend.FEW, torch_backend.FEW + 1],
+    [(1, 1), (37, 50), (129, 33), (1000, 1500), (640, 2048), (1000, 4608)],
+)
+def test_products_of_trellis_codes_on_a_gpu_are_those_of_the_reference(
+    bits: Width, tokens: int, rows: int, cols: int
+) -> None:
+    """Of few tokens by a Triton kernel, with bias and power."""
+    rng = np.random.default_rng(6)
+    stored, bias = replace(random_trellis(rng, rows, cols, bits), power=3), normal(rng, rows)
+    body, part = trellis_part(stored, bias)
+    x = normal(rng, tokens, cols)
+    found = product(torch.from_numpy(x).to("cuda:0"), lying(copied(body, torch.device("cuda:0")), part))
+    close(found.cpu(), x @ plain_weights(stored).T + bias)
 
 
 def test_without_triton_few_tokens_are_computed_like_many(monkeypatch: pytest.MonkeyPatch) -> None:

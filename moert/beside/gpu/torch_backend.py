@@ -48,7 +48,7 @@ from moert.pack.trellis import ROWS
 TILE = 1 << 22
 """Weights that are made floats at once: 16 MiB of them."""
 FEW = 16
-"""Most tokens of a product by the Triton kernel, on devices that have it: with more, the weights of a tile are made
+"""Most tokens of a product by a Triton kernel, on devices that have it: with more, the weights of a tile are made
 floats once for all of them."""
 
 Product = Callable[[Tensor, TorchMatrix], Tensor]
@@ -56,7 +56,7 @@ Product = Callable[[Tensor, TorchMatrix], Tensor]
 
 def product(x: Tensor, matrix: TorchMatrix) -> Tensor:
     """Returns the product of x [tokens, cols] in float32 and the matrix, [tokens, rows], its bias added."""
-    fused = fused_product() if x.is_cuda and len(x) <= FEW and matrix.code is None else None
+    fused = fused_product() if x.is_cuda and len(x) <= FEW else None
     made = tiled(x, matrix) if fused is None else fused(x, matrix)
     if fused is not None and matrix.power:
         made.mul_(2.0**matrix.power)
@@ -97,7 +97,7 @@ def by_head(x: Tensor, matrix: TorchMatrix) -> Tensor:
 
 @cache
 def fused_product() -> Product | None:
-    """Returns the product of the Triton kernel, which comes with torch for CUDA; None where there is no Triton."""
+    """Returns the product of the Triton kernels, which come with torch for CUDA; None where there is no Triton."""
     try:
         from moert.beside.gpu import triton_kernel
     except ImportError:

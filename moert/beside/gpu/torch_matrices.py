@@ -376,7 +376,7 @@ def _trellis(matrix: TorchMatrix, code: TrellisCode, first: int, stop: int | Non
     scale, cols, together = matrix.scale[first:stop], matrix.cols, turned_together(matrix.cols)
     skipped = first // ROWS * ROWS
     numbers = _numbers(matrix, code, skipped, first + len(scale))[first - skipped :][: len(scale), :cols]
-    signs_of, hadamard = _turning(cols, together, matrix.data.device)
+    signs_of, hadamard = turning(cols, together, matrix.data.device)
     values = (numbers.reshape(-1, together) @ hadamard).view(-1, cols).mul_(signs_of)
     return values.mul_(scale.to(torch.float32) * together**-0.5)
 
@@ -416,7 +416,13 @@ def _windows(code: TrellisCode, device: torch.device) -> tuple[Tensor, Tensor, T
 
 
 @cache
-def _turning(cols: int, together: int, device: torch.device) -> tuple[Tensor, Tensor]:
+def table_of(code: TrellisCode, device: torch.device) -> Tensor:
+    """Returns the numbers of the code's table in float32, [2**index]."""
+    return torch.from_numpy(code.table.astype(np.float32)).to(device)
+
+
+@cache
+def turning(cols: int, together: int, device: torch.device) -> tuple[Tensor, Tensor]:
     """Returns the signs of inputs [cols] and the transform of those that are turned `together`, a square matrix."""
     hadamard = turned(np.eye(together, dtype=np.float32))
     return torch.from_numpy(signs(cols)).to(device), torch.from_numpy(hadamard).to(device)
