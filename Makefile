@@ -176,8 +176,9 @@ bench-gradients: data  ## the sweep by gradients beside the exact one, and the p
 bench-plans: data  ## plans by the sweep beside plans by usage, at random and by MC-MoE, of as many bytes (10 minutes)
 	$(PY) -m recipes.bench.plans
 
-bench-quant: data $(PEERS_DIR)/.built  ## our quantizers beside HQQ, llama.cpp's and AutoRound at equal effective bits
+bench-quant: data $(PEERS_DIR)/.built  ## our quantizers beside HQQ, llama.cpp's and AutoRound at equal effective bits (two hours)
 	$(PY) -m recipes.bench.quant
+	$(PY) -m recipes.bench.quant smollm2
 
 bench-mixed: data  ## attention, or all outside the experts, at some bits by experts at others: size and perplexity
 	$(PY) -m recipes.bench.mixed

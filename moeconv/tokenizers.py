@@ -1,5 +1,5 @@
-"""Tokenizers of checkpoints: a tokenizer.json made of tiktoken's or SentencePiece's file, and transformers' class for
-chat templates."""
+"""Tokenizers of checkpoints: a tokenizer.json made of tiktoken's, SentencePiece's or GPT-2's files, and transformers'
+class for chat templates."""
 
 from __future__ import annotations
 
@@ -21,14 +21,16 @@ if TYPE_CHECKING:
     from tokenizers import Tokenizer
 
 # A tokenizer.json for a checkpoint that has none, made of a file of tiktoken (by transformers' converter; one pattern
-# is read from the checkpoint's own code, none of which runs) or of SentencePiece.
+# is read from the checkpoint's own code, none of which runs), of SentencePiece, or of GPT-2's two (by transformers).
 
 CONFIG, MODEL_CONFIG = "tokenizer_config.json", "config.json"
 _TIKTOKEN = ("tiktoken.model", "*.tiktoken")
 _PIECES = ("tokenizer.model", "spiece.model", "sentencepiece.bpe.model")
+_MERGES, VOCABULARY = ("merges.txt",), "vocab.json"
 _CODE, _PATTERNS = "tokenization_*.py", ("pat_str", "pattern", "pat")
 MOST_BYTES, _MOST_CODE = 1 << 26, 1 << 20
 _LONGEST = 512  # bytes of a token, all ways to cut which are tried
+_OFFLINE: Mapping[str, Any] = {"local_files_only": True, "trust_remote_code": False}
 _SPECIAL = ("bos_token", "eos_token", "pad_token", "unk_token")
 
 
@@ -37,7 +39,8 @@ def made(folder: Path) -> str | None:
     TokenizerDamaged, or TokenizerUnfit if it would not be the same tokenizer."""
     if (folder / TOKENIZER).is_file():
         return None
-    for patterns, make in ((_TIKTOKEN, _of_tiktoken), (_PIECES, _of_pieces)):
+    of_merges = _MERGES if (folder / VOCABULARY).is_file() else ()
+    for patterns, make in ((_TIKTOKEN, _of_tiktoken), (_PIECES, _of_pieces), (of_merges, _of_merges)):
         files = (file for pattern in patterns for file in sorted(folder.glob(pattern)) if file.is_file())
         if (file := next(files, None)) is not None:
             return _made(folder, file, make)
@@ -72,6 +75,20 @@ def _of_pieces(folder: Path, file: Path) -> Tokenizer:
     body = json.dumps(table, ensure_ascii=False).encode()
     check_tokenizer(body)
     return locked(lambda: Tokenizer.from_buffer(body))
+
+
+def _of_merges(folder: Path, file: Path) -> Tokenizer:
+    from transformers import AutoTokenizer
+
+    bounded(file, MOST_BYTES)
+    ids = _json(folder / VOCABULARY)
+    found: Tokenizer = locked(lambda: AutoTokenizer.from_pretrained(str(folder), **_OFFLINE)).backend_tokenizer
+    if any(found.token_to_id(token) != number for token, number in ids.items()):
+        raise TokenizerUnfit(
+            f"can't be made of {file.name}: {CONFIG} names a class that has other ids than {VOCABULARY}"
+        )
+    check_tokenizer(found.to_str().encode())
+    return found
 
 
 def _added(folder: Path, config: Mapping[str, Any]) -> Mapping[int, Mapping[str, Any]]:
@@ -162,8 +179,7 @@ def chat_tokenizer(folder: Path) -> Any:
             _put_beside(folder, Path(beside), body)
             return chat_tokenizer(Path(beside))
     check_tokenizer_in(folder)
-    options = {"local_files_only": True, "trust_remote_code": False}
-    return locked(lambda: AutoTokenizer.from_pretrained(str(folder), **options))
+    return locked(lambda: AutoTokenizer.from_pretrained(str(folder), **_OFFLINE))
 
 
 def _put_beside(folder: Path, beside: Path, body: str) -> None:

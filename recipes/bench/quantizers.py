@@ -31,6 +31,7 @@ from moeconv.source.checkpoint import Checkpoint
 from moeconv.source.experts import ExpertCalls
 from moert.pack.codec import F32
 from moert.pack.model_spec import ExpertKey
+from recipes import talk
 from recipes.bench.ggml_products import BLOCK, I_QUANTS, K_QUANTS, Traits
 from recipes.bench.sized import sized
 
@@ -353,10 +354,15 @@ def logits_of(model: nn.Module, batch: Batch) -> tuple[Tensor, Tensor]:
 # A reference model with its text, and what becomes of it when all its experts are quantized in some way.
 
 SPLITS = ("calibration", "heldout")
-SIZES = sized({"g2p": (1000, 800), "marks": (400, 200), "wiki": (64, 40), "wikids": (64, 40)}, {"wiki": (2, 2)})
+SIZES = sized(
+    {"g2p": (1000, 800), "marks": (400, 200), "wiki": (64, 40), "wikids": (64, 40), "smollm2": (64, 40)},
+    {"wiki": (2, 2)},
+)
 """Samples or windows whose inputs the quantizers see, and others, of each split, that the loss is measured on."""
-DOCUMENTS = {"g2p": "words", "marks": "articles", "wiki": "articles", "wikids": "articles"}
+DOCUMENTS = {"g2p": "words", "marks": "articles", "wiki": "articles", "wikids": "articles", "smollm2": "articles"}
 """What is resampled whole."""
+PUBLISHED = "smollm2"
+"""A dense model of `make talk`: the network of each layer is one expert. It judges on Wikipedia's text, as wiki."""
 FITTING = ", fitting rows"
 """Ends a subject's name where only the matrices are quantized whose rows are whole blocks of llama.cpp's formats."""
 
@@ -391,11 +397,10 @@ class Subject:
     def __init__(self, name: str) -> None:
         self.name = name
         model, fitting = name.removesuffix(FITTING), name.endswith(FITTING)
-        self.path = Path("recipes/models") / model
-        checkpoint = Checkpoint.open(self.path)
-        self.family, self.spec = checkpoint.family, checkpoint.spec
-        self.model: Any = self.family.load(self.path, torch.float32)
-        self.seen, texts = _texts(model, SIZES[model])
+        checkpoint = Checkpoint.open(talk.model(talk.FOLDER) if model == PUBLISHED else Path("recipes/models") / model)
+        self.path, self.family, self.spec = checkpoint.path, checkpoint.family, checkpoint.spec
+        self.model: Any = checkpoint.model(torch.float32)
+        self.seen, texts = _texts(model, self.path, SIZES[model])
         calls = ExpertCalls(self.model, self.family, self.spec)
         self.moments: Moments = collect(calls, lambda: run(self.model, self.seen), "products")
         self.weights: dict[Matrices, F32] = {
@@ -420,14 +425,17 @@ class Subject:
         return {weights[0].size for weights in self.weights.values()}
 
     def quantize(self, method: str, name: str, function: Method) -> Quantized:
-        """All experts; what was asked for before under the same name is remembered."""
-        if name not in self._kept:
-            coded = {}
-            for (stack, layer, projection), weights in self.weights.items():
-                keys = [ExpertKey(stack, layer, expert) for expert in range(len(weights))]  # type: ignore[arg-type]
-                coded[stack, layer, projection] = function(weights, self.moments.inputs(keys, projection))
-            self._kept[name] = self.whole(method, name, coded)
-        return self._kept[name]
+        """All experts; what was asked for before of ours under the same name is remembered."""
+        if name in self._kept:
+            return self._kept[name]
+        coded = {}
+        for (stack, layer, projection), weights in self.weights.items():
+            keys = [ExpertKey(stack, layer, expert) for expert in range(len(weights))]  # type: ignore[arg-type]
+            coded[stack, layer, projection] = function(weights, self.moments.inputs(keys, projection))
+        whole = self.whole(method, name, coded)
+        if method == "ours":
+            self._kept[name] = whole
+        return whole
 
     def whole(self, method: str, name: str, coded: Mapping[Matrices, Coded]) -> Quantized:
         """All experts, from all their matrices."""
@@ -471,10 +479,10 @@ class Subject:
         return 8 * experts * sum(nbytes.values()) / weights
 
 
-def _texts(name: str, sizes: tuple[int, int]) -> tuple[Sequence[Batch], dict[str, Text]]:
-    """What the quantizers see, and what each split is judged on."""
-    settings = Recipe.load(Path(f"recipes/{name}.toml"), Path("build"), allow_code=True).settings
-    path = Path(settings.model)
+def _texts(name: str, path: Path, sizes: tuple[int, int]) -> tuple[Sequence[Batch], dict[str, Text]]:
+    """What the quantizers see, and what each split is judged on. `path` has the model's tokenizer."""
+    recipe = "wiki" if name == PUBLISHED else name
+    settings = Recipe.load(Path(f"recipes/{recipe}.toml"), Path("build"), allow_code=True).settings
     assert settings.calib is not None
     splits = load_splits(settings.calib, None, seed=0)
     seen, judged = sizes

@@ -406,6 +406,7 @@ SEEN = {  # rows and settings that a definition looks at before it names others
     ],
     "plans": ["wiki, all at 2 bits: loss", "wiki, 2.4 bits, sweep: loss", "wiki, 1.7 bits, MC-MoE: loss"],
     "quant": ["wiki against Q4_K, imatrix: bits of the peer", "g2p against hqq 2 bits, axis 1: bits of the peer"],
+    "quant_smollm2": ["smollm2 against IQ2_S, imatrix: bits of the peer"],
 }
 SETTINGS = {"llama_cpp_built": {"as released": "AVX, AVX2"}, "llama_cpp_python": "0.3", "device": "H200"}
 

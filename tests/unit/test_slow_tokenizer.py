@@ -1,4 +1,4 @@
-"""Checkpoints without tokenizer.json: one is made of tiktoken's file, and says the same of hard text."""
+"""Checkpoints without tokenizer.json: one is made of the files of tiktoken or GPT-2, and says the same of hard text."""
 
 from __future__ import annotations
 
@@ -149,3 +149,47 @@ def test_a_checkpoint_is_packed_with_what_was_made(tmp_path: Path) -> None:
     unmade = Checkpoint.open(source)
     assert unmade.spelled is None
     assert [note[:30] for note in unmade.notes] == ["tokenizer.json can't be made: "]
+
+
+# GPT-2's two files.
+
+
+def write_merges(folder: Path, **config: Any) -> Tokenizer:
+    """Writes the vocabulary and the merges of the wiki model in place of its tokenizer.json, which is returned."""
+    whole = Path("recipes/models/wiki/tokenizer.json").read_text()
+    table = json.loads(whole)["model"]
+    folder.mkdir()
+    (folder / "vocab.json").write_text(json.dumps(table["vocab"]))
+    pairs = (each if isinstance(each, str) else " ".join(each) for each in table["merges"])
+    (folder / "merges.txt").write_text("\n".join(["#version: 0.2", *pairs]) + "\n")
+    (folder / "config.json").write_text(json.dumps({"model_type": "opt"}))
+    (folder / "tokenizer_config.json").write_text(json.dumps(config))
+    return Tokenizer.from_str(whole)
+
+
+def test_vocabulary_and_merges_make_the_tokenizer_that_they_are_of(tmp_path: Path) -> None:
+    whole = write_merges(tmp_path / "hf", tokenizer_class="GPT2Tokenizer", eos_token="</s>")
+    body = made(tmp_path / "hf")
+    assert body is not None
+    found = Tokenizer.from_str(body)
+    for text in ("Hello world, it's 12.", "  日本 \n\n\tdéjà 🙂 vu", "a</s>b", ""):
+        assert found.encode(text).ids == whole.encode(text).ids
+
+
+@pytest.mark.parametrize(
+    ("name", "why"),
+    [
+        ("LlamaTokenizer", "made of merges.txt: tokenizer_config.json names a class"),
+        ("PreTrainedTokenizerFast", "can't be made"),
+    ],
+)
+def test_merges_of_another_class_are_refused(tmp_path: Path, name: str, why: str) -> None:
+    write_merges(tmp_path / "hf", tokenizer_class=name)
+    with pytest.raises(TokenizerUnfit, match=why):
+        made(tmp_path / "hf")
+
+
+def test_a_special_token_that_the_vocabulary_lacks_gets_the_id_behind_it(tmp_path: Path) -> None:
+    write_merges(tmp_path / "hf", tokenizer_class="GPT2Tokenizer", bos_token="<never>", unk_token="<pad>")
+    found = Tokenizer.from_str(made(tmp_path / "hf") or "")
+    assert found.token_to_id("<never>") == len(json.loads((tmp_path / "hf" / "vocab.json").read_text()))

@@ -1,6 +1,6 @@
 """OPT: a dense decoder with learnt positions, LayerNorms and biases; each layer's network is packed as its only expert.
-Galactica is the same with gelu. A checkpoint without safetensors or tokenizer.json gets both when transformers'
-save_pretrained writes model and tokenizer anew."""
+Galactica is the same with gelu. A checkpoint without safetensors gets them when transformers'
+save_pretrained writes the model anew."""
 
 from __future__ import annotations
 
