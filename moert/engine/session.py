@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 import threading
 import time
 from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
@@ -28,7 +27,7 @@ from moert.engine.generation import (
 )
 from moert.engine.text import LONG_TEXT, Text, given_ids
 from moert.errors import BudgetTooSmall, Busy, Closed, SettingInvalid, memory_shortage
-from moert.models.footprint import Load, Loads
+from moert.models.footprint import WHOLE, Load, Loads
 from moert.models.kv import BLOCK_TOKENS, State, forked, written_bytes
 from moert.models.model import Model
 from moert.pack.codec import F32
@@ -37,9 +36,6 @@ from moert.stats import RequestTimes
 if TYPE_CHECKING:
     from typing_extensions import Unpack
 
-
-WHOLE = sys.maxsize
-"""Tokens that a turn reads of a prompt at most, where it reads prompts as a whole."""
 _PARTS = 4
 """Parts of prompts that a turn reads at most: experts that are read from the drive for one serve all of them."""
 
@@ -418,13 +414,13 @@ class Session:
 
         Raises PackError, NotFinite or OutOfMemory, after which no request of the session goes on, as after Ctrl-C.
         """
-        with self._going():
+        with memory_shortage(), self._open(stops=True):
             return self._turn()
 
     def begin(self) -> bool:
         """Begins the waiting requests that fit, as `turn` does before all else; returns whether any request runs.
         Raises the errors of `turn`."""
-        with self._going():
+        with memory_shortage(), self._open(stops=True):
             self._begin()
             return bool(self._running)
 
@@ -487,17 +483,6 @@ class Session:
     ) -> None:
         self.close()
 
-    @contextmanager
-    def _going(self) -> Iterator[None]:
-        """Takes the lock for a turn; where that fails, no request goes on."""
-        with self._open():
-            try:
-                with memory_shortage():
-                    yield
-            except BaseException:
-                self._stop()
-                raise
-
     # Inside the lock --------------------------------------------------------------------------------------------------
 
     def _turn(self) -> list[tuple[Request, Piece]]:
@@ -509,12 +494,15 @@ class Session:
         first, read = running[0], running[0]._read_tokens
         drafts = first._drafts if len(running) == 1 and first._drafts is not None and first.begun else None
         draft = [] if drafts is None else first._draft(drafts)
-        counts = self._parts(running)
-        running = [each for each in running if each in counts]
+        if self._part == WHOLE:
+            counts = {each: len(each._unread[0]) for each in running}
+        else:
+            counts = self._parts(running)
+            running = [*counts]
         logits = self._read(counts, draft)
         if self._waiting or self._coming:
             self._model.expects(chain((each._generation.prompt_ids for each in self._waiting), self._coming))
-        pieces, row, reading = list[tuple[Request, Piece]](), 0, False
+        pieces, row, reading, some_ended = list[tuple[Request, Piece]](), 0, False, False
         for request in running:
             start, row = row, row + len(request._states)
             if counts[request] < len(request._unread[0]):
@@ -528,9 +516,11 @@ class Session:
             request._first_s = request._first_s or request._so_far_s
             if request.ended:
                 self._settle(request)
+                some_ended = True
         self._read_tokens += sum(counts.values())
         reading = reading or len(counts) < len(self._running)
-        self._running = [each for each in self._running if not each.ended]
+        if some_ended:
+            self._running = [each for each in self._running if not each.ended]
         if not reading:  # the room that the rest of a prompt needs was made before its first part
             self._gate.after([each._load for each in self._running])
         if going:
@@ -542,12 +532,11 @@ class Session:
         return pieces
 
     def _parts(self, running: Sequence[Request]) -> dict[Request, int]:
-        """Returns how many tokens this turn reads of each sequence of a request: the last one of those that write, and
-        parts of prompts; requests whose prompts have to wait are left out."""
+        """Returns how many tokens this turn reads of each sequence of a request, in their order: the last one of those
+        that write, and parts of prompts; requests whose prompts have to wait are left out."""
         prompts = [each for each in running if not each.begun]
         left = [(each._deadline, len(each._unread[0])) for each in prompts]
-        most = WHOLE if self._part == WHOLE else _PARTS * self._part
-        found = dict(zip(prompts, parts(left, self._part, most), strict=True))
+        found = dict(zip(prompts, parts(left, self._part, _PARTS * self._part), strict=True))
         counts = {each: found.get(each, len(each._unread[0])) for each in running}
         return {each: count for each, count in counts.items() if count}
 
@@ -642,11 +631,17 @@ class Session:
             yield
 
     @contextmanager
-    def _open(self) -> Iterator[None]:
+    def _open(self, stops: bool = False) -> Iterator[None]:
+        """Takes the lock. `stops`: no request goes on where the work fails."""
         with self._lock:
             if self._closed:
                 raise Closed("the session is closed: open another with engine.session()")
-            yield
+            try:
+                yield
+            except BaseException:
+                if stops:
+                    self._stop()
+                raise
 
 
 async def text_of(session: Callable[[], Session], prompt: Prompt, settings: GenerationSettings) -> AsyncIterator[str]:

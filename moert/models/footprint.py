@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
@@ -188,6 +189,10 @@ def _padded(width: int) -> int:
     return -(-width // _PADDED) * _PADDED
 
 
+WHOLE = sys.maxsize
+"""As many tokens as there are."""
+
+
 @dataclass(frozen=True)
 class Load:
     """One request: tokens of its prompt, the most that it may write, and the tokens `written` so far (0: its prompt is
@@ -205,14 +210,14 @@ class Load:
     beams: int = 1
     noted_bytes: int = 0
     scored: int = 0
-    part: int | None = None
-    """Tokens of its prompt that one pass reads at most; None: all."""
+    part: int = WHOLE
+    """Tokens of its prompt that one pass reads at most."""
 
     @property
     def at_once(self) -> int:
         """Tokens that the next pass reads at most."""
         unread = self.beams if self.written else self.prompt_tokens - self.kept_tokens
-        return unread if self.part is None else min(unread, self.part)
+        return min(unread, self.part)
 
 
 Loads = Sequence[Load]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import os
 import re
 import stat
@@ -12,8 +11,12 @@ from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from io import FileIO
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from moert.pack.errors import FileMissing, FileTruncated
+
+if TYPE_CHECKING:
+    import hashlib
 
 _LEFT = re.compile(r"\.[0-9a-f]{8}\.tmp$")
 
@@ -65,6 +68,8 @@ def write_in_order(files: Sequence[tuple[Path, bytes | bytearray]]) -> None:
 
 def sha256(body: bytes | array[int] = b"") -> hashlib._Hash:
     """Returns the sha256 of bytes, to which more may be added."""
+    import hashlib  # takes memory, and a run needs none of it
+
     return hashlib.sha256(body)
 
 

@@ -6,7 +6,8 @@ import pytest
 from tiny_packs import DECODER_SHAPE, write_pack
 
 from moert.engine.engine import Engine
-from moert.engine.session import WHOLE, Request, Session, parts
+from moert.engine.session import Request, Session, parts
+from moert.models.footprint import WHOLE
 
 PART, NEW = 8, 3
 
