@@ -19,6 +19,8 @@ from chat_packs import ENDLESS, write_chat_pack
 from moert.engine.engine import Engine
 
 CLIENTS, WARM_S, SECONDS, NEW = 16, 45.0, 30.0, 24
+GROWS_KB = 4
+"""Of a request: beginnings that are kept take about half of it, until they have their room."""
 BODIES = (b"", b"{", b"[1]", b'{"prompt": 5}', b'{"prompt": "a", "n": -1}', b"[" * 5000, b'{"colour": 1}')
 
 
@@ -46,12 +48,13 @@ def test_many_clients_that_come_and_go(tmp_path: Path) -> None:
     prompts = ["hello world " * count for count in range(1, 33)]
     with Engine.open(pack) as engine:
         wanted = {each: engine.generate(each, max_new_tokens=NEW, temperature=0.8, seed=7).text for each in prompts}
-    faults: list[str] = []
+    faults, asked = list[str](), list[int]()
 
     def behave(client: httpx.Client, chance: random.Random) -> None:
         prompt = chance.choice(prompts)
         body = {"prompt": prompt, "max_tokens": NEW, "temperature": 0.8, "seed": 7}
         act = chance.randrange(5)
+        asked.append(act)
         if act == 0:
             if client.post("/v1/completions", content=chance.choice(BODIES)).status_code != 400:
                 faults.append("nonsense was not refused")
