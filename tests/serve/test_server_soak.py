@@ -87,7 +87,7 @@ def test_many_clients_that_come_and_go(tmp_path: Path) -> None:
 
     with program(pack) as (pid, url):
         crowd(url, WARM_S)
-        before = held_kb(pid)
+        before, began = held_kb(pid), len(asked)
         crowd(url, SECONDS)
         after = held_kb(pid)
         assert faults == []
