@@ -3,7 +3,6 @@ from __future__ import annotations
 import gc
 import pickle
 import shutil
-import sys
 import weakref
 from mmap import PAGESIZE
 from pathlib import Path
@@ -34,6 +33,7 @@ from moert.pack.reader import Pack
 from moert.pack.writer import add_to_pack
 from recipes.bench.controls import Oracle
 from tests.alone import alone
+from tests.calls import fewest_calls
 from tests.little_memory import refused_then_enough
 from tests.pairs import each, thinned
 from tests.refusing import one_line
@@ -103,30 +103,11 @@ def test_without_a_limit_every_expert_is_read_once_and_then_always_there(packs, 
         assert engine.counters.evictions == 0
 
 
-def fewest_calls(pack: Path) -> int:
-    """Of Python functions in one token of 40."""
-    counts: list[int] = []
-
-    def counted(frame: object, event: str, _: object) -> None:
-        counts[-1] += event == "call"
-
-    with Engine.open(pack, kernels="auto") as engine, engine.session() as session:
-        session.add([3, 4, 5], max_new_tokens=40, ignore_eos=True)
-        for _ in range(40):
-            counts.append(0)
-            sys.setprofile(counted)
-            try:
-                session.turn()
-            finally:
-                sys.setprofile(None)
-    return min(counts)
-
-
 @pytest.mark.skipif(library.load() is None, reason=f"{library.missing()}")
 def test_a_token_whose_experts_are_in_memory_makes_few_calls(packs) -> None:
     """In a process of its own: what others have loaded or patched makes calls too."""
     layers = len(Pack.open(packs["decoder"]).manifest.model.moe_layers())
-    assert alone(fewest_calls, packs["decoder"]) <= 80 + 46 * layers
+    assert alone(fewest_calls, packs["decoder"], {"kernels": "auto"}) <= 80 + 46 * layers
 
 
 @pytest.mark.parametrize("name", SPECS)

@@ -22,6 +22,7 @@ from moert.kernels import library
 from moert.pack.layout import Neurons
 from moert.pack.model_spec import LayerKey, ModelSpec
 from moert.pack.reader import Pack
+from tests.calls import fewest_calls
 from tests.refusing import one_line
 
 TOKENS = 6
@@ -282,27 +283,9 @@ def test_nothing_of_it_is_loaded_for_a_run_without(packs) -> None:
     assert "moert.beside.profile" not in done.stdout
 
 
-def calls_of(pack: Path, out: Path | None) -> int:
-    """Of Python functions in one token of 40."""
-    counts: list[int] = []
-
-    def counted(frame: object, event: str, _: object) -> None:
-        counts[-1] += event == "call"
-
-    with Engine.open(pack, profile=out and str(out)) as engine, engine.session() as session:
-        session.add([3, 4, 5], max_new_tokens=40, ignore_eos=True)
-        for _ in range(40):
-            counts.append(0)
-            sys.setprofile(counted)
-            try:
-                session.turn()
-            finally:
-                sys.setprofile(None)
-    return min(counts)
-
-
 @pytest.mark.skipif(library.load() is None, reason=f"{library.missing()}")
 def test_a_profiled_token_makes_few_calls_more(packs, tmp_path) -> None:
     layers = len(Pack.open(packs["decoder"]).manifest.model.moe_layers())
-    plain, timed = (calls_of(packs["decoder"], out) for out in (None, tmp_path / "trace.json"))
+    traced = {"profile": str(tmp_path / "trace.json")}
+    plain, timed = (fewest_calls(packs["decoder"], settings) for settings in ({}, traced))
     assert plain < timed <= plain + 20 + 20 * layers

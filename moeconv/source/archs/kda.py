@@ -210,14 +210,15 @@ def _networks(limit: float, config: Config) -> Mapping[str, Ffn | Experts]:
 
 
 @contextmanager
-def one_stream(tower: nn.Module) -> Iterator[None]:
-    """Keeps a tower from repeating hidden states as it repeats embeddings, inside a with block."""
-    config: Any = tower.config
-    before, config.hc_mult = config.hc_mult, 1
+def one_stream(tower: nn.Module, streams: str = "hc_mult") -> Iterator[None]:
+    """Keeps a tower from repeating hidden states as it repeats embeddings, inside a with block. `streams`: the setting
+    that has their number."""
+    before = getattr(tower.config, streams)
+    setattr(tower.config, streams, 1)
     try:
         yield
     finally:
-        config.hc_mult = before
+        setattr(tower.config, streams, before)
 
 
 class Glm5Next(Family):

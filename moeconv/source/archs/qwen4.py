@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 from moeconv.source.archs.config import Config, UnsupportedModel, text_settings
 from moeconv.source.archs.deepseek import IMAGES_LEFT_OUT, INDEXERS_LEFT_OUT
 from moeconv.source.archs.description import Description, Inside, Place, Source, decoder, limited
+from moeconv.source.archs.kda import one_stream
 from moeconv.source.archs.qwen import SEES, Qwen35MoeText, attention_inside, delta_of, gated_experts
 from moert.pack.model_spec import Layer, Tokens, stack_of
 from moert.pack.ngrams import GatedStreams, Ngrams
@@ -103,13 +104,8 @@ class Qwen4ExpText(Qwen35MoeText):
 
     @contextmanager
     def resuming(self, tower: nn.Module) -> Iterator[None]:
-        """Keeps the tower from repeating hidden states as it repeats embeddings, inside a with block."""
-        config: Any = tower.config
-        before, config.hc_count = config.hc_count, 1
-        try:
+        with one_stream(tower, "hc_count"):
             yield
-        finally:
-            config.hc_count = before
 
 
 class Qwen4Exp(Qwen4ExpText):
