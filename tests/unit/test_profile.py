@@ -183,7 +183,8 @@ def test_the_time_between_two_requests_is_no_tokens(packs, tmp_path, ticking) ->
             for _ in range(10_000):
                 profile.time.perf_counter_ns()
         engine.generate([5], max_new_tokens=2, ignore_eos=True)
-    assert max(each["dur"] for each in events_of(tmp_path / "trace.json")) < 10_000_000
+    of_model = [each for each in events_of(tmp_path / "trace.json") if each["tid"] == 0]  # reads ahead may go on
+    assert max(each["dur"] for each in of_model) < 10_000_000
 
 
 @pytest.mark.parametrize("when", ["between tokens", "in a layer"])
