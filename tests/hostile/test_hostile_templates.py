@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import signal
 import subprocess
 import sys
@@ -206,20 +207,26 @@ def test_room_is_made_before_it_starts(monkeypatch: pytest.MonkeyPatch) -> None:
     assert 20 << 20 < asked[0] < 40 << 20
 
 
+_TELLS = (
+    "import sys; sys.path += sys.argv[1:]\n"
+    "from moert.chat import sandbox\n"
+    "status, answer = open('/proc/self/status'), sandbox.answer\n"
+    "def tell(request): answer(request); status.seek(0); return {'text': status.read()}\n"
+    "sandbox.answer = tell; sandbox.main()"
+)
+
+
 @pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="this system does not tell what a process holds")
-def test_it_takes_no_more_memory_than_it_said() -> None:
-    """A template that fills what it may, by the system's own account of ended processes."""
-    code = (
-        "import contextlib, resource, sys\n"
-        "from moert.chat.renderer import Renderer\nfrom moert.pack.text import ChatFormat\n"
-        "asked = []\ndef room(nbytes): asked.append(nbytes); return contextlib.nullcontext()\n"
-        "try: Renderer(ChatFormat(sys.argv[1], {}), room=room).render([{'role': 'user', 'content': 'x'}])\n"
-        "except Exception: pass\n"
-        "print(asked[0], resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss * 1024)"
-    )
-    done = subprocess.run(
-        [sys.executable, "-c", code, NO_END["a list that grows"]], capture_output=True, text=True, check=True
-    )
-    said, held = map(int, done.stdout.split())
-    shared = 12 << 20  # of the interpreter's own file, which this process has mapped too
-    assert held < said + shared
+def test_it_takes_no_more_memory_than_it_said(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A template that fills what it may, by what the process itself held at most, but for files that it mapped."""
+    asked = list[int]()
+
+    def room(nbytes: int) -> Any:
+        asked.append(nbytes)
+        return contextlib.nullcontext()
+
+    monkeypatch.setattr(module, "_PROGRAM", _TELLS)
+    found = Renderer(ChatFormat(NO_END["a list that grows"], {}), room=room).render(HI)
+    held = dict(line.split(":", 1) for line in found.splitlines())
+    most, files = (int(held[name].split()[0]) << 10 for name in ("VmHWM", "RssFile"))
+    assert asked[0] / 2 < most - files < asked[0]
