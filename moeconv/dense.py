@@ -11,6 +11,7 @@ from moeconv.artifacts import DenseUnit
 from moeconv.errors import SettingsError
 from moert.pack.manifest import Dense, Quantization, stored_tensors
 from moert.pack.model_spec import ModelSpec
+from moert.pack.parts import TRELLIS_ROLES
 from moert.pack.tensors import DTYPE_BITS
 
 # Widths of the matrices outside the experts, by role.
@@ -62,6 +63,8 @@ UNIT_GROUP_SIZE = 128
 """Inputs that share a scale where the widths of units are chosen: of GROUP_SIZE, scales cost more than they gain."""
 UNQUANTIZED = 16
 """The widest width of a unit, whose matrices a pack stores in 16 bits."""
+TRELLIS_WIDTHS = (-2, -3, -4)
+"""Widths of units in trellis codes, of roles that may have them: below 0, as kinds of matrices are in moert.h."""
 USUAL = 8
 """The width where no loss decides: 8 bits change weights by a few thousandths."""
 
@@ -110,18 +113,20 @@ def dense_of_units(spec: ModelSpec, widths: Mapping[DenseUnit, int], quantizer: 
     matrices, others have their own."""
     if not widths:
         return None
-    each = {name: bits for unit, bits in widths.items() for name in matrices_of(spec, unit)}
+    each = {name: abs(bits) for unit, bits in widths.items() for name in matrices_of(spec, unit)}
+    trellis = tuple(role for role in TRELLIS_ROLES if any(unit.role == role and widths[unit] < 0 for unit in widths))
     usual = {
         role: Counter(bits for name, bits in each.items() if spec.tensors[name].role == role).most_common(1)[0][0]
         for role in dict.fromkeys(unit.role for unit in widths)
     }
     own = {name: bits for name, bits in each.items() if bits != usual[spec.tensors[name].role or ""]}
-    return Dense(quantizer, UNIT_GROUP_SIZE, usual, matrices=own or None)
+    return Dense(quantizer, UNIT_GROUP_SIZE, usual, matrices=own or None, trellis=trellis)
 
 
 def unit_bytes(spec: ModelSpec, units: Sequence[DenseUnit], bits: int) -> dict[DenseUnit, int]:
     """Returns the bytes of each unit's tensors in a pack at a width, scales and minima counted."""
-    dense = Dense(QUANTIZER, UNIT_GROUP_SIZE, dict.fromkeys(spec.roles(), bits))
+    trellis = TRELLIS_ROLES if bits < 0 else ()
+    dense = Dense(QUANTIZER, UNIT_GROUP_SIZE, dict.fromkeys(spec.roles(), abs(bits)), trellis=trellis)
     tensors = stored_tensors(spec, Quantization("", 0, "BF16", 0, dense))
     return {
         unit: sum(

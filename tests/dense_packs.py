@@ -55,6 +55,8 @@ def random_backbone(spec: ModelSpec, quantization: Quantization, seed: int = 0) 
             if part.endswith(".qweight"):
                 codes = rng.integers(0, 1 << (width or 0), (out_features, *rest)).astype(np.uint8)
                 found[part] = torch.from_numpy(pack_codes(codes, width or 0))
+            elif part.endswith(".trellis"):
+                found[part] = torch.from_numpy(rng.integers(0, 256, shape).astype(np.uint8))
             elif part.endswith(".table"):
                 rows = [rng.permutation(spec.moe.n)[: rest[0]] for _ in range(out_features)]
                 found[part] = torch.from_numpy(np.stack(rows).astype(np.float32))

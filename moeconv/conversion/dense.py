@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from moeconv.artifacts import DenseCosts, DenseUnit, uniform
 from moeconv.conversion.measuring import Account, Bench
-from moeconv.dense import UNQUANTIZED, dense_units
+from moeconv.dense import TRELLIS_WIDTHS, UNQUANTIZED, dense_units
 from moeconv.quantizers.coder import ORIGINAL
+from moert.pack.parts import TRELLIS_ROLES
 
 WIDTHS = (2, 3, 4, 8)
-LAYERED_WIDTHS = (4, 8)
+LAYERED_WIDTHS = (-4, 4, 8)
 """Widths of units that span all layers, in a model that goes through memory layer by layer for each measurement."""
 TOKENS = 4096
 """Tokens, about, that units are measured on: a divergence needs less text than a loss does."""
@@ -20,21 +21,22 @@ def swept_beside(bench: Bench, account: Account) -> DenseCosts:
     coder, spec, layered = bench.coding.dense, bench.spec, bench.memory.layered
     if not coder.chooses:
         return {}
-    units, widths = dense_units(spec, by_layer=not layered), LAYERED_WIDTHS if layered else WIDTHS
+    units, widths = dense_units(spec, by_layer=not layered), LAYERED_WIDTHS if layered else (*TRELLIS_WIDTHS, *WIDTHS)
+    coded = TRELLIS_ROLES if bench.coding.quantizer.codes == "trellis" else ()
+    probes = [(unit, bits) for unit in units for bits in widths if bits > 0 or unit.role in coded]
     measure = bench.measure("dense", bench.material.ranking, _samples(bench))
     original, base = uniform(spec, ORIGINAL), dict.fromkeys(units, UNQUANTIZED)
     costs: dict[DenseUnit, dict[int, tuple[float, float, float]]] = {unit: {} for unit in units}
     before = measure.summary(measure.reference)
     with (
         account.step("dense sweep", bench.journal),
-        account.progress("dense sweep", len(units) * len(widths)) as bar,
+        account.progress("dense sweep", len(probes)) as bar,
     ):
-        for unit in units:
-            for bits in widths:
-                coder.choose({**base, unit: bits})
-                found = measure.summary(measure(original, f"{unit} at {bits}"))
-                costs[unit][bits] = found.loss, found.nll - before.nll, found.kl
-                bar.update(1)
+        for unit, bits in probes:
+            coder.choose({**base, unit: bits})
+            found = measure.summary(measure(original, f"{unit} at {bits}"))
+            costs[unit][bits] = found.loss, found.nll - before.nll, found.kl
+            bar.update(1)
         coder.choose({})
     return costs
 

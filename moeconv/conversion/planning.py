@@ -23,7 +23,7 @@ from moeconv.artifacts import (
     Target,
 )
 from moeconv.conversion.settings import DEFAULT_ALLOCATION, PIECE_BYTES, check_choice, check_ranking, check_target
-from moeconv.dense import dense_units
+from moeconv.dense import TRELLIS_WIDTHS, dense_units
 from moeconv.errors import SettingsError, TargetMissed
 from moeconv.measure.metrics import Metric, recorded_metric
 from moeconv.measure.trial import known_plans, unquantized
@@ -99,16 +99,17 @@ class Inputs:
         for *key, bits, (metric, nll, kl) in values["costs"]:
             costs[Probe(key_of(*key), tuple(bits))] = number(metric), number(nll), number(kl)
         units: dict[DenseUnit, dict[int, tuple[float, float, float]]] = {}
+        widths = *TRELLIS_WIDTHS, *WIDTHS
         for role, stack, layer, bits, metric, nll, kl in values.get("units", []):
-            if role not in ROLES or stack not in ("", *STACKS) or type(layer) is not int or bits not in WIDTHS:
+            if role not in ROLES or stack not in ("", *STACKS) or type(layer) is not int or bits not in widths:
                 raise ValueError("a unit that there is not")
             units.setdefault(DenseUnit(role, stack, layer), {})[bits] = number(metric), number(nll), number(kl)
         base_bits, group_size = values["base_bits"], values["group_size"]
         dense = dict(named(amount)(values.get("dense", {}), INPUTS))
         texts = {name: text(values[name], INPUTS) for name in ("model", "quantizer", "metric", "samples")}
         known = set(map(str, WIDTHS_OF[codes_of(texts["quantizer"])]))
-        widths = [base_bits, *(bits for probe in costs for bits in probe.bits)]
-        there = all(type(width) in (int, float) and str(width) in known for width in widths)
+        measured = [base_bits, *(bits for probe in costs for bits in probe.bits)]
+        there = all(type(width) in (int, float) and str(width) in known for width in measured)
         if not there or not set(dense.values()) <= set(WIDTHS):
             raise ValueError("a width that there is not")
         if type(group_size) is not int or group_size not in (0, *GROUP_SIZES):
@@ -187,7 +188,8 @@ def plan(
     return Planned(
         Path(inputs.model).name, inputs.quantizer, inputs.group_size, weights_of(spec), uniform_bytes(spec, 4),
         points, next(point for point in points if point.chosen), inputs.dense, residences,
-        assigned_bytes(spec, chosen.assignment, storage), {str(unit): bits for unit, bits in chosen.dense.items()},
+        assigned_bytes(spec, chosen.assignment, storage),
+        {f"{unit}{' in trellis codes' if bits < 0 else ''}": abs(bits) for unit, bits in chosen.dense.items()},
         purpose,
     )  # fmt: skip
 

@@ -19,7 +19,7 @@ from moeconv.dense import head_of
 from moeconv.measure.metrics import F64, Metric, perplexity
 from moeconv.measure.scorers import Scorer, Scores
 from moeconv.measure.workdir import Journal, identity
-from moeconv.quantizers.coder import ORIGINAL, DenseCoder, ExpertCoder, batches
+from moeconv.quantizers.coder import ORIGINAL, DenseCoder, ExpertCoder, Form, batches
 from moeconv.source.archs.config import transformers_model
 from moeconv.source.archs.weights import fill_backbone
 from moeconv.source.checkpoint import Checkpoint
@@ -43,8 +43,8 @@ class LoadedModel:
         with transformers_model(checkpoint.path):
             self.model: Any = checkpoint.model(torch.float32).requires_grad_(False)
         self.calls = ExpertCalls(self.model, self.family, self.spec)
-        self._stored: dict[str, int | None] = {}
-        """The present widths of the matrices outside the experts; none for originals."""
+        self._stored: dict[str, Form] = {}
+        """The present forms of the matrices outside the experts; none for originals."""
 
     @property
     def stored_head(self) -> Tensor | None:
@@ -55,7 +55,7 @@ class LoadedModel:
     def set_dense(self, *, stored: bool) -> None:
         """Puts in the matrices outside the experts as the pack will store them, or as they were."""
         dense, before = self.dense, self._stored
-        self._stored = {name: dense.width(name) for name in dense.names} if stored else {}
+        self._stored = {name: dense.form(name) for name in dense.names} if stored else {}
         changed = [name for name in self.spec.tensors if before.get(name) != self._stored.get(name)]
         weights = (
             (name, dense.stored_weight(name) if name in self._stored else dense.source(name).float())
@@ -275,7 +275,7 @@ class Measure:
         self.used: dict[str, Evaluation] = {}  # by this run, measured now or before
         self._trial, self._make_scorer, self._journal = trial, scorer, journal
         self._scorer: Scorer | None = None
-        self._head_width: int | None = None  # of the head that the scorer's reference is for
+        self._head_form: Form | None = None  # of the head that the scorer's reference is for
 
     @cached_property
     def reference(self) -> Evaluation:
@@ -289,8 +289,8 @@ class Measure:
 
     def scorer(self) -> Scorer:
         """Returns the scorer, with the reference of divergences for the head that is measured next."""
-        head_width = None if self.dense is None else self.dense.head_width
-        if self._scorer is None or head_width != self._head_width:
+        head_form = None if self.dense is None else self.dense.head_form
+        if self._scorer is None or head_form != self._head_form:
             trial, name = self._trial(), identity(self.samples_id, None)
             scorer = self._scorer or self._make_scorer()
             trial.restore()
@@ -299,7 +299,7 @@ class Measure:
                     self._journal.add(name, self._scored(scorer, "unquantized", as_reference=True).to_json())
                 else:
                     scorer.refer()
-            self._scorer, self._head_width = scorer, head_width
+            self._scorer, self._head_form = scorer, head_form
         return self._scorer
 
     def __call__(self, widths: Assignment, what: str) -> Evaluation:

@@ -26,14 +26,12 @@ from moert.pack.manifest import (
     BACKBONE,
     NGRAMS,
     WIDTHS_OF,
-    Dense,
     Files,
     Manifest,
     Preference,
     Quality,
     Quantization,
-    part_names,
-    stem_of,
+    stored_tensors,
 )
 from moert.pack.model_spec import ExpertKey
 from moert.pack.tensors import TOKENIZER
@@ -44,14 +42,12 @@ from moert.pack.writer import PackWriter
 # The backbone, written tensor by tensor, so that it is never in memory as a whole.
 
 
-def write_backbone(dense: DenseCoder, dtype16: str, writer: PackWriter) -> None:
+def write_backbone(dense: DenseCoder, writer: PackWriter) -> None:
     """Writes the backbone's file, and that of tables that stay on the drive. Raises CheckpointError for values that are
     not finite, WriteFailed."""
-    stored_as = writer.quantization.dense
-    _write(
-        writer, BACKBONE,
-        [part for name in dense.checkpoint.spec.tensors for part in _parts(dense, name, dtype16, stored_as)],
-    )  # fmt: skip
+    spec, stored_as = dense.checkpoint.spec, writer.quantization
+    names = {name: list(parts) for name, parts in stored_tensors(spec, stored_as).items()}
+    _write(writer, BACKBONE, [part for name in names for part in _parts(dense, name, names[name], stored_as)])
     if tables := dense.checkpoint.spec.tables:
         _write(writer, NGRAMS, [_table(dense.checkpoint, name, shape) for name, shape, _ in tables.values()])
 
@@ -77,23 +73,23 @@ def _table(checkpoint: Checkpoint, name: str, shape: tuple[int, ...]) -> Part:
     return Part(name, dtype, shape, lambda: (_finite(name, piece.to(dtype)) for piece in checkpoint.table(name)))
 
 
-def _parts(dense: DenseCoder, name: str, dtype16: str, stored_as: Dense | None) -> list[Part]:
-    """Returns the tensors of the file that stand for one of the checkpoint's."""
+def _parts(dense: DenseCoder, name: str, names: list[str], stored_as: Quantization) -> list[Part]:
+    """Returns the tensors of the file, which have these names, that stand for one of the checkpoint's."""
     if dense.width(name) is None:
         stored = _stored(dense, name)
         return [Part(name, stored.dtype, tuple(stored.shape), lambda: _finite(name, _stored(dense, name)))]
 
     def coded() -> dict[str, Tensor]:
         projection = dense.code(name)
-        assert stored_as is not None
+        assert stored_as.dense is not None
         if isinstance(projection, QuantizedMatrix):
-            values = (projection.qweight, projection.scale, projection.minimum)
-            return {
-                part: torch.from_numpy(each) for part, each in zip(part_names(name, stored_as), values, strict=True)
-            }
-        assert not isinstance(projection, TrellisMatrix), "dense matrices have plain codes"
-        whole = torch.from_numpy(times_two(projection, -stored_as.power(name)))
-        return {f"{stem_of(name, stored_as)}.weight": whole.to(torch.bfloat16 if dtype16 == "BF16" else torch.float16)}
+            values = [*map(torch.from_numpy, (projection.qweight, projection.scale, projection.minimum))]
+        elif isinstance(projection, TrellisMatrix):
+            values = [torch.from_numpy(projection.stream), torch.from_numpy(projection.scale[:, 0])]
+        else:
+            whole = torch.from_numpy(times_two(projection, -stored_as.dense.power(name)))
+            values = [whole.to(torch.bfloat16 if stored_as.dtype16 == "BF16" else torch.float16)]
+        return dict(zip(names, values, strict=True))
 
     found = {part: (tensor.dtype, tuple(tensor.shape)) for part, tensor in coded().items()}
     return [Part(part, *about, lambda part=part: coded()[part]) for part, about in found.items()]  # type: ignore[misc]
@@ -209,7 +205,7 @@ def emit(
     writer = PackWriter(out, checkpoint.spec, quantization, _fingerprint(coder, widths, quantization, order), files)
     try:
         _write_experts(coder, widths, label.importance, writer, bar, order)
-        write_backbone(dense, coder.dtype16, writer)
+        write_backbone(dense, writer)
         for name in ("config.json", "generation_config.json", *checkpoint.tokenizer_files):
             if (checkpoint.path / name).is_file():
                 writer.write_file(name, (checkpoint.path / name).read_bytes())

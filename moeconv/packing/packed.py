@@ -140,11 +140,12 @@ def backbone_of(pack: Pack) -> dict[str, Tensor]:
 def dense_projection(pack: Pack, tensors: Mapping[str, Tensor], name: str) -> Projection:
     """Returns a matrix of the backbone that has a width, from `backbone_of`: at 16 bits as float32. Raises
     PackError."""
-    model, dense = pack.manifest.model, pack.manifest.quantization.dense
+    model, quantization = pack.manifest.model, pack.manifest.quantization
+    dense = quantization.dense
     assert dense is not None
     if (whole := f"{stem_of(name, dense)}.weight") in tensors:
         return times_two(tensors[whole].float().numpy(), dense.power(name))
-    return quantized(model, dense, name, model.tensors[name].shape[1], lambda part: tensors[part].numpy())
+    return quantized(model, quantization, name, lambda part: tensors[part].numpy())
 
 
 def backbone_weights(pack: Pack) -> Callable[[str], Tensor]:

@@ -36,11 +36,21 @@ class Beside:
         sizes = {bits: unit_bytes(spec, list(self.costs), bits) for bits in widths}
         return {
             Unit(unit, ()): options([
-                *(Option(bits, sizes[bits][unit], cost[place]) for bits, cost in costs.items()),
+                *(Option(bits, sizes[bits][unit], costs[bits][place]) for bits in self._offered(unit, place)),
                 Option(UNQUANTIZED, sizes[UNQUANTIZED][unit], 0.0),
             ])
             for unit, costs in self.costs.items()
         }  # fmt: skip
+
+    def _offered(self, unit: DenseUnit, place: int) -> list[int]:
+        """Returns the widths to choose from: of plain and trellis codes of as many bits those that cost less, but no
+        trellis codes of a head where plans save time, since their products may take longer than their bytes."""
+        costs, found = self.costs[unit], dict[int, int]()
+        plain_only = self.purpose == "speed" and unit.role == "head"
+        for bits in costs if not plain_only else filter(lambda bits: bits > 0, costs):
+            if abs(bits) not in found or costs[bits][place] < costs[found[abs(bits)]][place]:
+                found[abs(bits)] = bits
+        return [*found.values()]
 
 
 ONLY_EXPERTS = Beside()

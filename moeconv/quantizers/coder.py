@@ -7,7 +7,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import cached_property
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -23,6 +23,7 @@ from moeconv.quantizers.gptq import GptqQuantizer
 from moeconv.quantizers.group import GroupQuantizer
 from moeconv.quantizers.moments import SIDES, Moments, Side, side_of
 from moeconv.quantizers.quantizer import Coded, Inputs, Quantizer, times_powers
+from moeconv.quantizers.trellis import TrellisQuantizer
 from moeconv.source.checkpoint import Checkpoint
 from moeconv.source.outline import CheckpointError
 from moert.pack.codec import (
@@ -368,6 +369,13 @@ def _is_finite(matrix: Coded) -> bool:
 # Codes of the matrices outside the experts, for measuring (`trial`) and for writing the pack (`emit`) alike.
 
 
+class Form(NamedTuple):
+    """The form of a matrix in a pack: its width (None: as in the source), and whether it has trellis codes."""
+
+    width: int | None
+    trellis: bool
+
+
 class DenseCoder:
     """Quantizes the matrices outside the experts at the widths of `dense`; None leaves them all as they are. Codes are
     kept in memory, for the trial and the pack. `chooses`: a conversion chooses the widths, see `choose`. `moments`: a
@@ -382,7 +390,7 @@ class DenseCoder:
         self.chosen: Mapping[DenseUnit, int] = {}
         self.moments_file = moments
         self._tensors = checkpoint.spec.tensors
-        self._coded: dict[tuple[str, int], Projection] = {}
+        self._coded: dict[tuple[str, Form], Projection] = {}
 
     def weighing(self, moments: Path | None) -> DenseCoder:
         """Returns a coder of the same matrices that weighs errors by the moments in a file, if there is one and the
@@ -397,10 +405,10 @@ class DenseCoder:
             self.chosen, self.dense = dict(widths), dense_of_units(self.checkpoint.spec, widths, quantizer)
 
     @property
-    def head_width(self) -> int | None:
-        """The width of the head's matrix; None where a pack has the checkpoint's own numbers."""
-        width = self.width(head_of(self.checkpoint.spec))
-        return None if width == 16 and self.checkpoint.source_dtype == "BF16" else width
+    def head_form(self) -> Form | None:
+        """The form of the head's matrix; None where a pack has the checkpoint's own numbers."""
+        form = self.form(head_of(self.checkpoint.spec))
+        return None if form.width == 16 and self.checkpoint.source_dtype == "BF16" else form
 
     @property
     def names(self) -> list[str]:
@@ -418,20 +426,24 @@ class DenseCoder:
     def width(self, name: str) -> int | None:
         return dense_width(self.checkpoint.spec, self.dense, name)
 
+    def form(self, name: str) -> Form:
+        width, role = self.width(name), self._tensors[name].role
+        return Form(width, self.dense is not None and width is not None and width < 8 and role in self.dense.trellis)
+
     def code(self, name: str) -> Projection:
-        """Returns the form of one of `names` in a pack: a QuantizedMatrix, or weights [out, in] for 16 bits.
+        """Returns one of `names` as a pack has it: a matrix of codes, or weights [out, in] for 16 bits.
 
         Raises CheckpointError or WeightsUnusable, naming the matrix, for values that the width can't hold.
         """
-        width = self.width(name)
-        assert width is not None, f"{name} is stored as in the source"
-        if width == 16:
+        form = self.form(name)
+        assert form.width is not None, f"{name} is stored as in the source"
+        if form.width == 16:
             weight = self.source(name).float().numpy()
             check_16(name, weight)
             return weight
-        if (name, width) not in self._coded:
-            self._coded[name, width] = self._quantize(name, width)
-        return self._coded[name, width]
+        if (name, form) not in self._coded:
+            self._coded[name, form] = self._quantize(name, form.width, form.trellis)
+        return self._coded[name, form]
 
     def stored_weight(self, name: str) -> Tensor:
         """Returns the weights of one of `names` as a pack gives them back, float32 [out, in]."""
@@ -453,12 +465,13 @@ class DenseCoder:
                 stored += (element if dtype is None else DTYPE_BITS[dtype] // 8) * int(np.prod(shape))
         return stored, original
 
-    def _quantize(self, name: str, width: int) -> Projection:
+    def _quantize(self, name: str, width: int, trellis: bool) -> Projection:
         assert self.dense is not None
-        weight, inputs = self.source(name).float().numpy(), self._inputs(name)
-        quantizer = GroupQuantizer if inputs is None else GptqQuantizer
+        weight, inputs, group_size = self.source(name).float().numpy(), self._inputs(name), self.dense.group_size
+        plain = GroupQuantizer(group_size) if inputs is None else GptqQuantizer(group_size)
+        quantizer: Quantizer = TrellisQuantizer() if trellis else plain
         try:
-            matrix = times_powers(quantizer(self.dense.group_size).quantize, weight[None], width, inputs)[0]
+            matrix = times_powers(quantizer.quantize, weight[None], width, inputs)[0]
         except WeightsUnusable as error:
             raise WeightsUnusable(f"{name}, at {width} bits: {error}") from None
         if not _is_finite(matrix):

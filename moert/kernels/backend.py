@@ -51,7 +51,7 @@ class Floats:
         return times_two(self.data.astype(np.float32), self.power)
 
 
-Stored = Floats | QuantizedMatrix
+Stored = Floats | QuantizedMatrix | TrellisMatrix
 """A matrix [out, in] of the backbone."""
 
 M = TypeVar("M")
@@ -97,7 +97,7 @@ class ProjectionView(NamedTuple):
         """Returns the form of weights that are stored without codes of ours; None for codes."""
         return self.form16 if self.bits == 16 else None
 
-    def stored(self, buffer: U8) -> Stored | Mxfp4Matrix | TrellisMatrix:
+    def stored(self, buffer: U8) -> Stored | Mxfp4Matrix:
         """Returns the stored matrix in the buffer, not copied."""
         out, inputs = self.shape
         if self.code is not None:

@@ -239,7 +239,7 @@ class Read(Structure):
     ]  # fmt: skip
 
 
-ABI = 21
+ABI = 22
 PATH = Path(__file__).with_name("_native.so")
 
 

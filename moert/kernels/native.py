@@ -40,6 +40,7 @@ from moert.pack.codec import F32, MX_GROUP, U8, QuantizedMatrix
 from moert.pack.fence import heard
 from moert.pack.layout import MatrixPlace, NeuronLayout, group_of
 from moert.pack.parts import Attention, Ffn, Latent
+from moert.pack.trellis import CODES, TrellisMatrix
 
 _S = TypeVar("_S", bound=Structure)
 _Item = TypeVar("_Item", bound=np.generic)
@@ -350,6 +351,11 @@ class NativeBackend:
                 stored.group_size, power=stored.power,
             )  # fmt: skip
             return NativeMatrix(kept, bias, struct)
+        if isinstance(stored, TrellisMatrix):
+            coded = replace(stored, stream=self._kept(stored.stream), scale=self._kept(stored.scale))
+            rows, cols, kind = len(coded.scale), coded.in_features, -CODES[coded.bits].step
+            places = _at(coded.stream), _at(coded.scale), None, place
+            return NativeMatrix(coded, bias, Matrix(*places, kind, rows, cols, cols, power=coded.power))
         data = self._kept(np.ascontiguousarray(stored.data))
         rows, cols = data.shape
         struct = Matrix(_at(data), None, None, place, KINDS[stored.dtype], rows, cols, cols, power=stored.power)

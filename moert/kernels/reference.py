@@ -111,7 +111,7 @@ def activated(act: Act, x: F32) -> F32:
     return _ACTIVATIONS[act.name](x)
 
 
-def weights(stored: Stored | Mxfp4Matrix | TrellisMatrix) -> F32:
+def weights(stored: Stored | Mxfp4Matrix) -> F32:
     """Returns a matrix as float32 [out, in], bit for bit as `moert.pack.codec.dequantize` does."""
     if isinstance(stored, TrellisMatrix):
         return dequantize_trellis(stored)

@@ -74,10 +74,8 @@ class StoredWeights(Mapping[str, Stored]):
     def _read(self, name: str, allocate: Allocate) -> Stored:
         dense = self._quantization.dense
         stored = next(iter(self._names[name]))
-        if stored.endswith(".qweight"):
-            assert dense is not None
-            inputs = self._spec.tensors[name].shape[1]
-            return quantized(self._spec, dense, name, inputs, lambda part: self._tensor(part, allocate)[1])
+        if stored.endswith((".qweight", ".trellis")):
+            return quantized(self._spec, self._quantization, name, lambda part: self._tensor(part, allocate)[1])
         dtype, data = self._tensor(stored, allocate)
         numbers = data.reshape(-1).view(np.uint8)
         if not all_finite(dtype, numbers):

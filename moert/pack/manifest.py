@@ -38,25 +38,26 @@ from moert.pack.layout import (
     ExpertLayout,
     NeuronLayout,
     Neurons,
+    Storage,
     expert_layout,
-    group_of,
-    parts_of,
+    tensors_of,
 )
 from moert.pack.model_spec import STACKS, ExpertKey, LayerKey, ModelSpec
+from moert.pack.parts import TRELLIS_ROLES, Role
 from moert.pack.tensors import check_size, known_bounds
-from moert.pack.trellis import CODES
+from moert.pack.trellis import CODES, TrellisMatrix
 
 FORMAT_NAME = "model.pack"
 BACKBONE = "backbone.safetensors"  # the file with all weights but the experts'
 NGRAMS = "ngrams.safetensors"  # the file with tables that stay on the drive
 MAJOR = 2
 PLAIN_MINOR, PREFERRING_MINOR, JOINED_MINOR, NEURONS_MINOR, TOGETHER_MINOR, POWERS_MINOR, TRELLIS_MINOR = range(7)
-MATRICES_MINOR, PARALLEL_MINOR, EXTENDED_MINOR, STREAMS_MINOR, POOLS_MINOR, NGRAMS_MINOR = 7, 8, 9, 10, 11, 12
+MATRICES_MINOR, PARALLEL_MINOR, EXTENDED_MINOR, STREAMS_MINOR, POOLS_MINOR, NGRAMS_MINOR, ROWS_MINOR = range(7, 14)
 """The minor version of a pack with none of these, with preferences, with several experts in a file, with experts in
 blocks of neurons, with rows of neurons that lie together, with matrices that are multiplied with a power of two, with
 trellis codes; of one whose dense matrices have widths of their own, with parallel layers, with fields of parts that
-these name in LEFT_OUT, with several streams, with attention to pools, with streams
-that gates mix."""
+these name in LEFT_OUT, with several streams, with attention to pools, with streams that gates mix, with trellis codes
+of the head or the embedding."""
 WIDTHS_OF: Mapping[Codes, tuple[Width, ...]] = {"plain": WIDTHS, "trellis": (*CODES, 8, 16)}
 """The widths that experts' projections may have, by their codes."""
 WIDTHS_BY_TEXT: Mapping[str, Width] = {str(bits): bits for bits in sorted({*chain(*WIDTHS_OF.values())})}
@@ -105,6 +106,7 @@ _Power = Annotated[
     int, Fit(frozenset(range(LEAST_POWER, MOST_POWER + 1)).difference({0}).__contains__,
              f"{LEAST_POWER} to {MOST_POWER} and not 0"),
 ]  # fmt: skip
+_TrellisRole = Annotated[str, Fit(frozenset(TRELLIS_ROLES).__contains__, " or ".join(TRELLIS_ROLES))]
 _Path = Annotated[str, Read(safe_path)]
 _Model = Annotated[ModelSpec, Read(lambda value, where: read(ModelSpec, value, where, closed=True))]
 _Count = Annotated[int, Within(0, MAX_COUNT)]
@@ -123,14 +125,20 @@ class FileEntry:
 class Dense:
     """The quantization of matrices outside the experts: a width for each of ROLES that has one, 16 among them.
     group_size as for experts. `powers`: canonical name → the power of two that the matrix is multiplied with, where it
-    is. `matrices`: canonical name → the width of a matrix that has another width than its role."""
+    is. `matrices`: canonical name → the width of a matrix that has another width than its role. `trellis`: the roles of
+    TRELLIS_ROLES whose matrices have trellis codes where their width is below 8."""
 
-    LEFT_OUT: ClassVar = ("powers", "matrices")
+    LEFT_OUT: ClassVar = ("powers", "matrices", "trellis")
     quantizer: str
     group_size: _Count
     bits: Mapping[str, _PlainWidth]
     powers: Mapping[str, _Power] | None = None
     matrices: Mapping[str, _PlainWidth] | None = None
+    trellis: tuple[_TrellisRole, ...] = ()
+
+    def coding(self, role: Role | None, dtype16: Dtype16) -> Coding:
+        """Returns the coding of matrices of a role."""
+        return Coding(self.group_size, dtype16, role in self.trellis)
 
     def power(self, name: str) -> int:
         """Returns the power of two that the matrix of this canonical name is multiplied with; 0 for most."""
@@ -365,43 +373,40 @@ def stem_of(name: str, dense: Dense | None) -> str:
     return name.removesuffix(".weight") + (".scaled" if dense is not None and dense.power(name) else "")
 
 
-def part_names(name: str, dense: Dense) -> tuple[str, str, str]:
-    """Returns the names of the codes, scales and minima that stand for NAME.weight."""
-    stem = stem_of(name, dense)
-    return f"{stem}.qweight", f"{stem}.scale", f"{stem}.min"
-
-
 def stored_tensors(spec: ModelSpec, quantization: Quantization) -> dict[str, StoredTensors]:
-    """Returns for each canonical name the tensors that stand for it: itself, or codes, scales and minima."""
+    """Returns for each canonical name the tensors that stand for it: itself, or codes and scales, and the minima of
+    plain codes."""
     dense, found = quantization.dense, dict[str, StoredTensors]()
-    for name, (_, shape, _) in spec.tensors.items():
+    for name, (_, shape, role) in spec.tensors.items():
         width = dense_width(spec, dense, name)
-        if dense is None or width is None or width == 16:
-            whole = name if width is None else f"{stem_of(name, dense)}.weight"
-            found[name] = {whole: (None if width is None else quantization.dtype16, shape)}
+        if dense is None or width is None:
+            found[name] = {name: (None, shape)}
             continue
-        parts = parts_of(width, shape[1], Coding(dense.group_size, quantization.dtype16))
-        found[name] = {
-            said: (part.dtype, (shape[0], part.columns))
-            for said, part in zip(part_names(name, dense), parts, strict=True)
-        }
+        rows, inputs = shape
+        parts = tensors_of(width, (rows, inputs), dense.coding(role, quantization.dtype16))
+        found[name] = {f"{stem_of(name, dense)}.{part}": (dtype, each) for part, dtype, each in parts}
     return found
 
 
 def quantized(
-    spec: ModelSpec, dense: Dense, name: str, in_features: int, read: Callable[[str], npt.NDArray[Any]]
-) -> QuantizedMatrix:
+    spec: ModelSpec, quantization: Quantization, name: str, read: Callable[[str], npt.NDArray[Any]]
+) -> QuantizedMatrix | TrellisMatrix:
     """Returns the matrix of a width below 16 that stands for NAME.weight; `read` returns a tensor of `stored_tensors`.
 
     Raises HeaderInvalid for scales or minima that are not finite.
     """
+    dense, (_, (rows, inputs), role) = quantization.dense, spec.tensors[name]
     width = dense_width(spec, dense, name)
+    assert dense is not None
     assert width is not None
-    codes, scale, minimum = (read(part) for part in part_names(name, dense))
-    if not (np.isfinite(scale).all() and np.isfinite(minimum).all()):
+    coding = dense.coding(role, quantization.dtype16)
+    parts = tensors_of(width, (rows, inputs), coding)
+    codes, *scales = (read(f"{stem_of(name, dense)}.{part}") for part, _, _ in parts)
+    if not all(np.isfinite(each).all() for each in scales):
         raise HeaderInvalid(f"{BACKBONE}: the scales of {name} are not finite: the file is damaged, copy it again")
-    group = group_of(in_features, dense.group_size)
-    return QuantizedMatrix(width, in_features, group, codes, scale, minimum, dense.power(name))
+    found = Storage(width, inputs, coding, dense.power(name)).matrix(rows, [codes, *scales])
+    assert isinstance(found, QuantizedMatrix | TrellisMatrix)
+    return found
 
 
 _WHERE = "manifest.json"
@@ -501,6 +506,10 @@ def _check_dense(manifest: Manifest) -> None:
             raise ManifestInvalid(
                 f"manifest.json: matrices of dense should be of the roles that have widths, found {brief(name)}"
             )
+    if unfitting := [role for role in dense.trellis if role not in dense.bits or dense.trellis.count(role) > 1]:
+        raise ManifestInvalid(
+            f"manifest.json: trellis of dense should be roles that have widths, each once, found {brief(unfitting[0])}"
+        )
     for name in dense.powers or {}:
         width = dense_width(manifest.model, dense, name) if name in tensors else None
         if width is None or (width == 16 and manifest.quantization.dtype16 == "BF16"):

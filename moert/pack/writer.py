@@ -53,6 +53,7 @@ from moert.pack.manifest import (
     POOLS_MINOR,
     POWERS_MINOR,
     PREFERRING_MINOR,
+    ROWS_MINOR,
     STREAMS_MINOR,
     TOGETHER_MINOR,
     TRELLIS_MINOR,
@@ -260,6 +261,8 @@ class PackWriter:
 
     def _minor(self, preferences: tuple[Preference, ...]) -> int:
         dense, kinds = self.quantization.dense, [kind for stack in self.spec.stacks.values() for kind in stack.kinds]
+        if dense is not None and dense.trellis:
+            return ROWS_MINOR
         if any(isinstance(kind.streams, GatedStreams) or kind.ngrams is not None for kind in kinds):
             return NGRAMS_MINOR
         if any(kind.pools for kind in kinds):

@@ -18,7 +18,7 @@ import numpy as np
 from moert.pack.codec import F16, F32, QuantizedMatrix, pack_codes
 from moert.pack.errors import PackError
 from moert.pack.layout import DOWN, Neurons
-from moert.pack.manifest import BACKBONE, Dense, Quantization, dense_width, part_names
+from moert.pack.manifest import BACKBONE, Dense, Quantization, dense_width, stored_tensors
 from moert.pack.model_spec import ExpertKey, ModelSpec
 from moert.pack.reader import Pack, is_pack
 from recipes.bench.sized import sized
@@ -120,14 +120,15 @@ def write_pack(
 
     with ThreadPoolExecutor(THREADS) as pool:
         list(pool.map(write, [key for key in spec.expert_keys() if not writer.has(key)]))
-    _write_backbone(writer.add_file(BACKBONE), spec, quantization.dense)
+    _write_backbone(writer.add_file(BACKBONE), spec, quantization)
     writer.seal_file(BACKBONE)
     writer.finish(creator, None)
 
 
-def _write_backbone(path: Path, spec: ModelSpec, dense: Dense | None) -> None:
+def _write_backbone(path: Path, spec: ModelSpec, quantization: Quantization) -> None:
     from safetensors.numpy import save_file
 
+    dense, names = quantization.dense, stored_tensors(spec, quantization)
     tensors: dict[str, np.ndarray] = {}
     for name, shape in shapes_of(spec).items():
         values, width = weight(name, shape), dense_width(spec, dense, name)
@@ -135,5 +136,5 @@ def _write_backbone(path: Path, spec: ModelSpec, dense: Dense | None) -> None:
             tensors[name] = values if width is None else values.astype(np.float16)
         else:
             coded = quantize(values, width)
-            tensors |= zip(part_names(name, dense), (coded.qweight, coded.scale, coded.minimum), strict=True)
+            tensors |= zip(names[name], (coded.qweight, coded.scale, coded.minimum), strict=True)
     save_file(tensors, path)

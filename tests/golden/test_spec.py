@@ -361,19 +361,21 @@ def role_by_the_text(name: str, model: dict[str, Any]) -> str | None:
     return last if last in ("head", "router") else None
 
 
-@pytest.mark.parametrize("mixed", [False, True])
+@pytest.mark.parametrize(("mixed", "trellis"), [(False, False), (True, False), (True, True)])
 @pytest.mark.parametrize("family", SPECS)
-def test_dense_matrices(tmp_path: Path, family: str, mixed: bool) -> None:
+def test_dense_matrices(tmp_path: Path, family: str, mixed: bool, trellis: bool) -> None:
     spec, root = SPECS[family], tmp_path / "p"
-    bits = {role: width for role, width in WIDTHS.items() if role in spec.roles()}
+    widths = {**WIDTHS, "embed": 3} if trellis else WIDTHS
+    bits = {role: width for role, width in widths.items() if role in spec.roles()}
     quantization = dense_quantization(bits, "F16")
     assert quantization.dense is not None
     names = [name for name, tensor in spec.tensors.items() if tensor.role is not None]
     own = dict(zip(names[::3], itertools.cycle((2, 16, 3, 8, 4)), strict=False)) if mixed else None
-    write_dense_pack(root, spec, replace(quantization, dense=replace(quantization.dense, matrices=own)))
+    coded = tuple(role for role in ("head", "embed") if trellis and role in bits)
+    write_dense_pack(root, spec, replace(quantization, dense=replace(quantization.dense, matrices=own, trellis=coded)))
     document = manifest_of(root)
     least = {"rich": 9, "mixers": 9, "streaming": 10, "pooling": 11, "gated": 12}.get(family, 7 if mixed else 0)
-    assert document["minor"] == least
+    assert document["minor"] == (13 if trellis else least)
     dense = document["quantization"]["dense"]
     assert dense.get("matrices") == own
     body = (root / "backbone.safetensors").read_bytes()
@@ -389,7 +391,8 @@ def test_dense_matrices(tmp_path: Path, family: str, mixed: bool) -> None:
         width = dense.get("matrices", {}).get(name, width)
         group = min(dense["group_size"], inputs) if dense["group_size"] else inputs
         assert weights_by_the_text(body[data_at:], table, stem, width, inputs, group) == ours.tolist(), name
-        found |= {f"{stem}.{part}" for part in (["weight"] if width == 16 else ["qweight", "scale", "min"])}
+        parts = ["trellis", "scale"] if role in coded and width < 8 else ["qweight", "scale", "min"]
+        found |= {f"{stem}.{part}" for part in (["weight"] if width == 16 else parts)}
     assert set(table) - {"__metadata__"} == found
 
 

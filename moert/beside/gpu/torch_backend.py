@@ -43,7 +43,7 @@ from moert.kernels.pages import KEYS, KeptPage, Page, PageLayout
 from moert.kernels.reference import SCORES
 from moert.pack.codec import F32, U8
 from moert.pack.parts import Act, Attention, Ffn, Latent
-from moert.pack.trellis import ROWS
+from moert.pack.trellis import ROWS, TrellisMatrix
 
 TILE = 1 << 22
 """Weights that are made floats at once: 16 MiB of them."""
@@ -535,6 +535,8 @@ class TorchBackend:
         return [*pages(layout, count, self._memory)]
 
     def matrix(self, stored: Stored, bias: F32 | None = None) -> PlacedMatrix:
+        if isinstance(stored, TrellisMatrix):
+            return PlacedMatrix(None, self._host.matrix(stored, bias), len(stored.scale))
         rows = len(stored.data if isinstance(stored, Floats) else stored.qweight)
         parts = (stored.data,) if isinstance(stored, Floats) else (stored.qweight, stored.scale, stored.minimum)
         nbytes = sum(part.nbytes for part in parts)

@@ -12,7 +12,7 @@
 
 #include <stdint.h>
 
-#define MOERT_ABI 21
+#define MOERT_ABI 22
 #define MOERT_KEYS 64 /* keys that lie together */
 
 /* Kinds of matrix beside the widths 2, 3, 4 and 8. Of MXFP4, scale is 8-bit powers of two, minimum is not there, and group is
