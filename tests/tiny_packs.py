@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -26,7 +26,7 @@ from moert.pack.codec import (
     unpack_codes,
 )
 from moert.pack.layout import Neurons, group_of
-from moert.pack.manifest import Files, Preference, Quantization
+from moert.pack.manifest import Dense, Files, Preference, Quantization, dense_width
 from moert.pack.model_spec import ExpertKey, Head, Join, Layer, LayerKey, ModelSpec, Stack, stack_of
 from moert.pack.ngrams import GatedStreams, Ngrams
 from moert.pack.parts import (
@@ -166,11 +166,12 @@ _GROUP = 8
 def write_pack(
     out: Path, spec: ModelSpec, paths: bool = True, tokenizer: bool = True, seed: int = 0,
     bits: Sequence[Width] = (2, 16, 3, 8, 4), preferences: tuple[Preference, ...] = (), files: Files = "expert",
-    neurons: Neurons | None = None, codes: Codes = "plain",
+    neurons: Neurons | None = None, codes: Codes = "plain", coded: Mapping[str, int] | None = None,
 ) -> Path:  # fmt: skip
     """`paths` are counted on PROMPTS, so that predictions come true. `bits`: of projections, in turn; of 16 alone, the
-    weights are the same with `neurons` and without."""
-    quantization = Quantization("group", _GROUP, "BF16", seed, neurons=neurons, codes=codes)
+    weights are the same with `neurons` and without. `coded`: widths of roles whose matrices have trellis codes."""
+    dense = Dense("trellis", _GROUP, coded, trellis=tuple(coded)) if coded else None
+    quantization = Quantization("group", _GROUP, "BF16", seed, dense, neurons=neurons, codes=codes)
     writer = PackWriter(out, spec, quantization, f"seed {seed}", files)
     rng = np.random.default_rng(seed)
     for index, key in enumerate(spec.expert_keys()):
@@ -184,7 +185,14 @@ def write_pack(
         if neurons is not None:
             matrices["down"] = _transposed(matrices["down"])
         writer.write_expert(key, matrices, biases=random_biases(spec, key, seed))
-    writer.write_file("backbone.safetensors", save(backbone(spec, seed)))
+    weights = backbone(spec, seed)
+    for name in [name for name, tensor in spec.tensors.items() if tensor.role in (coded or ())]:
+        matrix = random_trellis(rng, *weights[name].shape, dense_width(spec, dense, name) or 0)
+        scale = weights.pop(name).float().std() / 48  # which the numbers of the table deviate by
+        stem = name.removesuffix(".weight")
+        weights[f"{stem}.trellis"] = torch.from_numpy(matrix.stream)
+        weights[f"{stem}.scale"] = scale.half().expand(len(matrix.scale)).clone()
+    writer.write_file("backbone.safetensors", save(weights))
     write_tables(writer, spec, seed)
     writer.write_file("config.json", b"{}\n")
     if tokenizer:

@@ -309,7 +309,7 @@ DENSE: dict[str, tuple[str, Callable[[dict[str, Any]], Any]]] = {
     "trellis codes of attention": ("trellis should be head or embed", dense(trellis=["attention"])),
     "trellis codes by name": ("trellis should be a list", dense(trellis="head")),
     "trellis codes of no width": ("roles that have widths, each once, found 'embed'", dense(trellis=["embed"])),
-    "trellis codes twice": ("roles that have widths, each once, found 'head'", dense(bits={"head": 4}, trellis=["head", "head"])),
+    "trellis codes twice": ("each once, found 'head'", dense(bits={"head": 4}, trellis=["head", "head"])),
     "groups below 0": ("group_size should be between", dense(group_size=-1)),
     "huge groups": ("group_size should be between", dense(group_size=1 << 40)),
 }  # fmt: skip

@@ -5,10 +5,19 @@ from __future__ import annotations
 import pytest
 
 from moeconv.artifacts import DenseUnit, SensitivityTable, Summary
-from moeconv.dense import UNIT_GROUP_SIZE, UNQUANTIZED, dense_of_units, dense_units, matrices_of, unit_bytes
+from moeconv.dense import (
+    TRELLIS_WIDTHS,
+    UNIT_GROUP_SIZE,
+    UNQUANTIZED,
+    dense_of_units,
+    dense_units,
+    matrices_of,
+    unit_bytes,
+)
 from moeconv.plan.dense import Beside
 from moeconv.plan.problem import Option, Problem, Unit
 from moert.pack.codec import n_groups, row_bytes
+from moert.pack.trellis import stream_bytes
 from tests.tiny_packs import DECODER, SWITCH
 
 SPECS = {"decoder": DECODER, "switch": SWITCH}
@@ -44,6 +53,30 @@ def test_a_role_has_the_width_of_most_and_others_their_own() -> None:
     assert dense.bits["attention"] == 4
     assert dense.matrices == dict.fromkeys(matrices_of(DECODER, first), 8)
     assert dense_of_units(DECODER, {}) is None
+
+
+def test_widths_below_0_are_trellis_codes() -> None:
+    head, embed = DenseUnit("head"), DenseUnit("embed")
+    for bits in TRELLIS_WIDTHS:
+        rows, cols = DECODER.tensors["head.weight"].shape
+        assert unit_bytes(DECODER, [head], bits)[head] == stream_bytes(-bits, rows, cols) + 2 * rows
+    dense = dense_of_units(DECODER, {head: -3, embed: 4})
+    assert dense is not None
+    assert (dict(dense.bits), dense.trellis) == ({"head": 3, "embed": 4}, ("head",))
+
+
+@pytest.mark.parametrize(
+    ("purpose", "role", "widths"),
+    [("size", "head", {2, -4, 8, 16}), ("speed", "head", {2, 4, 8, 16}), ("speed", "embed", {2, -4, 8, 16})],
+)
+def test_of_two_codes_plans_choose_from_those_that_cost_less(purpose: str, role: str, widths: set[int]) -> None:
+    """A head whose products may take longer than plain codes of as many bits is none of a plan for speed."""
+    unit, table = DenseUnit(role), SensitivityTable(16, Summary(0.0, 0.0, 0.0, 0.0), {}, {})
+    costs = {bits: (cost,) * 3 for bits, cost in {-4: 0.1, -2: 0.9, 2: 0.8, 4: 0.2, 8: 0.01}.items()}
+    found = Beside({unit: costs}, purpose).joined(Problem({}), DECODER, table, "kl").units[Unit(unit, ())]
+    assert {option.bits for option in found} == widths
+    sizes = [option.nbytes for option in found]
+    assert sizes == sorted(sizes)
 
 
 @pytest.mark.parametrize(

@@ -23,7 +23,7 @@ from moert.kernels.backend import ExpertView, ProjectionView
 from moert.kernels.native import NativeMatrix
 from moert.pack.codec import F32, Width
 from moert.pack.errors import ManifestInvalid, PackError
-from moert.pack.manifest import TRELLIS_MINOR
+from moert.pack.manifest import ROWS_MINOR, TRELLIS_MINOR
 from moert.pack.reader import Pack, check_expert
 from moert.pack.trellis import (
     CODES,
@@ -159,6 +159,39 @@ def test_a_pack_runs_alike_on_all_kernels(tmp_path: Path, name: str) -> None:
     first, plain = answers[best][1][0], answers["reference"][1][0]
     assert np.linalg.norm(first - plain) < 0.1 * np.linalg.norm(plain)
     assert first.argmax() == plain.argmax()  # later tokens may differ where 8 bits of activations decide
+
+
+@pytest.mark.parametrize("bits", CODES)
+@pytest.mark.parametrize("shape", [(1, 2), (9, 33), (130, 48), (263, 136)])
+def test_a_row_is_decoded_by_itself(backends: Natives, bits: Width, shape: tuple[int, int]) -> None:
+    """Bit for bit as the codec has it, also the last one of a block and those of a block that is filled up."""
+    out, inputs = shape
+    matrix = replace(random_trellis(np.random.default_rng(3), out, inputs, bits), power=2)
+    picked = sorted({0, out // 2, min(out, 128) - 1, out - 1})
+    for backend in backends.values():
+        found = backend.rows(backend.matrix(matrix), picked)
+        assert np.array_equal(found, dequantize_trellis(matrix)[picked]), backend.name
+
+
+@needs_native
+@pytest.mark.parametrize("name", ["decoder", "switch"])
+def test_head_and_embedding_have_trellis_codes(tmp_path: Path, name: str) -> None:
+    """switch has one matrix for both."""
+    spec = tiny_packs.SPECS[name]
+    coded = {role: width for role, width in (("head", 3), ("embed", 4)) if role in spec.roles()}
+    path = tiny_packs.write_pack(tmp_path / "p", spec, bits=(4,), coded=coded)
+    assert Pack.open(path).manifest.minor == ROWS_MINOR
+    assert any("trellis codes of head" in line for line in description_lines(Pack.open(path)))
+    logits = {}
+    for kernels in (*running(), "reference"):
+        with Engine.open(path, predict="none", kernels=kernels) as engine:
+            logits[kernels] = run_greedy(engine, engine.encode(PROMPTS[3]), 1)[1][0]
+    best, *others = running()
+    assert all(np.array_equal(logits[best], logits[each]) for each in others)
+    assert np.linalg.norm(logits[best] - logits["reference"]) < 0.1 * np.linalg.norm(logits["reference"])
+    with Engine.open(path, predict="none", kernels="reference", device="torch:cpu") as engine:
+        there = run_greedy(engine, engine.encode(PROMPTS[3]), 1)[1][0]
+    assert np.abs(there - logits["reference"]).max() < 2e-3 * np.abs(there).max()
 
 
 def refused(root: Path, words: str, change: Callable[[dict[str, Any]], Any]) -> None:

@@ -233,8 +233,8 @@ class TorchMatrix:
         return Floats(self.kind, found.view(np.uint16) if self.kind == "BF16" else found, self.power), bias
 
 
-def placed(stored: Stored, bias: F32 | None, device: torch.device) -> TorchMatrix:
-    """Returns a copy on the device of a matrix outside of experts."""
+def placed(stored: Floats | QuantizedMatrix, bias: F32 | None, device: torch.device) -> TorchMatrix:
+    """Returns a copy on the device of a matrix outside of experts, which has no trellis codes."""
     on = None if bias is None else copied(bias, device)
     if isinstance(stored, QuantizedMatrix):
         codes, scale, minimum = (copied(part, device) for part in (stored.qweight, stored.scale, stored.minimum))
