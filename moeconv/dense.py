@@ -95,10 +95,8 @@ def matrices_of(spec: ModelSpec, unit: DenseUnit) -> list[str]:
 
 def weighed(spec: ModelSpec) -> list[str]:
     """Returns the canonical names of the matrices of units whose inputs are collected when text runs: all but the
-    embedding, the head, which scorers apply by themselves, keys and values of another sequence, with its padding, and
-    matrices of more than MOST_WEIGHED inputs."""
-    others = ("embed.weight", "head.weight")
-    named = (name for unit in dense_units(spec) for name in matrices_of(spec, unit) if name not in others)
+    embedding, keys and values of another sequence, with its padding, and matrices of more than MOST_WEIGHED inputs."""
+    named = (name for unit in dense_units(spec) for name in matrices_of(spec, unit) if name != "embed.weight")
     seen = (name for name in named if not name.endswith((".cross.k.weight", ".cross.v.weight")))
     return [name for name in seen if spec.tensors[name].shape[-1] <= MOST_WEIGHED]
 

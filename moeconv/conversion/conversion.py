@@ -89,7 +89,7 @@ from moert.pack.writer import check_target
 
 # Digests by which runs recognise the same measurements and the same conversion.
 
-MEASURES = 3  # goes up when quantizers or scorers change what they give, so that old journals are left alone
+MEASURES = 4  # goes up when quantizers or scorers change what they give, so that old journals are left alone
 _ASKED = (
     "margin", "confidence", "allocation", "signal", "per_projection", "bits", "samples", "sweep_samples",
     "heldout_samples",

@@ -270,13 +270,14 @@ class LayerCoding:
 
 @torch.inference_mode()
 def collect_beside(model: LayeredModel, texts: Texts, names: Sequence[str], path: Path) -> None:
-    """Writes a file with the moments of the inputs of the named matrices on the texts, in the unquantized model. Raises
-    ConversionError."""
+    """Writes a file with the moments of the inputs of the named matrices in layers on the texts, in the unquantized
+    model. Raises ConversionError."""
     model.original_experts()  # as LayerCoding does, which goes on from the same states
     ids, real = texts.ids, texts.real
     states = model.passage(ids, keeps=True)
     model.through(states, ids, real, "what enters each layer")
-    linears = linears_of(model.model, model.checkpoint.description, names)
+    inside = [name for name in names if name != "head.weight"]
+    linears = linears_of(model.model, model.checkpoint.description, inside)
     layers = {name: model.family.place(int(name.split(".")[1])) for name in linears}
     of_layer: dict[str, Tensor] = {}  # sums that are not written yet
 

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Protocol, TypeVar
+from typing import Any, Protocol, TypeVar, cast
 
 import numpy as np
 import numpy.typing as npt
@@ -148,8 +148,8 @@ class Head:
     d_model]."""
 
     def __init__(self, model: Any, spec: ModelSpec) -> None:
-        self.weight: Tensor = model.get_output_embeddings().weight
-        self.bias: Tensor | None = model.get_output_embeddings().bias
+        self.output: nn.Module = model.get_output_embeddings()
+        self.weight, self.bias = cast("tuple[Tensor, Tensor | None]", (self.output.weight, self.output.bias))
         self.scale, self.softcap = spec.head.scale, spec.head.softcap
         self._original: Tensor | None = None  # the head of the unquantized model, where logits are bounded
         self.chunk = max(16, LOGIT_BYTES // (4 * len(self.weight)))
@@ -219,7 +219,10 @@ class Head:
         return torch.log_softmax(self._logits(hidden), dim=1)
 
     def _logits(self, hidden: Tensor, weight: Tensor | None = None) -> Tensor:
-        logits = (hidden * self.scale) @ (self.weight if weight is None else weight).T
+        hidden = hidden * self.scale
+        if weight is None and self.bias is None and type(self.output) is nn.Linear:
+            return self._bounded(self.output(hidden))  # so that listeners to the module see its inputs
+        logits = hidden @ (self.weight if weight is None else weight).T
         return self._bounded(logits if self.bias is None else logits.add_(self.bias))
 
 

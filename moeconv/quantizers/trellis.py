@@ -37,6 +37,7 @@ from moert.pack.trellis import (
 # et al. 2024). Sweeps code each pair anew, to what is best with all others as they are. Matrices are turned here, [n,
 # in, out].
 
+_ROWS_AT_ONCE = 16384  # whole blocks: of more rows, as heads have, the turned copies would take gigabytes
 _LOOK = 16  # rows of the next pair that the end of a pair's path takes into account
 _GAIN: Mapping[Width, float] = {1: 2.04, 1.5: 2.24, 2: 2.40, 2.5: 2.52, 3: 2.72, 4: 3.24}
 """By bits, the table's largest number times the scale over the deviation of a row's weights, where coding begins: the
@@ -70,6 +71,10 @@ class TrellisQuantizer:
         WeightsUnusable as `quantize` does."""
         check_range(weights)
         n, out, in_features = weights.shape
+        if out > _ROWS_AT_ONCE:
+            starts = range(0, out, _ROWS_AT_ONCE)
+            coded = [self.coded(weights[:, at : at + _ROWS_AT_ONCE], bits, inputs) for at in starts]
+            return [_beneath(pieces) for pieces in zip(*coded, strict=True)]
         filled, odd = sum(rows_of_blocks(out)), in_features % 2
         by_input = np.zeros((n, in_features + odd, filled), np.float32)
         rows = turned(weights * signs(in_features)) / np.float32(turned_together(in_features) ** 0.5)
@@ -81,6 +86,12 @@ class TrellisQuantizer:
             TrellisMatrix(bits, in_features, _streams(own, step), scales[:out, None].astype(np.float16))
             for scales, own in zip(scale.numpy(), windows, strict=True)
         ]
+
+
+def _beneath(pieces: Sequence[TrellisMatrix]) -> TrellisMatrix:
+    """Returns matrices of whole blocks as one, each beneath the one before."""
+    stream, scale = (np.concatenate([getattr(one, part) for one in pieces]) for part in ("stream", "scale"))
+    return TrellisMatrix(pieces[0].bits, pieces[0].in_features, stream, scale)
 
 
 def _streams(windows: npt.NDArray[np.uint16], step: int) -> npt.NDArray[np.uint8]:

@@ -14,21 +14,22 @@ from tiny import rewrite, tiny_olmoe, tiny_switch
 from torch import Tensor
 from trials import pairs, running, scorers, trial_of
 
-from moeconv.artifacts import uniform
+from moeconv.artifacts import DenseUnit, uniform
 from moeconv.dense import dense_of, dense_units, width_text
 from moeconv.errors import SettingsError, VerifyFailed, WeightsUnusable
 from moeconv.measure.scorers import Head
 from moeconv.measure.trial import Trial
 from moeconv.packing.emit import Label, emit
 from moeconv.packing.packed import PackedModel, verify
-from moeconv.quantizers.coder import ORIGINAL, DenseCoder
-from moeconv.quantizers.moments import Moments
-from moeconv.source.archs.weights import fill_backbone
+from moeconv.quantizers.coder import ORIGINAL, DenseCoder, Form
+from moeconv.quantizers.moments import Moments, collect
+from moeconv.source.archs.weights import fill_backbone, linears_of
 from moeconv.source.checkpoint import Checkpoint
 from moeconv.source.outline import CheckpointError
 from moert.models.backbone import load_backbone
 from moert.pack.manifest import Dense
 from moert.pack.reader import Pack
+from moert.pack.trellis import TrellisMatrix
 from tests.refusing import one_line
 from tests.shapes import shapes_of
 
@@ -129,6 +130,20 @@ def test_the_divergence_is_that_of_the_stored_head(family: str, variant: str, ti
     assert found.kls.sum() == pytest.approx(expected, rel=1e-4)
 
 
+def test_a_scorer_shows_the_inputs_of_the_head(tmp_path: Path) -> None:
+    trial = trial_of(tiny_olmoe(tmp_path / "model"), 8)
+    trial.restore()
+    [scorer] = scorers(trial, running(6), "perplexity")
+    seen: list[Tensor] = []
+    judge = scorer.head.judge
+    scorer.head.judge = lambda hidden, *more: (seen.append(hidden.clone()), judge(hidden, *more))[1]
+    linears = linears_of(trial.model, trial.checkpoint.description, ["head.weight"])
+    found = collect(trial.calls, scorer.score, "products", linears).beside("head.weight")
+    assert found is not None
+    assert found.rows.tolist() == [len(seen[0])]
+    np.testing.assert_allclose(found.moment[0], (seen[0].T @ seen[0] / len(seen[0])).numpy(), rtol=1e-4, atol=1e-6)
+
+
 def test_16_bits_of_a_float32_source_are_rounded_as_the_pack_rounds_them(tmp_path: Path) -> None:
     source = tiny_switch(tmp_path / "model")
     rewrite(source, lambda stored: {name: value.float() + 1e-5 for name, value in stored.items()})
@@ -158,6 +173,21 @@ def test_values_that_a_width_can_not_hold_are_named(
     coder = DenseCoder(checkpoint, dense_of(checkpoint.spec, width))
     with one_line(error, r"decoder\.1\.attn\.k\.weight"):
         coder.code("decoder.1.attn.k.weight")
+
+
+@pytest.mark.parametrize("bits", [-2, -4])
+def test_a_coder_makes_trellis_codes_of_widths_below_0(tmp_path: Path, bits: int) -> None:
+    """The model gets them also where it had plain codes of as many bits."""
+    trial = trial_of(tiny_olmoe(tmp_path / "model"), None)
+    coder, units = trial.dense, dict.fromkeys(dense_units(trial.spec), 16)
+    coder.chooses = True
+    name = trial.checkpoint.description.parameters["embed.weight"].name
+    for width in (-bits, bits):
+        coder.choose({**units, DenseUnit("embed"): width})
+        trial.assign(uniform(trial.spec, ORIGINAL))
+        assert torch.equal(trial.model.get_parameter(name), coder.stored_weight("embed.weight"))
+        assert isinstance(coder.code("embed.weight"), TrellisMatrix) == (width < 0)
+        assert (coder.form("embed.weight"), coder.form("head.weight")) == (Form(abs(bits), width < 0), Form(16, False))
 
 
 def test_errors_are_weighed_by_inputs_where_a_conversion_chooses_the_widths(tmp_path: Path) -> None:

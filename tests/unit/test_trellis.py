@@ -158,3 +158,12 @@ def test_codes_do_not_depend_on_the_number_of_threads(monkeypatch: pytest.Monkey
     for mine, theirs in zip(*found, strict=True):
         assert np.array_equal(mine.stream, theirs.stream)
         assert np.array_equal(mine.scale, theirs.scale)
+
+
+def test_many_rows_are_coded_piece_by_piece(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Pieces are whole blocks, so that their streams follow one another."""
+    weights = np.random.default_rng(2).standard_normal((1, 300, 16)).astype(np.float32)
+    whole = TrellisQuantizer().coded(weights, 2, None)[0]
+    monkeypatch.setattr(quantizer, "_ROWS_AT_ONCE", 128)
+    pieces = TrellisQuantizer().coded(weights, 2, None)[0]
+    assert (pieces.stream.tobytes(), pieces.scale.tobytes()) == (whole.stream.tobytes(), whole.scale.tobytes())
