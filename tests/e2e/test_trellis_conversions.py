@@ -101,7 +101,7 @@ def test_another_target_measures_nothing_again(sources: dict[str, Path], tmp_pat
 def test_a_conversion_has_trellis_codes_unless_another_quantizer_is_named(
     sources: dict[str, Path], tmp_path: Path, family: str
 ) -> None:
-    """And widths for all other matrices."""
+    """And widths for all other matrices, of which head and embedding may have trellis codes."""
     small = {**TRELLIS, "quantizer": None}
     done = Done(settings_for(sources, family, tmp_path, loss=0.3, dense_bits=None, **small))
     assert done.manifest.quantization.codes == "trellis"
@@ -109,6 +109,13 @@ def test_a_conversion_has_trellis_codes_unless_another_quantizer_is_named(
     assert done.report.calibration is not None
     assert done.report.calibration.loss <= 0.3
     assert done.report.dense is not None
+    assert done.manifest.quantization.dense is not None
+    coded = done.manifest.quantization.dense.trellis
+    planned = plan(tmp_path / "work", Target("loss", 0.3), "knapsack", "kl", None)
+    assert coded
+    assert any(unit.endswith(" in trellis codes") for unit in planned.units)
+    swift = plan(tmp_path / "work", Target("loss", 0.3), "knapsack", "kl", None, "speed")
+    assert "head in trellis codes" not in swift.units
     accepted(done)
     named = settings_for(sources, family, tmp_path, loss=0.3, dense_bits=None, out=tmp_path / "b", **TRELLIS)
     assert Done(named).report.bits_histogram == done.report.bits_histogram
