@@ -76,7 +76,7 @@ INSIDE = {
     ],
     "moeconv.source.gguf": [("container",), ("facts",), ("families", "tokenizer"), ("tensors",), ("folder",)],
     "moeconv.calibration": [("samples",), ("apart",), ("rendering",), ("load",)],
-    "moeconv.quantizers": [("quantizer",), ("group", "moments"), ("gptq", "source"), ("coder", "trellis")],
+    "moeconv.quantizers": [("quantizer",), ("group", "moments"), ("gptq", "source"), ("trellis",), ("coder",)],
     "moeconv.measure": [
         ("metrics", "workdir"), ("scorers",), ("scoring",), ("firing",), ("passes",), ("trial", "codes"),
     ],
