@@ -95,7 +95,14 @@ def test_tools_understand_such_a_pack(sources: dict[str, Path], tmp_path: Path) 
     Done(settings)
     pack = Pack.open(settings.out)
     facts = describe(pack)
-    assert facts["dense"] == {"quantizer": "group", "group_size": 64, "bits": bits, "powers": None, "matrices": None}
+    assert facts["dense"] == {
+        "quantizer": "group",
+        "group_size": 64,
+        "bits": bits,
+        "powers": None,
+        "matrices": None,
+        "trellis": (),
+    }
     assert facts["bytes"]["backbone"] == (settings.out / "backbone.safetensors").stat().st_size
     lines = [line for line in description_lines(pack) if line.startswith("dense matrices")]
     assert lines == ["dense matrices   attention: 4 bits, head: 16 bits; quantizer group, groups of 64"]
