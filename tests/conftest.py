@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import shutil
 import signal
@@ -60,6 +61,18 @@ def pytest_sessionstart(session: pytest.Session) -> None:
     seed, plugins = session.config.getoption("randomly_seed", None), session.config.pluginmanager
     if seed is not None and (terminal := plugins.get_plugin("terminalreporter")) is not None:
         terminal.write_line(f"random order: again with pytest --randomly-seed={seed}")
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_collection() -> Iterator[None]:
+    """Looks for no garbage while tests are collected, and leaves what then is there out of every later search: modules
+    and tests are most of what one has to look at."""
+    gc.disable()
+    found = yield
+    gc.collect()
+    gc.freeze()
+    gc.enable()
+    return found
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
