@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import ctypes
 import gc
 import os
 import shutil
 import signal
 import tempfile
+from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -15,16 +17,21 @@ os.environ["TOKENIZERS_PARALLELISM"] = "false"
 os.environ["HF_DEACTIVATE_ASYNC_LOAD"] = "1"  # threads for the few small tensors of each model take longer than they do
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # threads that spin stand still where others want the cores too
 
+import numpy as np
 import pytest
 import torch
 from command_line import Moert
 from hypothesis import settings
+from longest import LONGEST
 from random_packs import write_pack
 
 from moert.command import description
 from moert.experts import store
 
 torch.set_num_threads(1)
+for path in Path(np.__file__).parents[1].glob("numpy.libs/libscipy_openblas*"):  # whose threads spin while they wait
+    if set_num_threads := getattr(ctypes.CDLL(str(path)), "scipy_openblas_set_num_threads64_", None):
+        set_num_threads(1)
 store._PAUSES_S = (0.0, 0.0, 0.0)  # what a test damages does not mend itself
 description.MOST_BYTES = 8 << 20  # to multiply 256 MiB of each width takes seconds; a slow test does
 SLOW_S = 1800.0  # that a slow test may take; for all others pyproject.toml says it
@@ -42,6 +49,7 @@ def pytest_configure(config: pytest.Config) -> None:
     """Puts the many small files of tests into memory: to sync and delete them takes a drive minutes."""
     if config.option.markexpr and _takes_direct_reads(MEMORY):
         os.environ.setdefault("PYTEST_DEBUG_TEMPROOT", str(MEMORY))
+    config.option.loadscopereorder = False  # they are in order
 
 
 def _takes_direct_reads(folder: Path) -> bool:
@@ -65,8 +73,7 @@ def pytest_sessionstart(session: pytest.Session) -> None:
 
 @pytest.hookimpl(wrapper=True)
 def pytest_collection() -> Iterator[None]:
-    """Looks for no garbage while tests are collected, and leaves what then is there out of every later search: modules
-    and tests are most of what one has to look at."""
+    """Looks for no garbage while tests are collected, and leaves modules and tests out of every later search."""
     gc.disable()
     found = yield
     gc.collect()
@@ -75,11 +82,17 @@ def pytest_collection() -> Iterator[None]:
     return found
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Gives slow tests the time that they may take."""
+@pytest.hookimpl(trylast=True)
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Gives slow tests the time that they may take, and where several processes take files in turn, begins with the
+    longest, then those of most tests."""
     for item in items:
         if item.get_closest_marker("slow") and not item.get_closest_marker("timeout"):
             item.add_marker(pytest.mark.timeout(SLOW_S))
+    if hasattr(config, "workerinput"):
+        ranks = {f"test_{name}": rank for rank, name in enumerate(LONGEST)}
+        counts = Counter(item.path for item in items)
+        items.sort(key=lambda item: (ranks.get(item.path.stem, len(ranks)), -counts[item.path]))
 
 
 @pytest.fixture(autouse=True)
