@@ -97,8 +97,8 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 @pytest.fixture(autouse=True)
 def _process_as_it_was() -> Iterator[None]:
-    """What a command sets for its whole process is undone for the next test: torch's threads, and what signals do (a
-    broken pipe ends a command, and would end all tests)."""
+    """Undoes for the next test the settings that a command makes for its whole process: torch's threads, and handlers
+    of signals (a broken pipe ends a command, and would end all tests)."""
     handlers = {number: signal.getsignal(number) for number in SIGNALS}
     yield
     torch.set_num_threads(1)
