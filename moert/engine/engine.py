@@ -358,8 +358,13 @@ class Engine:
         """Returns the embedding of a text, a vector [d_model] of length 1: the direction of the mean of its tokens'
         hidden states behind the last norm (special tokens that the tokenizer adds count), or with "last" of the last
         one. Raises InputInvalid for a model with an encoder, and the errors of `score`."""
+        return self.embed_many([text], pooling)[0]
+
+    def embed_many(self, texts: Sequence[Prompt], pooling: Pooling = "mean") -> list[F32]:
+        """Returns the embeddings of texts, on the native kernels those of `embed` bit for bit: each expert is read once
+        per layer for as many texts as fit into memory together. Raises the errors of `embed`."""
         with self._turns.turn():
-            return Scorer(self.model, self.text, self._admission).embedding(text, pooling)
+            return Scorer(self.model, self.text, self._admission).embeddings(several(texts), pooling)
 
     def stream(
         self, prompt: Prompt, settings: GenerationSettings | None = None, **changes: Unpack[GenerationOptions]

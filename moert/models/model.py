@@ -550,11 +550,14 @@ class Model:
         for start in range(0, len(x), at_once):
             yield self._logits(x[start : start + at_once])
 
-    def hidden(self, ids: Sequence[int]) -> Iterator[F32]:
-        """Yields the hidden states of a prompt as the head takes them, behind the last norm: of ROWS tokens or fewer at
-        a time, [tokens, d_model]. Of decoders without an encoder alone."""
-        for x in _pieces(self._decode([ids], self._states([ids]))):
-            yield self.backend.norm(x, self._decoder.norm) if self._project is None else self._projected(x)
+    def hidden(self, prompts: Sequence[Sequence[int]]) -> Iterator[tuple[int, F32]]:
+        """Yields the hidden states of prompts, all read in one pass, as the head takes them, behind the last norm: the
+        place of a prompt, and of its next ROWS tokens or fewer [tokens, d_model]. Of decoders without an encoder
+        alone."""
+        read = self._decode(prompts, self._states(prompts))
+        for place, rows in enumerate(np.split(read, np.cumsum([*map(len, prompts)])[:-1])):
+            for x in _pieces(rows):
+                yield place, self.backend.norm(x, self._decoder.norm) if self._project is None else self._projected(x)
 
     @property
     def _start(self) -> int:
