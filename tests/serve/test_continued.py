@@ -57,8 +57,9 @@ def test_ollama_continues(server: Running, client: httpx.Client) -> None:
     assert "".join(each["message"]["content"] for each in pieces) == wanted
     local = ollama.Client(host=server.url).chat("tiny", begun(), options={"num_predict": NEW})
     assert (local.message.content, local.prompt_eval_count) == (wanted, found["prompt_eval_count"])
-    called = [*HELLO, {"role": "assistant", "content": "", "tool_calls": [{"function": {"name": "a", "arguments": {}}}]}]
-    for changes, words in (({"messages": called}, "the last message calls tools"), ({"format": "json"}, "leave it out")):
+    call = {"function": {"name": "a", "arguments": {}}}
+    called = {"messages": [*HELLO, {"role": "assistant", "content": "", "tool_calls": [call]}]}
+    for changes, words in ((called, "the last message calls tools"), ({"format": "json"}, "leave it out")):
         refused = client.post("/api/chat", json={**body, **changes})
         assert refused.status_code == 400
         assert words in refused.json()["error"]

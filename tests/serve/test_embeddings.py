@@ -16,6 +16,7 @@ from serving import Running, serving
 from tiny_packs import SWITCH, write_pack
 
 from moert.engine.engine import Engine
+from moert.engine.scoring import Pooling
 from moert.serve import openai as openai_interface
 
 TEXTS = ["hello", "one small step for the quick brown fox", "hello"]
@@ -103,7 +104,12 @@ def test_texts_share_passes_of_bounded_length(
 ) -> None:
     (worker,) = server.host.there.values()
     passes, many = list[int](), worker.engine.embed_many
-    monkeypatch.setattr(worker.engine, "embed_many", lambda texts, way: (passes.append(len(texts)), many(texts, way))[1])
+
+    def counted(texts: list[list[int]], pooling: Pooling) -> Any:
+        passes.append(len(texts))
+        return many(texts, pooling)
+
+    monkeypatch.setattr(worker.engine, "embed_many", counted)
     assert vectors(client.post(PATH, json={"input": TEXTS * 2})) == wanted["mean"] * 2
     assert passes == [2 * len(TEXTS)]
     monkeypatch.setattr(openai_interface, "_PASS_TOKENS", 45)  # the second text alone has as many as 38
