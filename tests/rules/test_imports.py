@@ -109,7 +109,7 @@ OTHER_PACKAGES = {
     "moert.kernels.build": {"setuptools"}, "moert.chat.sandbox": {"jinja2"}, "moert.hub.client": {"huggingface_hub"},
     **{f"moert.serve.{name}": {"starlette", "uvicorn"} for name in SERVER},
     **{name: {"torch"} for name in TORCH}, "moert.beside.gpu.triton_kernel": {"torch", "triton"},
-    "moert.beside.grammar": {"llguidance"},
+    "moert.beside.grammar": {"llguidance"}, "moert.beside.compiling": {"llguidance"},
 }  # fmt: skip
 RUNTIME_PACKAGES = {"numpy", "tokenizers", "tqdm", "typer", "click", "rich"}
 FOR_TYPES = "typing_extensions"
@@ -347,7 +347,7 @@ def test_moert_needs_only_the_base_dependencies() -> None:
         assert roots <= RUNTIME_PACKAGES | OTHER_PACKAGES.get(name, set()), name
 
 
-@pytest.mark.parametrize("alone", ["moert.kernels.build", "moert.chat.sandbox"])
+@pytest.mark.parametrize("alone", ["moert.kernels.build", "moert.chat.sandbox", "moert.beside.compiling"])
 def test_nothing_imports_what_runs_by_itself(alone: str) -> None:
     """Another process that runs by itself may."""
     importing = [module_name(path) for path in sources("moert", "moeconv") if alone in imports_of(path)]
