@@ -36,7 +36,7 @@ def main() -> None:
         (resource.RLIMIT_CORE, 0), (resource.RLIMIT_STACK, _STACK_BYTES), (resource.RLIMIT_DATA, asked["data_bytes"]),
         (resource.RLIMIT_CPU, asked["cpu_s"]),
     ):  # fmt: skip
-        resource.setrlimit(kind, (most, most))
+        resource.setrlimit(kind, (most, most + 1))  # beyond the second one, there would be no signal that says which
     matcher = LLMatcher(arranged, asked["source"], log_level=0, limits=LLParserLimits(**asked["limits"]))
     if not matcher.get_error():
         matcher.compute_bitmask()

@@ -203,7 +203,7 @@ def imports_of(path: Path) -> set[str]:
 
 
 def modules(*where: str) -> Iterator[tuple[str, set[str]]]:
-    """Names, and what each imports."""
+    """Names, and the modules that each imports."""
     for path in sources(*where):
         yield module_name(path), imports_of(path)
 
