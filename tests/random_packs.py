@@ -11,6 +11,7 @@ import numpy as np
 import torch
 from safetensors.torch import save
 
+from moeconv.writer import PackWriter
 from moert.pack.codec import E2M1, F32, QuantizedMatrix, Width, n_groups, pack_codes
 from moert.pack.documents import plain
 from moert.pack.layout import Neurons, group_of
@@ -53,7 +54,6 @@ from moert.pack.parts import (
 from moert.pack.pools import Indexer, Pooled, Pools
 from moert.pack.reader import Pack, Projection
 from moert.pack.trellis import TrellisMatrix, stream_bytes
-from moert.pack.writer import PackWriter
 from tests.shapes import Shape, every
 
 DECODER = Shape(

@@ -12,6 +12,7 @@ from safetensors.torch import save
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from torch import Tensor
 
+from moeconv.writer import PackWriter, add_to_pack
 from moert.engine.engine import Engine
 from moert.kernels.backend import I64
 from moert.pack.codec import (
@@ -47,7 +48,6 @@ from moert.pack.parts import (
 from moert.pack.paths import PATHS, build
 from moert.pack.pools import Indexer, Pooled, Pools
 from moert.pack.reader import Pack, Projection
-from moert.pack.writer import PackWriter, add_to_pack
 from tests.random_packs import random_biases, random_trellis, write_tables
 from tests.shapes import Shape, every, frequencies
 

@@ -61,8 +61,8 @@ def _converted(source: Path, out: Path) -> None:
     from moeconv.quantizers import QUANTIZERS
     from moeconv.quantizers.coder import ExpertCoder
     from moeconv.source.checkpoint import Checkpoint
+    from moeconv.writer import add_to_pack
     from moert.pack.paths import PATHS, build
-    from moert.pack.writer import add_to_pack
     from tests.tiny_packs import record_routes
 
     checkpoint = Checkpoint.open(source)

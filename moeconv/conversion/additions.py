@@ -54,6 +54,7 @@ from moeconv.report.page import size
 from moeconv.source.archs.config import transformers_model
 from moeconv.source.checkpoint import Checkpoint
 from moeconv.source.skeleton import by_layers
+from moeconv.writer import add_files, check_addable
 from moert.experts.replay import with_eviction
 from moert.pack.files import beside
 from moert.pack.learnt import HASH, MOST_RANK, MOST_WIDTH, PREDICTOR, Kept, PredictedLoss, RoutedLoss
@@ -62,7 +63,6 @@ from moert.pack.model_spec import ExpertKey, LayerKey, ModelSpec
 from moert.pack.paths import PATHS, TRACE, build
 from moert.pack.reader import Pack
 from moert.pack.tensors import TOKENIZER
-from moert.pack.writer import add_files, check_addable
 
 # The loss of a finished pack as it is to be run, against the model that it was made from.
 

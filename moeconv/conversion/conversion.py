@@ -80,12 +80,12 @@ from moeconv.promise.judging import Judge, bound_doubt, estimate, look, looks_te
 from moeconv.report.page import size
 from moeconv.source.checkpoint import Checkpoint
 from moeconv.sweep.sensitivity import SweepJob
+from moeconv.writer import check_target
 from moert.pack.errors import PackError
 from moert.pack.files import beside, placed
 from moert.pack.learnt import NeuronOrder
 from moert.pack.manifest import Manifest
 from moert.pack.messages import unknown
-from moert.pack.writer import check_target
 
 # Digests by which runs recognise the same measurements and the same conversion.
 

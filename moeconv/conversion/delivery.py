@@ -38,6 +38,7 @@ from moeconv.plan.search import assigned_bytes, uniform_bytes, weights_of
 from moeconv.quantizers.coder import DenseCoder, ExpertCoder
 from moeconv.report.writer import read_report
 from moeconv.source.outline import CONFIG
+from moeconv.writer import partial_of
 from moert.pack.codec import Width
 from moert.pack.errors import PackError
 from moert.pack.files import placed
@@ -47,7 +48,6 @@ from moert.pack.manifest import LossEstimate, Manifest, Preference, Quality
 from moert.pack.model_spec import ExpertKey, ModelSpec
 from moert.pack.paths import PATHS, TRACE
 from moert.pack.reader import Pack, is_pack, strangers
-from moert.pack.writer import partial_of
 
 # A pack that stands where a new one goes: without --overwrite it is replaced only if it is an unchanged pack of the
 # same model.

@@ -19,6 +19,7 @@ from moeconv.source.checkpoint import Checkpoint
 from moeconv.source.outline import CheckpointError, json_object, line
 from moeconv.source.tensors import Part, read_ahead, write_tensors
 from moeconv.tokenizers import chat_tokenizer
+from moeconv.writer import PackWriter
 from moert.pack.codec import QuantizedMatrix, Width, times_two
 from moert.pack.errors import ChatInvalid, WriteFailed
 from moert.pack.learnt import ORDER, NeuronOrder
@@ -39,7 +40,6 @@ from moert.pack.model_spec import ExpertKey
 from moert.pack.tensors import TOKENIZER
 from moert.pack.text import CHAT, ChatFormat, dump_chat
 from moert.pack.trellis import TrellisMatrix
-from moert.pack.writer import PackWriter
 
 # The backbone, written tensor by tensor, so that it is never in memory as a whole.
 

@@ -25,6 +25,7 @@ from moeconv.quantizers.moments import SIDES, Moments, Side, side_of
 from moeconv.quantizers.quantizer import Coded, Inputs, Quantizer, times_powers
 from moeconv.source.checkpoint import Checkpoint
 from moeconv.source.outline import CheckpointError
+from moeconv.writer import power_stored
 from moert.pack.codec import (
     F32,
     QuantizedMatrix,
@@ -43,7 +44,6 @@ from moert.pack.model_spec import ExpertKey, ModelSpec, StackName
 from moert.pack.reader import Projection, projection_weights
 from moert.pack.tensors import DTYPE_BITS
 from moert.pack.trellis import TrellisMatrix
-from moert.pack.writer import power_stored
 
 # Codes of experts on disk, made once and used for every plan: for models whose experts do not fit memory.
 

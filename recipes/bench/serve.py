@@ -21,10 +21,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from moeconv.writer import add_files
 from moert.engine.engine import Engine
 from moert.pack.reader import Pack
 from moert.pack.tensors import TOKENIZER
-from moert.pack.writer import add_files
 from recipes.bench.program import as_program, need
 from recipes.bench.result import Row, context, row_of_runs, table, write
 from recipes.bench.shaped import DENSE, FOLDER, OLMOE, write_pack

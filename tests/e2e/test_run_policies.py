@@ -18,6 +18,7 @@ from moeconv.packing.emit import Label, emit
 from moeconv.quantizers import QUANTIZERS
 from moeconv.quantizers.coder import ExpertCoder
 from moeconv.source.checkpoint import Checkpoint
+from moeconv.writer import add_to_pack
 from moert.command import cli
 from moert.engine import engine as engine_module
 from moert.engine.budget import Budget
@@ -32,7 +33,6 @@ from moert.experts.store import IoSettings, is_direct, open_expert, read_into
 from moert.experts.streaming import CachedExperts
 from moert.pack.paths import PATHS, build
 from moert.pack.reader import Pack
-from moert.pack.writer import add_to_pack
 from tests.pairs import thinned
 
 PROMPTS = ("small", "of experts", "the router decides")

@@ -346,7 +346,7 @@ def long_paths(pack: Path) -> None:
 
 
 def sized(pack: Path, name: str) -> None:
-    from moert.pack.writer import file_entry
+    from moeconv.writer import file_entry
 
     found = file_entry((pack / name).read_bytes())
     entry = {"nbytes": found.nbytes, "sha256": found.sha256, "crc32": found.crc32}

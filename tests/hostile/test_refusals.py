@@ -16,6 +16,7 @@ from typing import Any
 import pytest
 from random_packs import DECODER, FIRING, QUANTIZATION, SPECS, read_all, sealed, write_pack
 
+from moeconv.writer import file_entry
 from moert.pack import reader
 from moert.pack.documents import plain
 from moert.pack.errors import (
@@ -34,7 +35,6 @@ from moert.pack.layout import Neurons
 from moert.pack.manifest import parse_manifest, seal
 from moert.pack.parts import Latent, Norm, Streams
 from moert.pack.reader import Pack
-from moert.pack.writer import file_entry
 
 FIRST, SECOND = "experts/D00/E000.safetensors", "experts/D00/E001.safetensors"
 

@@ -40,7 +40,7 @@ MOECONV = [
     ("moert.pack", "moert.described"),
     ("moeconv.errors", "moeconv.progress", "moeconv.tuned"),
     ("moeconv.strict_json", "moeconv.sentencepiece"),
-    ("moeconv.artifacts", "moeconv.tokenizers"),
+    ("moeconv.artifacts", "moeconv.tokenizers", "moeconv.writer"),
     ("moeconv.dense",),
     ("moeconv.source", "moeconv.calibration", "moeconv.plan", "moeconv.report"),
     ("moeconv.quantizers",),
@@ -54,9 +54,7 @@ MOECONV = [
 # what a chat template may do, what its library does of a quantizer, which eviction policy finds most on a trace, where
 # programs remember things, and how described settings become options.
 ASKS = {
-    "moeconv.quantizers.gptq": {"moert.kernels.coding"},
-    "moeconv.quantizers.trellis": {"moert.kernels.coding"},
-    "moeconv.quantizers.viterbi": {"moert.kernels.coding"},
+    "moeconv.quantizers.coding": {"moert.kernels.backend", "moert.kernels.library"},
     "moeconv.conversion.room": {"moert.machine"},
     "moeconv.conversion.additions": {"moert.experts.replay"},
     "moeconv.measure.passes": {"moert.kernels.library"},

@@ -31,6 +31,7 @@ from random_packs import (
 )
 from safetensors.numpy import load_file
 
+from moeconv.writer import PackWriter, expert_body
 from moert.pack.codec import QuantizedMatrix, dequantize, n_groups, row_bytes
 from moert.pack.errors import FormatTooNew, HashMismatch, HeaderInvalid
 from moert.pack.layout import NEURONS as NEURONS_FILE
@@ -53,7 +54,6 @@ from moert.pack.model_spec import ModelSpec
 from moert.pack.parts import Experts, Ffn
 from moert.pack.reader import Pack, check_pieces, checksums_from_bytes, checksums_to_bytes
 from moert.pack.tensors import to_bytes
-from moert.pack.writer import PackWriter, expert_body
 from tests.pairs import thinned
 
 BLOCKS = replace(QUANTIZATION, neurons=Neurons(512, bundled=False))

@@ -22,6 +22,7 @@ from transformers.models.qwen4_exp.modeling_qwen4_exp import (
 from moeconv.source.archs.qwen4 import _multipliers, _primes
 from moeconv.source.checkpoint import Checkpoint
 from moeconv.source.outline import CheckpointError
+from moeconv.writer import add_to_pack
 from moert.engine.engine import Engine
 from moert.kernels import library, open_backend
 from moert.kernels.backend import Floats
@@ -38,7 +39,6 @@ from moert.pack.ngrams import GatedStreams, Ngrams
 from moert.pack.parts import Norm, ShortConv
 from moert.pack.reader import Pack, check_backbone
 from moert.pack.tables import StoredRows, tables_of
-from moert.pack.writer import add_to_pack
 from tests.refusing import one_line
 from tests.tiny import rewrite, tiny_of
 

@@ -15,6 +15,7 @@ from native_problems import Natives, activations, all_natives, rounded, running
 from random_packs import NEURONS, QUANTIZATION, SPECS, minor_of, random_trellis, read_all, sealed, write_pack
 from tiny_packs import PROMPTS, run_greedy
 
+from moeconv.writer import width_of
 from moert.beside.gpu.torch_device import TorchDevice
 from moert.command.description import description_lines
 from moert.engine.engine import Engine
@@ -37,7 +38,6 @@ from moert.pack.trellis import (
     turned,
     turned_together,
 )
-from moert.pack.writer import width_of
 from tests.fast_card import FAST
 from tests.kernels import needs_native
 

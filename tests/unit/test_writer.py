@@ -29,12 +29,12 @@ from random_packs import (
 )
 from safetensors import safe_open
 
+from moeconv.writer import PackWriter, add_files, add_to_pack, check_target
 from moert.pack.codec import QuantizedMatrix, dequantize
 from moert.pack.errors import FileMissing, WriteFailed
 from moert.pack.files import write_atomically
 from moert.pack.manifest import NGRAMS
 from moert.pack.reader import Pack, bits_histogram, projection_weights
-from moert.pack.writer import PackWriter, add_files, add_to_pack, check_target
 from tests.pairs import thinned
 
 
