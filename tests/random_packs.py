@@ -11,7 +11,7 @@ import numpy as np
 import torch
 from safetensors.torch import save
 
-from moeconv.writer import PackWriter
+from moeconv.writer import PackWriter, seal
 from moert.pack.codec import E2M1, F32, QuantizedMatrix, Width, n_groups, pack_codes
 from moert.pack.documents import plain
 from moert.pack.layout import Neurons, group_of
@@ -27,7 +27,6 @@ from moert.pack.manifest import (
     Manifest,
     Quality,
     Quantization,
-    seal,
 )
 from moert.pack.model_spec import ExpertKey, Head, Join, Layer, ModelSpec, Tokens, stack_of  # fmt: skip
 from moert.pack.ngrams import GatedStreams, Ngrams

@@ -12,7 +12,8 @@ from safetensors.torch import save
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from torch import Tensor
 
-from moeconv.writer import PackWriter, add_to_pack
+from moeconv.routes import build
+from moeconv.writer import Files, PackWriter, add_to_pack
 from moert.engine.engine import Engine
 from moert.kernels.backend import I64
 from moert.pack.codec import (
@@ -27,7 +28,7 @@ from moert.pack.codec import (
     unpack_codes,
 )
 from moert.pack.layout import Neurons, group_of
-from moert.pack.manifest import Files, Preference, Quantization
+from moert.pack.manifest import Preference, Quantization
 from moert.pack.model_spec import ExpertKey, Head, Join, Layer, LayerKey, ModelSpec, Stack, stack_of
 from moert.pack.ngrams import GatedStreams, Ngrams
 from moert.pack.parts import (
@@ -45,7 +46,7 @@ from moert.pack.parts import (
     ShortConv,
     Streams,
 )
-from moert.pack.paths import PATHS, build
+from moert.pack.paths import PATHS
 from moert.pack.pools import Indexer, Pooled, Pools
 from moert.pack.reader import Pack, Projection
 from tests.random_packs import random_biases, random_trellis, write_tables

@@ -74,6 +74,7 @@ from moeconv.conversion.taught import (
 )
 from moeconv.errors import ConversionError, SettingsError
 from moeconv.measure.workdir import INPUTS, RESIDENCES, WorkDir
+from moeconv.order import NeuronOrder
 from moeconv.plan.problem import Plan
 from moeconv.progress import Progress
 from moeconv.promise.judging import Judge, bound_doubt, estimate, look, looks_text, standing
@@ -83,7 +84,6 @@ from moeconv.sweep.sensitivity import SweepJob
 from moeconv.writer import check_target
 from moert.pack.errors import PackError
 from moert.pack.files import beside, placed
-from moert.pack.learnt import NeuronOrder
 from moert.pack.manifest import Manifest
 from moert.pack.messages import unknown
 

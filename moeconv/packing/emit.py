@@ -13,22 +13,22 @@ import torch
 from torch import Tensor
 
 from moeconv.artifacts import Assignment
+from moeconv.order import NeuronOrder
 from moeconv.progress import Bar
 from moeconv.quantizers.coder import DenseCoder, ExpertCoder, Wanted, batches
 from moeconv.source.checkpoint import Checkpoint
 from moeconv.source.outline import CheckpointError, json_object, line
 from moeconv.source.tensors import Part, read_ahead, write_tensors
 from moeconv.tokenizers import chat_tokenizer
-from moeconv.writer import PackWriter
+from moeconv.writer import Files, PackWriter
 from moert.pack.codec import QuantizedMatrix, Width, times_two
 from moert.pack.errors import ChatInvalid, WriteFailed
-from moert.pack.learnt import ORDER, NeuronOrder
+from moert.pack.learnt import ORDER
 from moert.pack.manifest import (
     BACKBONE,
     NGRAMS,
     WIDTHS_OF,
     Dense,
-    Files,
     Manifest,
     Preference,
     Quality,

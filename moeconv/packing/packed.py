@@ -9,6 +9,7 @@ from hashlib import sha256
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 import torch
 from safetensors import SafetensorError
 from safetensors.torch import load
@@ -16,6 +17,7 @@ from torch import Tensor
 
 from moeconv.errors import ConversionError, VerifyFailed
 from moeconv.measure.passes import Origin, Passes, Room
+from moeconv.order import NeuronOrder, load_order
 from moeconv.progress import Progress, unseen
 from moeconv.source.archs import FAMILIES, Description, Family
 from moeconv.source.archs.config import transformers_model
@@ -24,23 +26,25 @@ from moeconv.source.checkpoint import Checkpoint
 from moeconv.source.experts import ExpertCalls
 from moeconv.source.outline import CONFIG, GENERATION_CONFIG, MAX_JSON_BYTES, Outline, line
 from moeconv.strict_json import NotJson, parse
-from moert.pack.codec import F32, QuantizedMatrix, dequantize, power_of, times_two
+from moeconv.writer import checksums
+from moert.pack.codec import F32, U8, QuantizedMatrix, dequantize, power_of, times_two
 from moert.pack.documents import brief
-from moert.pack.layout import DOWN, NEURONS
-from moert.pack.learnt import NeuronOrder, load_order
-from moert.pack.manifest import BACKBONE, dense_width, quantized, stem_of, stored_tensors
+from moert.pack.errors import HashMismatch, HeaderInvalid
+from moert.pack.layout import DOWN, NEURONS, U32, NeuronLayout
+from moert.pack.manifest import BACKBONE, NGRAMS, dense_width, quantized, stem_of, stored_tensors
 from moert.pack.model_spec import ExpertKey, ModelSpec
 from moert.pack.reader import (
+    CHECKED_BYTES,
+    FLOATS,
     MANIFEST,
     Pack,
     Projection,
-    check_backbone,
-    check_expert,
-    check_pieces,
+    all_finite,
     checksums_from_bytes,
     projection_weights,
 )
 from moert.pack.tables import tables_of
+from moert.pack.tensors import header_of
 from moert.pack.trellis import TrellisMatrix
 
 # A pack in memory as the transformers model, so that other code than the runtime runs its weights.
@@ -346,3 +350,44 @@ def _rms(values: F32) -> float:
 def _wide(per_group: F32, projection: QuantizedMatrix) -> F32:
     """Returns a value for each weight [out, in] from one for each group [out, groups]."""
     return np.repeat(per_group, projection.group_size, axis=1)[:, : projection.in_features]
+
+
+def check_expert(pack: Pack, key: ExpertKey, buffer: U8) -> None:
+    """Checks that all weights of an expert, whose bytes are given, are finite. Raises HeaderInvalid."""
+    arrays: list[npt.NDArray[Any]] = list(pack.biases(key, buffer).values())
+    for projection in pack.stored(key, buffer).values():
+        if isinstance(projection, QuantizedMatrix):
+            arrays += [projection.scale, projection.minimum]
+        elif isinstance(projection, TrellisMatrix):
+            arrays.append(projection.scale)
+        else:
+            arrays.append(projection)
+    if not all(np.isfinite(array).all() for array in arrays):
+        raise HeaderInvalid(
+            f"{pack.entry(key).path}: expert {key} has numbers that are not finite: convert the model again"
+        )
+
+
+def check_backbone(pack: Pack) -> None:
+    """Checks that all floats outside the experts are finite. Raises HeaderInvalid."""
+    for name in (BACKBONE, NGRAMS):
+        if name in pack.manifest.files:
+            _check_floats(pack, name)
+
+
+def _check_floats(pack: Pack, relative: str) -> None:
+    with pack.opened(relative) as file:
+        for name, place in header_of(file, pack.room).tensors.items():
+            for start in range(place.start, place.stop, CHECKED_BYTES) if place.dtype in FLOATS else ():
+                body = file.read(min(CHECKED_BYTES, place.stop - start), start)
+                if not all_finite(place.dtype, np.frombuffer(body, np.uint8)):
+                    raise HeaderInvalid(
+                        f"{relative}: {name[:80]!a} has numbers that are not finite: convert the model again"
+                    )
+
+
+def check_pieces(key: ExpertKey, layout: NeuronLayout, buffer: U8, expected: U32) -> None:
+    """Checks that the pieces of an expert, all of whose bytes are in `buffer`, have the checksums `expected`. Raises
+    HashMismatch."""
+    if not np.array_equal(checksums(layout, buffer), expected):
+        raise HashMismatch(f"{NEURONS}: a checksum of {key} is not that of its neurons: convert the model again")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import re
 import zlib
 from collections.abc import Callable, Collection, Mapping
@@ -25,7 +24,6 @@ from moert.pack.documents import (
     check_version,
     mapping,
     parsed,
-    plain,
     read,
     unfit,
 )
@@ -42,7 +40,7 @@ from moert.pack.layout import (
     group_of,
     parts_of,
 )
-from moert.pack.model_spec import STACKS, ExpertKey, LayerKey, ModelSpec
+from moert.pack.model_spec import STACKS, ExpertKey, ModelSpec
 from moert.pack.tensors import check_size, known_bounds
 from moert.pack.trellis import CODES
 
@@ -65,8 +63,6 @@ SEAL = ',\n "crc32": '  # the text before the checksum that ends the file
 _CRC32 = (1 << 32) - 1
 
 Dtype16 = Literal["F16", "BF16"]
-Files = Literal["expert", "layer"]
-"""The unit that has a file of its own: each expert, or all experts of a layer."""
 
 
 def safe_path(path: str, where: str = "manifest.json") -> str:
@@ -298,33 +294,6 @@ class Manifest:
         """Returns the bits per expert weight, scales and minima included, headers and padding not."""
         weights = len(self.experts) * self.model.weights_per_expert()
         return 8 * self.expert_tensor_bytes() / weights
-
-
-def expert_path(key: ExpertKey) -> str:
-    """Returns the path of an expert's own file in the pack: experts/D03/E005.safetensors."""
-    return f"experts/{key}.safetensors"
-
-
-def layer_path(at: LayerKey) -> str:
-    """Returns the path of the file that all experts of a layer share, one behind the other: experts/D03.experts."""
-    return f"experts/{at}.experts"
-
-
-def dump_manifest(manifest: Manifest) -> str:
-    """Returns the manifest as JSON text, one expert a line so that a diff can be read; its last field is its own
-    checksum."""
-    document = plain(manifest)
-    minor, experts = document.pop("minor"), document.pop("experts")
-    head = {"format": FORMAT_NAME, "major": MAJOR, "minor": minor, **document}
-    lines = [json.dumps(expert, separators=(",", ":"), allow_nan=False) for expert in experts]
-    text = json.dumps(head, indent=1, allow_nan=False)
-    return seal(text[: text.rindex("\n}")] + ',\n "experts": [\n  ' + ",\n  ".join(lines) + "\n ]")
-
-
-def seal(body: str) -> str:
-    """Returns the text of a manifest (a JSON object without its closing brace), ended with the checksum of the text so
-    far."""
-    return f"{body}{SEAL}{zlib.crc32(body.encode())}\n}}\n"
 
 
 StoredTensors = dict[str, tuple[str | None, tuple[int, ...]]]

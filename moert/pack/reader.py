@@ -25,19 +25,8 @@ from moert.pack.errors import (
     UnsafePath,
 )
 from moert.pack.files import OpenedFile, irregular, is_left, placed, unreadable, wrong_length
-from moert.pack.layout import (
-    DOWN,
-    NEURONS,
-    U32,
-    ExpertLayout,
-    NeuronLayout,
-    Storage,
-    bias_of,
-    checksums,
-    matrix_of,
-    tensors_of,
-)
-from moert.pack.manifest import BACKBONE, FORMAT_NAME, NGRAMS, ExpertEntry, Manifest, parse_manifest
+from moert.pack.layout import DOWN, NEURONS, U32, ExpertLayout, NeuronLayout, Storage, bias_of, matrix_of, tensors_of
+from moert.pack.manifest import FORMAT_NAME, ExpertEntry, Manifest, parse_manifest
 from moert.pack.model_spec import ExpertKey
 from moert.pack.tensors import (
     FileKind,
@@ -45,7 +34,6 @@ from moert.pack.tensors import (
     TensorFile,
     bound_of,
     check_size,
-    header_of,
     json_bytes,
     take_room,
     unbounded,
@@ -380,68 +368,29 @@ def bits_histogram(experts: tuple[ExpertEntry, ...]) -> Mapping[Width, int]:
     return dict(sorted(counts.items()))
 
 
-_FORMS: Mapping[str, tuple[Any, int, int]] = {
+FLOATS: Mapping[str, tuple[Any, int, int]] = {
     "F16": (np.uint16, 0x7FFF, 0x7C00), "BF16": (np.uint16, 0x7FFF, 0x7F80), "F32": (np.uint32, 0x7FFFFFFF, 0x7F800000),
 }  # fmt: skip
 """For each form of floats: integers of their size, a mask of all bits but the sign, and the smallest masked number that
 is infinity or no number."""
-_PIECE = 256 << 10  # bytes that are checked at once, so that they stay near the processor
+CHECKED_BYTES = 256 << 10  # bytes that are checked at once, so that they stay near the processor
 
 
 def all_finite(dtype: str, numbers: U8) -> bool:
     """Returns whether all floats of a form (F16, BF16 or F32), whose bytes are given in order, are finite."""
-    kind, unsigned, least = _FORMS[dtype]
+    kind, unsigned, least = FLOATS[dtype]
     bits = numbers.view(kind)
-    step = _PIECE // bits.itemsize
+    step = CHECKED_BYTES // bits.itemsize
     return all(int((bits[start : start + step] & kind(unsigned)).max()) < least for start in range(0, len(bits), step))
 
 
-def check_expert(pack: Pack, key: ExpertKey, buffer: U8) -> None:
-    """Checks that all weights of an expert, whose bytes are given, are finite. Raises HeaderInvalid."""
-    arrays: list[npt.NDArray[Any]] = list(pack.biases(key, buffer).values())
-    for projection in pack.stored(key, buffer).values():
-        if isinstance(projection, QuantizedMatrix):
-            arrays += [projection.scale, projection.minimum]
-        elif isinstance(projection, TrellisMatrix):
-            arrays.append(projection.scale)
-        else:
-            arrays.append(projection)
-    if not all(np.isfinite(array).all() for array in arrays):
-        raise HeaderInvalid(
-            f"{pack.entry(key).path}: expert {key} has numbers that are not finite: convert the model again"
-        )
-
-
-def check_backbone(pack: Pack) -> None:
-    """Checks that all floats outside the experts are finite. Raises HeaderInvalid."""
-    for name in (BACKBONE, NGRAMS):
-        if name in pack.manifest.files:
-            _check_floats(pack, name)
-
-
-def _check_floats(pack: Pack, relative: str) -> None:
-    with pack.opened(relative) as file:
-        for name, place in header_of(file, pack.room).tensors.items():
-            for start in range(place.start, place.stop, _PIECE) if place.dtype in _FORMS else ():
-                body = file.read(min(_PIECE, place.stop - start), start)
-                if not all_finite(place.dtype, np.frombuffer(body, np.uint8)):
-                    raise HeaderInvalid(
-                        f"{relative}: {name[:80]!a} has numbers that are not finite: convert the model again"
-                    )
-
-
-_CHECKSUMS = FileKind(NEURONS, "neurons", 1, "convert the model")
-
-
-def checksums_to_bytes(of: Mapping[ExpertKey, U32]) -> bytes:
-    """Returns the file's content; equal checksums give equal bytes."""
-    return _CHECKSUMS.body({str(key): of[key] for key in sorted(of)})
+CHECKSUMS = FileKind(NEURONS, "neurons", 1, "convert the model")
 
 
 def checksums_from_bytes(body: bytes, manifest: Manifest) -> dict[ExpertKey, U32]:
     """Returns for each expert its checksums, uint32 [n_checksums]: see moert.pack.layout.checksums. Raises
     HeaderInvalid, FormatTooNew."""
-    file = TensorFile(_CHECKSUMS, body)
+    file = TensorFile(CHECKSUMS, body)
     file.only(str(entry.key) for entry in manifest.experts)
     found: dict[ExpertKey, U32] = {}
     for entry in manifest.experts:
@@ -451,10 +400,3 @@ def checksums_from_bytes(body: bytes, manifest: Manifest) -> dict[ExpertKey, U32
             raise file.wrong(f"{entry.key} should have {expected} checksums, found {len(sums)}")
         found[entry.key] = sums
     return found
-
-
-def check_pieces(key: ExpertKey, layout: NeuronLayout, buffer: U8, expected: U32) -> None:
-    """Checks that the pieces of an expert, all of whose bytes are in `buffer`, have the checksums `expected`. Raises
-    HashMismatch."""
-    if not np.array_equal(checksums(layout, buffer), expected):
-        raise HashMismatch(f"{NEURONS}: a checksum of {key} is not that of its neurons: convert the model again")

@@ -28,8 +28,9 @@ from recipes.bench.stream_rows import ratios
 from recipes.bench.streamed import THREADS, Spent
 
 if TYPE_CHECKING:
+    from moeconv.order import NeuronOrder
     from moeconv.source.checkpoint import Checkpoint
-    from moert.pack.learnt import NeuronOrder, NeuronPredictor
+    from moert.pack.learnt import NeuronPredictor
 
 # What `make bench-flash` runs: reference models with ReLU, whole and by neurons, at four bits, and held-out text.
 

@@ -14,11 +14,12 @@ from random_hash import add_hash
 from random_predictor import add_predictor, random_predictor
 from tiny_packs import PROMPTS, SPECS, write_pack
 
+from moeconv.order import NeuronOrder
 from moert.beside.flash.keeping import KEEPING, replay
 from moert.beside.flash.runner import PREDICTED
 from moert.experts.policy import Demand
 from moert.pack.layout import Neurons
-from moert.pack.learnt import NeuronOrder, PredictedLoss
+from moert.pack.learnt import PredictedLoss
 from moert.pack.model_spec import LayerKey
 from moert.pack.reader import Pack, projection_weights
 from recipes.bench.blocks import rendered

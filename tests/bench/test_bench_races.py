@@ -13,10 +13,10 @@ from typing import Any
 import numpy as np
 import pytest
 
+from moeconv.eviction import replay
 from moert.engine.engine import Engine
 from moert.engine.session import Session
 from moert.experts.policy import EVICTION, Demand
-from moert.experts.replay import replay
 from moert.pack.codec import F32
 from moert.pack.model_spec import LayerKey
 from moert.pack.reader import Pack, projection_weights

@@ -326,7 +326,7 @@ def unknown_fields(pack: Path) -> None:
     body = text[: text.rindex(',\n "crc32"')].replace(
         '"HERE"', '["\U0001f600' + "a" * (24 << 20) + '"' + ",{}" * 1_000_000 + "]"
     )
-    from moert.pack.manifest import seal
+    from moeconv.writer import seal
 
     (pack / "manifest.json").write_text(seal(body))
 

@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 from random_packs import DECODER, FIRING, QUANTIZATION, SPECS, read_all, sealed, write_pack
 
-from moeconv.writer import file_entry
+from moeconv.writer import file_entry, seal
 from moert.pack import reader
 from moert.pack.documents import plain
 from moert.pack.errors import (
@@ -32,7 +32,7 @@ from moert.pack.errors import (
     UnsafePath,
 )
 from moert.pack.layout import Neurons
-from moert.pack.manifest import parse_manifest, seal
+from moert.pack.manifest import parse_manifest
 from moert.pack.parts import Latent, Norm, Streams
 from moert.pack.reader import Pack
 

@@ -16,6 +16,7 @@ from moeconv.artifacts import uniform
 from moeconv.conversion.taught import placed
 from moeconv.errors import VerifyFailed
 from moeconv.foresight.neurons import NamedNeurons
+from moeconv.order import NeuronOrder, load_order
 from moeconv.packing.emit import Label, emit
 from moeconv.packing.packed import PackedModel, verify
 from moeconv.quantizers import QUANTIZERS
@@ -26,7 +27,7 @@ from moert.command.description import describe, description_lines
 from moert.engine.engine import Engine
 from moert.pack.codec import F32
 from moert.pack.layout import Neurons
-from moert.pack.learnt import ORDER, NeuronOrder, NeuronPredictor, load_order
+from moert.pack.learnt import ORDER, NeuronPredictor
 from moert.pack.reader import Pack
 from tests.unit.test_emit import Killed, Rounding
 

@@ -25,13 +25,13 @@ from moeconv.plan.problem import Storage, layout_bytes
 from moeconv.quantizers import QUANTIZERS
 from moeconv.quantizers.coder import ORIGINAL, ExpertCoder, KeptCodes, squared_errors
 from moeconv.source.checkpoint import Checkpoint
-from moeconv.writer import add_to_pack
+from moeconv.writer import add_to_pack, checksums_to_bytes
 from moert.pack.codec import QuantizedMatrix, dequantize
 from moert.pack.errors import HashMismatch
 from moert.pack.layout import NEURONS, Neurons
 from moert.pack.manifest import Manifest
 from moert.pack.model_spec import ExpertKey
-from moert.pack.reader import Pack, checksums_to_bytes
+from moert.pack.reader import Pack
 from tests.pairs import each, thinned
 from tests.unit.test_emit import Killed, Rounding, mixed_widths
 from tests.unit.test_quantizers import PLAIN

@@ -31,7 +31,8 @@ from random_packs import (
 )
 from safetensors.numpy import load_file
 
-from moeconv.writer import PackWriter, expert_body
+from moeconv.packing.packed import check_pieces
+from moeconv.writer import PackWriter, checksums, checksums_to_bytes, expert_body, place
 from moert.pack.codec import QuantizedMatrix, dequantize, n_groups, row_bytes
 from moert.pack.errors import FormatTooNew, HashMismatch, HeaderInvalid
 from moert.pack.layout import NEURONS as NEURONS_FILE
@@ -41,18 +42,16 @@ from moert.pack.layout import (
     NeuronLayout,
     Neurons,
     bias_of,
-    checksums,
     columns_of,
     expert_layout,
     matrix_of,
     neuron_layout,
-    place,
     rows_of,
 )
 from moert.pack.manifest import Quantization
 from moert.pack.model_spec import ModelSpec
 from moert.pack.parts import Experts, Ffn
-from moert.pack.reader import Pack, check_pieces, checksums_from_bytes, checksums_to_bytes
+from moert.pack.reader import Pack, checksums_from_bytes
 from moert.pack.tensors import to_bytes
 from tests.pairs import thinned
 

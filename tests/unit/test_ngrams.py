@@ -19,6 +19,7 @@ from transformers.models.qwen4_exp.modeling_qwen4_exp import (
     Qwen4ExpTextNGramEmbedding,
 )
 
+from moeconv.packing.packed import check_backbone
 from moeconv.source.archs.qwen4 import _multipliers, _primes
 from moeconv.source.checkpoint import Checkpoint
 from moeconv.source.outline import CheckpointError
@@ -37,7 +38,7 @@ from moert.pack.manifest import NGRAMS
 from moert.pack.model_spec import Layer
 from moert.pack.ngrams import GatedStreams, Ngrams
 from moert.pack.parts import Norm, ShortConv
-from moert.pack.reader import Pack, check_backbone
+from moert.pack.reader import Pack
 from moert.pack.tables import StoredRows, tables_of
 from tests.refusing import one_line
 from tests.tiny import rewrite, tiny_of

@@ -22,6 +22,7 @@ from moeconv.packing.packed import error_share, verify
 from moeconv.quantizers import QUANTIZERS
 from moeconv.quantizers.coder import DenseCoder, ExpertCoder
 from moeconv.source.checkpoint import Checkpoint
+from moeconv.writer import dump_manifest
 from moert.beside.gpu.torch_backend import TorchBackend
 from moert.beside.gpu.torch_matrices import TorchMemory
 from moert.engine.engine import Engine
@@ -34,7 +35,7 @@ from moert.models.backbone import load_backbone
 from moert.pack.codec import power_of
 from moert.pack.errors import ManifestInvalid, PackError
 from moert.pack.layout import Neurons
-from moert.pack.manifest import dump_manifest, parse_manifest
+from moert.pack.manifest import parse_manifest
 from moert.pack.reader import MANIFEST, Pack, projection_weights
 from tests.golden.test_spec import check_against_our_reader, check_blocks_against_our_reader
 

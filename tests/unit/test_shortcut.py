@@ -12,6 +12,7 @@ import pytest
 from safetensors.torch import save
 from tiny_packs import DECODER_SHAPE, PROMPTS, backbone, record_routes, run_greedy, with_shortcut, write_pack
 
+from moeconv.routes import build
 from moeconv.writer import add_to_pack
 from moert.engine.engine import Engine
 from moert.kernels import REFERENCE, library, open_backend
@@ -22,7 +23,7 @@ from moert.models.kv import Recent
 from moert.models.model import Builder
 from moert.pack.model_spec import Layer, LayerKey
 from moert.pack.parts import Act, Experts, Ffn, Norm, Router
-from moert.pack.paths import PATHS, build
+from moert.pack.paths import PATHS
 from moert.pack.reader import Pack
 from tests.unit.test_narrow_experts import D_FF, D_MODEL, TOKENS, PlainExperts
 

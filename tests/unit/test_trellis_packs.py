@@ -15,6 +15,7 @@ from native_problems import Natives, activations, all_natives, rounded, running
 from random_packs import NEURONS, QUANTIZATION, SPECS, minor_of, random_trellis, read_all, sealed, write_pack
 from tiny_packs import PROMPTS, run_greedy
 
+from moeconv.packing.packed import check_expert
 from moeconv.writer import width_of
 from moert.beside.gpu.torch_device import TorchDevice
 from moert.command.description import description_lines
@@ -25,7 +26,7 @@ from moert.kernels.native import NativeMatrix
 from moert.pack.codec import F32, Width
 from moert.pack.errors import ManifestInvalid, PackError
 from moert.pack.manifest import TRELLIS_MINOR
-from moert.pack.reader import Pack, check_expert
+from moert.pack.reader import Pack
 from moert.pack.trellis import (
     CODES,
     TrellisMatrix,

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+from moeconv.packing.packed import check_pieces
 from moert.pack.errors import PackError
 from moert.pack.layout import NEURONS
-from moert.pack.reader import check_pieces, checksums_from_bytes
+from moert.pack.reader import checksums_from_bytes
 from tests.fuzz.described import described, file_of
 from tests.fuzz.target import Target
 from tests.fuzz.targets.packs import IN_BLOCKS, pack_of
