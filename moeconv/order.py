@@ -1,4 +1,4 @@
-"""The order of the neurons in a pack: the number that each has in the source (SPEC.md, section 9)."""
+"""The order of the neurons in a pack: the number that each has in the source (SPEC.md, order.safetensors)."""
 
 from __future__ import annotations
 
@@ -8,13 +8,12 @@ from typing import Any
 
 import numpy as np
 
-from moert.pack.codec import F32, QuantizedMatrix
+from moert.pack.codec import F32, QuantizedMatrix, TrellisMatrix
 from moert.pack.layout import DOWN, U32
 from moert.pack.learnt import ORDER
 from moert.pack.model_spec import ExpertKey, LayerKey, ModelSpec
 from moert.pack.reader import Pack, Projection
 from moert.pack.tensors import FileKind, TensorFile
-from moert.pack.trellis import TrellisMatrix
 
 _ORDER = FileKind(ORDER, "order", 1, "convert the model")
 

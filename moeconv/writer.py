@@ -24,6 +24,7 @@ from moert.pack.codec import (
     U8,
     Form16,
     QuantizedMatrix,
+    TrellisMatrix,
     Width,
     power_of_halves,
     times_two,
@@ -61,9 +62,8 @@ from moert.pack.manifest import (
     Quantization,
 )
 from moert.pack.model_spec import ExpertKey, LayerKey, ModelSpec
-from moert.pack.ngrams import GatedStreams
+from moert.pack.parts import GatedStreams
 from moert.pack.reader import CHECKSUMS, MANIFEST, Projection, is_pack, pack_around, strangers
-from moert.pack.trellis import TrellisMatrix
 
 Matrix = QuantizedMatrix | TrellisMatrix | F32
 """A matrix as it is stored; float32 stands for 16 bits."""

@@ -12,7 +12,7 @@ import torch
 from safetensors.torch import save
 
 from moeconv.writer import PackWriter, seal
-from moert.pack.codec import E2M1, F32, QuantizedMatrix, Width, n_groups, pack_codes
+from moert.pack.codec import E2M1, F32, QuantizedMatrix, TrellisMatrix, Width, n_groups, pack_codes, stream_bytes
 from moert.pack.documents import plain
 from moert.pack.layout import Neurons, group_of
 from moert.pack.manifest import (
@@ -28,31 +28,27 @@ from moert.pack.manifest import (
     Quality,
     Quantization,
 )
+from moert.pack.mixers import GatedDelta, Indexer, Mamba, Mamba2, Pooled, Pools, ShortConv
 from moert.pack.model_spec import ExpertKey, Head, Join, Layer, ModelSpec, Tokens, stack_of  # fmt: skip
-from moert.pack.ngrams import GatedStreams, Ngrams
 from moert.pack.parts import (
     Act,
     Attention,
     Beside,
     Experts,
     Ffn,
-    GatedDelta,
+    GatedStreams,
     Groups,
     Latent,
-    Mamba,
-    Mamba2,
     Narrow,
+    Ngrams,
     Norm,
     PositionTable,
     Rope,
     Router,
-    ShortConv,
     Streams,
     Stretch,
 )
-from moert.pack.pools import Indexer, Pooled, Pools
 from moert.pack.reader import Pack, Projection
-from moert.pack.trellis import TrellisMatrix, stream_bytes
 from tests.shapes import Shape, every
 
 DECODER = Shape(

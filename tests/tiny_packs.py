@@ -29,25 +29,22 @@ from moert.pack.codec import (
 )
 from moert.pack.layout import Neurons, group_of
 from moert.pack.manifest import Preference, Quantization
+from moert.pack.mixers import GatedDelta, Indexer, Mamba, Mamba2, Pooled, Pools, ShortConv
 from moert.pack.model_spec import ExpertKey, Head, Join, Layer, LayerKey, ModelSpec, Stack, stack_of
-from moert.pack.ngrams import GatedStreams, Ngrams
 from moert.pack.parts import (
     Act,
     Attention,
     Experts,
     Ffn,
-    GatedDelta,
-    Mamba,
-    Mamba2,
+    GatedStreams,
+    Ngrams,
     Norm,
     PositionTable,
     Rope,
     Router,
-    ShortConv,
     Streams,
 )
 from moert.pack.paths import PATHS
-from moert.pack.pools import Indexer, Pooled, Pools
 from moert.pack.reader import Pack, Projection
 from tests.random_packs import random_biases, random_trellis, write_tables
 from tests.shapes import Shape, every, frequencies

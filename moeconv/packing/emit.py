@@ -21,7 +21,7 @@ from moeconv.source.outline import CheckpointError, json_object, line
 from moeconv.source.tensors import Part, read_ahead, write_tensors
 from moeconv.tokenizers import chat_tokenizer
 from moeconv.writer import Files, PackWriter
-from moert.pack.codec import QuantizedMatrix, Width, times_two
+from moert.pack.codec import QuantizedMatrix, TrellisMatrix, Width, times_two
 from moert.pack.errors import ChatInvalid, WriteFailed
 from moert.pack.learnt import ORDER
 from moert.pack.manifest import (
@@ -39,7 +39,6 @@ from moert.pack.manifest import (
 from moert.pack.model_spec import ExpertKey
 from moert.pack.tensors import TOKENIZER
 from moert.pack.text import CHAT, ChatFormat, dump_chat
-from moert.pack.trellis import TrellisMatrix
 
 # The backbone, written tensor by tensor, so that it is never in memory as a whole.
 

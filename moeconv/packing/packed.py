@@ -27,7 +27,7 @@ from moeconv.source.experts import ExpertCalls
 from moeconv.source.outline import CONFIG, GENERATION_CONFIG, MAX_JSON_BYTES, Outline, line
 from moeconv.strict_json import NotJson, parse
 from moeconv.writer import checksums
-from moert.pack.codec import F32, U8, QuantizedMatrix, dequantize, power_of, times_two
+from moert.pack.codec import F32, U8, QuantizedMatrix, TrellisMatrix, dequantize, power_of, times_two
 from moert.pack.documents import brief
 from moert.pack.errors import HashMismatch, HeaderInvalid
 from moert.pack.layout import DOWN, NEURONS, U32, NeuronLayout
@@ -42,10 +42,9 @@ from moert.pack.reader import (
     all_finite,
     checksums_from_bytes,
     projection_weights,
+    tables_of,
 )
-from moert.pack.tables import tables_of
 from moert.pack.tensors import header_of
-from moert.pack.trellis import TrellisMatrix
 
 # A pack in memory as the transformers model, so that other code than the runtime runs its weights.
 

@@ -29,6 +29,7 @@ from moeconv.writer import power_stored
 from moert.pack.codec import (
     F32,
     QuantizedMatrix,
+    TrellisMatrix,
     Width,
     from_bfloat16,
     power_of,
@@ -43,7 +44,6 @@ from moert.pack.manifest import Dense, Dtype16, Quantization, dense_width, store
 from moert.pack.model_spec import ExpertKey, ModelSpec, StackName
 from moert.pack.reader import Projection, projection_weights
 from moert.pack.tensors import DTYPE_BITS
-from moert.pack.trellis import TrellisMatrix
 
 # Codes of experts on disk, made once and used for every plan: for models whose experts do not fit memory.
 

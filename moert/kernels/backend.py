@@ -12,21 +12,24 @@ import numpy.typing as npt
 
 from moert.kernels.pages import KeptPage, PageLayout
 from moert.pack.codec import (
+    CODES,
     F32,
     MX_GROUP,
     U8,
     Form16,
     Mxfp4Matrix,
     QuantizedMatrix,
+    TrellisCode,
+    TrellisMatrix,
     Width,
     from_bfloat16,
     n_groups,
     row_bytes,
+    stream_bytes,
     times_two,
 )
 from moert.pack.layout import NeuronLayout
 from moert.pack.parts import Attention, Ffn, Latent, Router
-from moert.pack.trellis import CODES, TrellisCode, TrellisMatrix, stream_bytes
 
 I32 = npt.NDArray[np.int32]
 I64 = npt.NDArray[np.int64]

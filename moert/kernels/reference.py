@@ -24,10 +24,9 @@ from moert.kernels.backend import (
     Stored,
 )
 from moert.kernels.pages import KEYS, KeptPage, Page, PageLayout
-from moert.pack.codec import F32, U8, Mxfp4Matrix, QuantizedMatrix, times_two
+from moert.pack.codec import F32, U8, Mxfp4Matrix, QuantizedMatrix, TrellisMatrix, dequantize_trellis, times_two
 from moert.pack.layout import MatrixPlace, NeuronLayout, group_of
 from moert.pack.parts import Act, Attention, Ffn, Latent, Router
-from moert.pack.trellis import TrellisMatrix, dequantize_trellis
 
 
 class Plain(NamedTuple):

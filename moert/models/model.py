@@ -45,10 +45,9 @@ from moert.models.pooled import PooledMixer
 from moert.models.streams import StreamEnd, StreamGates, StreamMixer, StreamNorm, begun, ended
 from moert.pack.codec import F32
 from moert.pack.manifest import Preference
+from moert.pack.mixers import Pooled, Stateful
 from moert.pack.model_spec import Layer, LayerKey, ModelSpec, Stack, StackName
-from moert.pack.ngrams import GatedStreams
-from moert.pack.parts import Attention, Beside, Experts, Ffn, Latent, Norm, Rope, Tensor
-from moert.pack.pools import Pooled, Stateful
+from moert.pack.parts import Attention, Beside, Experts, Ffn, GatedStreams, Latent, Norm, Rope, Tensor
 
 
 class Foresees(Protocol):

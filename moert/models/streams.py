@@ -1,5 +1,5 @@
 """Several streams in place of one between the halves of a decoder's layers (see moert.pack.parts.Streams and
-moert.pack.ngrams.GatedStreams)."""
+moert.pack.parts.GatedStreams)."""
 
 from __future__ import annotations
 
@@ -10,8 +10,7 @@ import numpy as np
 
 from moert.kernels.backend import ROWS, Backend, Matrix, NormWeights
 from moert.pack.codec import F32
-from moert.pack.ngrams import GatedStreams
-from moert.pack.parts import Streams
+from moert.pack.parts import GatedStreams, Streams
 
 Half = Callable[[F32], None]
 """A half of a layer, which changes x [tokens, d_model] in place: its output joins x."""

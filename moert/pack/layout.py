@@ -19,16 +19,17 @@ from moert.pack.codec import (
     Form16,
     Mxfp4Matrix,
     QuantizedMatrix,
+    TrellisMatrix,
     Width,
     from_bfloat16,
     n_groups,
     row_bytes,
+    stream_bytes,
     times_two,
 )
 from moert.pack.documents import Within
 from moert.pack.model_spec import ExpertKey, ModelSpec
 from moert.pack.tensors import DTYPE_BITS
-from moert.pack.trellis import TrellisMatrix, stream_bytes
 
 NEURONS = "neurons.safetensors"
 """The file of a pack with a checksum of each piece."""

@@ -12,7 +12,7 @@ from typing import Annotated, Any, ClassVar, Literal
 import numpy as np
 import numpy.typing as npt
 
-from moert.pack.codec import LEAST_POWER, MOST_POWER, WIDTHS, Codes, Form16, QuantizedMatrix, Width
+from moert.pack.codec import CODES, LEAST_POWER, MOST_POWER, WIDTHS, Codes, Form16, QuantizedMatrix, Width
 from moert.pack.documents import (
     MAX_BYTES,
     MAX_COUNT,
@@ -42,7 +42,6 @@ from moert.pack.layout import (
 )
 from moert.pack.model_spec import STACKS, ExpertKey, ModelSpec
 from moert.pack.tensors import check_size, known_bounds
-from moert.pack.trellis import CODES
 
 FORMAT_NAME = "model.pack"
 BACKBONE = "backbone.safetensors"  # the file with all weights but the experts'

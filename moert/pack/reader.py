@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from moert.pack.codec import U8, QuantizedMatrix, Width, dequantize
+from moert.pack.codec import U8, QuantizedMatrix, TrellisMatrix, Width, dequantize, dequantize_trellis
 from moert.pack.errors import (
     FileMissing,
     FileTruncated,
@@ -26,19 +26,20 @@ from moert.pack.errors import (
 )
 from moert.pack.files import OpenedFile, irregular, is_left, placed, unreadable, wrong_length
 from moert.pack.layout import DOWN, NEURONS, U32, ExpertLayout, NeuronLayout, Storage, bias_of, matrix_of, tensors_of
-from moert.pack.manifest import FORMAT_NAME, ExpertEntry, Manifest, parse_manifest
+from moert.pack.manifest import FORMAT_NAME, NGRAMS, ExpertEntry, Manifest, parse_manifest
 from moert.pack.model_spec import ExpertKey
 from moert.pack.tensors import (
     FileKind,
+    Place,
     Room,
     TensorFile,
     bound_of,
     check_size,
+    header_of,
     json_bytes,
     take_room,
     unbounded,
 )
-from moert.pack.trellis import TrellisMatrix, dequantize_trellis
 
 MANIFEST = "manifest.json"
 _CHUNK = 1 << 20
@@ -400,3 +401,45 @@ def checksums_from_bytes(body: bytes, manifest: Manifest) -> dict[ExpertKey, U32
             raise file.wrong(f"{entry.key} should have {expected} checksums, found {len(sums)}")
         found[entry.key] = sums
     return found
+
+
+_ROW_TYPES: Mapping[str, Any] = {"F32": np.float32, "F16": np.float16, "BF16": np.uint16}
+
+
+class StoredRows:
+    """The rows of a table in an open file: in place of an array [rows, dim]."""
+
+    def __init__(self, file: OpenedFile, place: Place) -> None:
+        self._file, self._start, self._dim = file, place.start, place.shape[1]
+        self.dtype, self._type = place.dtype, np.dtype(_ROW_TYPES[place.dtype])
+
+    def __getitem__(self, numbers: npt.NDArray[np.int64]) -> npt.NDArray[Any]:
+        """Returns the rows of these numbers [numbers, dim], of the type F32, F16 or, as uint16, BF16. Raises
+        FileTruncated or FileMissing."""
+        asked, places = np.unique(numbers, return_inverse=True)
+        found = np.empty((len(asked), self._dim), self._type)
+        for number, row in zip(asked.tolist(), found, strict=True):
+            self._file.read_into(row.view(np.uint8).data, self._start + number * row.nbytes)
+        return found[places]
+
+    def __del__(self) -> None:
+        self._file.close()
+
+
+def tables_of(pack: Pack) -> dict[str, StoredRows]:
+    """Returns the pack's tables by their canonical names. Raises FileMissing, FileTruncated, HeaderInvalid, or the
+    error that the pack's room raises."""
+    expected = pack.manifest.model.tables
+    if not expected:
+        return {}
+    with pack.opened(NGRAMS) as file:
+        found = header_of(file, pack.room).tensors
+    if found.keys() != expected.keys():
+        raise HeaderInvalid(f"{NGRAMS} has other tables than the model: it is not that of this model")
+    for name, place in found.items():
+        if place.dtype not in _ROW_TYPES or place.shape != expected[name].shape:
+            raise HeaderInvalid(
+                f"{NGRAMS}: {name} has the shape {place.shape} and the type {place.dtype}, expected "
+                f"{expected[name].shape} of {', '.join(_ROW_TYPES)}"
+            )
+    return {name: StoredRows(pack.opened(NGRAMS), place) for name, place in found.items()}

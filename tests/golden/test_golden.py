@@ -8,10 +8,9 @@ from pathlib import Path
 import numpy as np
 from golden_pack import FILES, NEURONS_SPEC, QUALITY, SPEC, WIDTHS, build, build_neurons, build_trellis, codes
 
-from moert.pack.codec import QuantizedMatrix, unpack_codes
+from moert.pack.codec import QuantizedMatrix, TrellisMatrix, decoded, unpack_codes
 from moert.pack.model_spec import ExpertKey
 from moert.pack.reader import Pack, projection_weights
-from moert.pack.trellis import TrellisMatrix, decoded
 
 TINY = Path(__file__).parent / "tiny.pack"
 NEURONS, TOGETHER = TINY.with_name("neurons.pack"), TINY.with_name("together.pack")

@@ -17,13 +17,12 @@ from dense_packs import dense_quantization, widened, write_dense_pack
 from random_packs import NEURON_SPECS, NEURONS, QUANTIZATION, SPECS, random_trellis, write_pack
 
 from moert.models.backbone import load_backbone
-from moert.pack.codec import INT_WIDTHS, pack_codes
+from moert.pack.codec import CODES, INT_WIDTHS, dequantize_trellis, pack_codes
 from moert.pack.documents import plain
 from moert.pack.layout import Neurons
 from moert.pack.manifest import Dense
 from moert.pack.parts import ROLES
 from moert.pack.reader import Pack, projection_weights
-from moert.pack.trellis import CODES, dequantize_trellis
 from tests.pairs import thinned
 
 SPEC = (Path(__file__).parents[2] / "moert" / "pack" / "SPEC.md").read_text(encoding="utf-8")

@@ -35,11 +35,10 @@ from moert.models.streams import StreamGates
 from moert.pack.codec import F32
 from moert.pack.errors import FileTruncated, HeaderInvalid
 from moert.pack.manifest import NGRAMS
+from moert.pack.mixers import ShortConv
 from moert.pack.model_spec import Layer
-from moert.pack.ngrams import GatedStreams, Ngrams
-from moert.pack.parts import Norm, ShortConv
-from moert.pack.reader import Pack
-from moert.pack.tables import StoredRows, tables_of
+from moert.pack.parts import GatedStreams, Ngrams, Norm
+from moert.pack.reader import Pack, StoredRows, tables_of
 from tests.refusing import one_line
 from tests.tiny import rewrite, tiny_of
 

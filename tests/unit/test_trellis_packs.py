@@ -23,13 +23,11 @@ from moert.engine.engine import Engine
 from moert.kernels import library, reference
 from moert.kernels.backend import ExpertView, ProjectionView
 from moert.kernels.native import NativeMatrix
-from moert.pack.codec import F32, Width
-from moert.pack.errors import ManifestInvalid, PackError
-from moert.pack.manifest import TRELLIS_MINOR
-from moert.pack.reader import Pack
-from moert.pack.trellis import (
+from moert.pack.codec import (
     CODES,
+    F32,
     TrellisMatrix,
+    Width,
     block_bytes,
     decoded,
     dequantize_trellis,
@@ -39,6 +37,9 @@ from moert.pack.trellis import (
     turned,
     turned_together,
 )
+from moert.pack.errors import ManifestInvalid, PackError
+from moert.pack.manifest import TRELLIS_MINOR
+from moert.pack.reader import Pack
 from tests.fast_card import FAST
 from tests.kernels import needs_native
 
