@@ -38,6 +38,11 @@ ROWS = 256
 """The most rows of a prompt that a caller passes on at once, so that the arrays made of them stay small."""
 
 
+def pieces(tokens: int) -> list[slice]:
+    """Returns the slices of so many rows, of ROWS each and the rest."""
+    return [slice(start, min(start + ROWS, tokens)) for start in range(0, tokens, ROWS)]
+
+
 @dataclass(frozen=True)
 class Floats:
     """A tensor of floats as it is stored; `data` has the numbers' bytes: float16, bfloat16 as uint16, or float32. The

@@ -36,8 +36,11 @@ def _layer_bytes(spec: ModelSpec, tokens: int, widened: bool) -> int:
     whole, kept = spec.tokens.prefix_end is not None, any(experts.shortcut for experts in spec.experts.values())
     return 8 * kept * tokens * spec.d_model + max(
         tokens * _whole_row_bytes(spec.d_model, kind)
-        + _mixture_bytes(spec.d_model, kind.ffn, tokens, widened)
-        + _mixer_bytes(spec.d_model, kind, tokens, name == "encoder" or whole, widened)
+        + max(
+            _mixture_bytes(spec.d_model, kind.ffn, tokens, widened)
+            + _mixer_bytes(spec.d_model, kind, tokens, name == "encoder" or whole, widened),
+            _ngrams_bytes(spec.d_model, kind, tokens),
+        )
         + _streams_bytes(spec.d_model, kind.streams, tokens)
         for name, stack in spec.stacks.items()
         for kind in stack.kinds

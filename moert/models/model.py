@@ -21,6 +21,7 @@ from moert.kernels.backend import (
     Positions,
     RouterWeights,
     Stored,
+    pieces,
 )
 from moert.kernels.pages import KvBits
 from moert.models.ffn import (
@@ -389,8 +390,8 @@ class _Tower:
             else:
                 own.extend(len(rows))
             if layer.cross is not None:
-                for piece in _pieces(rows):
-                    self.backend.attend(layer.cross, piece, state.cross[place], 0, Positions())
+                for piece in pieces(len(rows)):
+                    self.backend.attend(layer.cross, rows[piece], state.cross[place], 0, Positions())
 
     def _attend(self, layer: _Layer, rows: F32, kept: Kept, prefix: int, known: dict[object, Positions]) -> None:
         """Runs attention on a sequence's rows in place, piece by piece. Of tokens that see each other, all keys are
@@ -426,10 +427,6 @@ def _feed(ffn: MoeFfn | DenseFfn, lengths: Sequence[int], recent: Sequence[Recen
 
 def _heard(states: Sequence[State]) -> list[Heard]:
     return [state.heard for state in states if state.heard is not None]
-
-
-def _pieces(rows: F32) -> list[F32]:
-    return [rows[start : start + ROWS] for start in range(0, len(rows), ROWS)]
 
 
 class Model:
@@ -552,8 +549,10 @@ class Model:
     def hidden(self, ids: Sequence[int]) -> Iterator[F32]:
         """Yields the hidden states of a prompt as the head takes them, behind the last norm: of ROWS tokens or fewer at
         a time, [tokens, d_model]. Of decoders without an encoder alone."""
-        for x in _pieces(self._decode([ids], self._states([ids]))):
-            yield self.backend.norm(x, self._decoder.norm) if self._project is None else self._projected(x)
+        x = self._decode([ids], self._states([ids]))
+        for piece in pieces(len(x)):
+            rows = x[piece]
+            yield self.backend.norm(rows, self._decoder.norm) if self._project is None else self._projected(rows)
 
     @property
     def _start(self) -> int:
@@ -594,8 +593,9 @@ class Model:
     def _crossed(self, layer: _Layer, encoded: F32) -> Kept:
         assert layer.cross is not None
         kept = Kept(layer.cross.part, len(encoded), self.kv_bits, self.backend.pages)
-        for piece in _pieces(encoded):
-            self.backend.keep(layer.cross, piece, kept, kept.extend(len(piece)))
+        for piece in pieces(len(encoded)):
+            rows = encoded[piece]
+            self.backend.keep(layer.cross, rows, kept, kept.extend(len(rows)))
         return kept
 
     def _encode(self, encoder: _Tower, prompts: Sequence[Sequence[int]]) -> list[F32]:
