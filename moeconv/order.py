@@ -8,11 +8,12 @@ from typing import Any
 
 import numpy as np
 
+from moeconv.matrices import Projection
 from moert.pack.codec import F32, QuantizedMatrix, TrellisMatrix
 from moert.pack.layout import DOWN, U32
 from moert.pack.learnt import ORDER
 from moert.pack.model_spec import ExpertKey, LayerKey, ModelSpec
-from moert.pack.reader import Pack, Projection
+from moert.pack.reader import Pack
 from moert.pack.tensors import FileKind, TensorFile
 
 _ORDER = FileKind(ORDER, "order", 1, "convert the model")

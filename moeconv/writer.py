@@ -19,6 +19,7 @@ from typing import Any, Literal
 import numpy as np
 import numpy.typing as npt
 
+from moeconv.matrices import Projection, columns_of, rows_of
 from moert.pack.codec import (
     F32,
     U8,
@@ -34,7 +35,7 @@ from moert.pack.codec import (
 from moert.pack.documents import parsed, plain, read
 from moert.pack.errors import PackError, WriteFailed
 from moert.pack.files import DirectoryLock, atomic_write, beside, fsync, placed, write_atomically, write_in_order
-from moert.pack.layout import DOWN, NEURONS, U32, Array, ExpertLayout, NeuronLayout, columns_of, rows_of
+from moert.pack.layout import DOWN, NEURONS, U32, Array, ExpertLayout, NeuronLayout
 from moert.pack.manifest import (
     BACKBONE,
     EXTENDED_MINOR,
@@ -63,7 +64,7 @@ from moert.pack.manifest import (
 )
 from moert.pack.model_spec import ExpertKey, LayerKey, ModelSpec
 from moert.pack.parts import GatedStreams
-from moert.pack.reader import CHECKSUMS, MANIFEST, Projection, is_pack, pack_around, strangers
+from moert.pack.reader import CHECKSUMS, MANIFEST, is_pack, pack_around, strangers
 
 Matrix = QuantizedMatrix | TrellisMatrix | F32
 """A matrix as it is stored; float32 stands for 16 bits."""

@@ -11,6 +11,7 @@ import numpy as np
 import torch
 from safetensors.torch import save
 
+from moeconv.matrices import Projection, biases_of, matrices_of, read_expert
 from moeconv.writer import PackWriter, seal
 from moert.pack.codec import E2M1, F32, QuantizedMatrix, TrellisMatrix, Width, n_groups, pack_codes, stream_bytes
 from moert.pack.documents import plain
@@ -48,7 +49,7 @@ from moert.pack.parts import (
     Streams,
     Stretch,
 )
-from moert.pack.reader import Pack, Projection
+from moert.pack.reader import Pack
 from tests.shapes import Shape, every
 
 DECODER = Shape(
@@ -330,11 +331,11 @@ def flat_experts(experts: dict[ExpertKey, dict[str, Projection]]) -> dict[Expert
 
 
 def read_experts(pack: Pack) -> dict[ExpertKey, dict[str, Projection]]:
-    return {entry.key: pack.projections(entry.key, pack.read_expert(entry.key)) for entry in pack.manifest.experts}
+    return {entry.key: matrices_of(pack, entry.key, read_expert(pack, entry.key)) for entry in pack.manifest.experts}
 
 
 def read_biases(pack: Pack) -> dict[ExpertKey, dict[str, list[float]]]:
-    found = {entry.key: pack.biases(entry.key, pack.read_expert(entry.key)) for entry in pack.manifest.experts}
+    found = {entry.key: biases_of(pack, entry.key, read_expert(pack, entry.key)) for entry in pack.manifest.experts}
     return {key: {name: bias.tolist() for name, bias in biases.items()} for key, biases in found.items()}
 
 

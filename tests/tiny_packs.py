@@ -12,6 +12,7 @@ from safetensors.torch import save
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from torch import Tensor
 
+from moeconv.matrices import Projection
 from moeconv.routes import build
 from moeconv.writer import Files, PackWriter, add_to_pack
 from moert.engine.engine import Engine
@@ -45,7 +46,7 @@ from moert.pack.parts import (
     Streams,
 )
 from moert.pack.paths import PATHS
-from moert.pack.reader import Pack, Projection
+from moert.pack.reader import Pack
 from tests.random_packs import random_biases, random_trellis, write_tables
 from tests.shapes import Shape, every, frequencies
 

@@ -16,6 +16,7 @@ from safetensors.torch import load
 from torch import Tensor
 
 from moeconv.errors import ConversionError, VerifyFailed
+from moeconv.matrices import Projection, biases_of, matrices_of, projection_weights, read_expert, stored_matrices
 from moeconv.measure.passes import Origin, Passes, Room
 from moeconv.order import NeuronOrder, load_order
 from moeconv.progress import Progress, unseen
@@ -33,17 +34,7 @@ from moert.pack.errors import HashMismatch, HeaderInvalid
 from moert.pack.layout import DOWN, NEURONS, U32, NeuronLayout
 from moert.pack.manifest import BACKBONE, NGRAMS, dense_width, quantized, stem_of, stored_tensors
 from moert.pack.model_spec import ExpertKey, ModelSpec
-from moert.pack.reader import (
-    CHECKED_BYTES,
-    FLOATS,
-    MANIFEST,
-    Pack,
-    Projection,
-    all_finite,
-    checksums_from_bytes,
-    projection_weights,
-    tables_of,
-)
+from moert.pack.reader import CHECKED_BYTES, FLOATS, MANIFEST, Pack, all_finite, checksums_from_bytes, tables_of
 from moert.pack.tensors import header_of
 
 # A pack in memory as the transformers model, so that other code than the runtime runs its weights.
@@ -71,11 +62,11 @@ class PackedModel:
         fill_backbone(model, description, ((name, backbone(name)) for name in spec.tensors))
         put_tables(model, description, table_rows(pack))
         for key in spec.expert_keys():
-            body = pack.read_expert(key)
-            for name, projection in pack.projections(key, body).items():
+            body = read_expert(pack, key)
+            for name, projection in matrices_of(pack, key, body).items():
                 weight = torch.from_numpy(projection_weights(projection))
                 family.expert_weight(model, key, name).copy_(weight)
-            for name, bias in pack.biases(key, body).items():
+            for name, bias in biases_of(pack, key, body).items():
                 family.expert_bias(model, key, name).copy_(torch.from_numpy(bias))
         return cls(pack, family, spec, model, ExpertCalls(model, family, spec))
 
@@ -194,11 +185,11 @@ class PackedLayers(Passes):
         return sha256((self.pack.root / MANIFEST).read_bytes()).hexdigest()
 
     def _expert(self, key: ExpertKey) -> Mapping[str, F32]:
-        projections = self.pack.projections(key, self.pack.read_expert(key))
+        projections = matrices_of(self.pack, key, read_expert(self.pack, key))
         return {name: projection_weights(projection) for name, projection in projections.items()}
 
     def _biases(self, key: ExpertKey) -> Mapping[str, F32]:
-        return self.pack.biases(key, self.pack.read_expert(key))
+        return biases_of(self.pack, key, read_expert(self.pack, key))
 
 
 # The check of a pack: every hash, and against its source that each weight is within the error of its width.
@@ -244,7 +235,7 @@ def _check_numbers(pack: Pack, show: Progress) -> None:
     check_backbone(pack)
     with show("numbers", len(pack.manifest.experts), "expert") as bar:
         for entry in pack.manifest.experts:
-            check_expert(pack, entry.key, pack.read_expert(entry.key))
+            check_expert(pack, entry.key, read_expert(pack, entry.key))
             bar.update(1)
 
 
@@ -253,7 +244,7 @@ def _check_pieces(pack: Pack, show: Progress) -> None:
     expected = checksums_from_bytes(pack.read_file(NEURONS), pack.manifest)
     with show("pieces", len(expected), "expert") as bar:
         for key, sums in expected.items():
-            check_pieces(key, pack.neurons(key), pack.read_expert(key), sums)
+            check_pieces(key, pack.neurons(key), read_expert(pack, key), sums)
             bar.update(1)
 
 
@@ -285,7 +276,7 @@ def _check_tables(pack: Pack, source: Checkpoint) -> None:
 
 
 def _expert_error(pack: Pack, source: Checkpoint, key: ExpertKey, order: NeuronOrder | None) -> float:
-    stored, each = pack.stored(key, pack.read_expert(key)), pack.manifest.quantization.quantizer == MIN_MAX
+    stored, each = stored_matrices(pack, key, read_expert(pack, key)), pack.manifest.quantization.quantizer == MIN_MAX
     weights = dict(source.expert(key))
     if pack.has_neurons:
         weights[DOWN] = weights[DOWN].T
@@ -353,8 +344,8 @@ def _wide(per_group: F32, projection: QuantizedMatrix) -> F32:
 
 def check_expert(pack: Pack, key: ExpertKey, buffer: U8) -> None:
     """Checks that all weights of an expert, whose bytes are given, are finite. Raises HeaderInvalid."""
-    arrays: list[npt.NDArray[Any]] = list(pack.biases(key, buffer).values())
-    for projection in pack.stored(key, buffer).values():
+    arrays: list[npt.NDArray[Any]] = list(biases_of(pack, key, buffer).values())
+    for projection in stored_matrices(pack, key, buffer).values():
         if isinstance(projection, QuantizedMatrix):
             arrays += [projection.scale, projection.minimum]
         elif isinstance(projection, TrellisMatrix):

@@ -565,10 +565,12 @@ class ReferenceBackend:
         return found
 
     linear = staticmethod(product)
+
     def linears(self, x: F32, matrices: Sequence[Plain]) -> list[F32]:
         return [product(x, matrix) for matrix in matrices]
 
     norm = staticmethod(normed)
+
     def pages(self, layout: PageLayout, count: int) -> list[KeptPage]:
         return layout.pages(count)
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from math import prod
@@ -13,19 +13,12 @@ import numpy as np
 import numpy.typing as npt
 
 from moert.pack.codec import (
-    F32,
     MX_GROUP,
-    U8,
     Form16,
-    Mxfp4Matrix,
-    QuantizedMatrix,
-    TrellisMatrix,
     Width,
-    from_bfloat16,
     n_groups,
     row_bytes,
     stream_bytes,
-    times_two,
 )
 from moert.pack.documents import Within
 from moert.pack.model_spec import ExpertKey, ModelSpec
@@ -90,34 +83,6 @@ def tensors_of(bits: Width, shape: tuple[int, int], coding: Coding) -> list[Tens
     if coding.is_trellis(bits):
         return [("trellis", "U8", (stream_bytes(bits, out, in_features),)), ("scale", "F16", (out,))]
     return [(part.name, part.dtype, (out, part.columns)) for part in parts_of(bits, in_features, coding)]
-
-
-class Storage(NamedTuple):
-    """The form of a stored matrix: its width, its inputs, its coding, and the power of two that it is multiplied
-    with."""
-
-    bits: Width
-    in_features: int
-    coding: Coding
-    power: int = 0
-
-    def matrix(self, rows: int, stored: Sequence[U8]) -> QuantizedMatrix | TrellisMatrix | F32:
-        """Returns the matrix [rows, in_features] that the bytes of its tensors stand for; weights of 16 bits become
-        float32."""
-        if self.coding.is_trellis(self.bits):
-            stream, scales = stored
-            return TrellisMatrix(self.bits, self.in_features, stream, scales.view(np.float16)[:, None], self.power)
-        group_size, form16, _ = self.coding
-        parts = [each.reshape(rows, -1) for each in stored]
-        if self.bits != 16:
-            scale, minimum = (part.view(np.float16) for part in parts[1:])
-            group = group_of(self.in_features, group_size)
-            return QuantizedMatrix(int(self.bits), self.in_features, group, parts[0], scale, minimum, self.power)
-        if form16 == "MXFP4":
-            return Mxfp4Matrix(self.in_features, *parts).widened()
-        if form16 == "BF16":
-            return from_bfloat16(parts[0].view(np.uint16))
-        return times_two(parts[0].view(np.float16).astype(np.float32), self.power)
 
 
 def group_of(in_features: int, group_size: int) -> int:
@@ -432,49 +397,3 @@ def _header(slots: Iterable[TensorSlot], said: Said, page_bytes: int) -> bytes:
 
 Array = npt.NDArray[Any]
 U32 = npt.NDArray[np.uint32]
-
-
-def rows_of(layout: NeuronLayout, buffer: U8) -> U8:
-    """Returns the rows pieces of an expert that lies in `buffer`, [blocks, rows_bytes], not copied."""
-    return _pieces(layout, buffer, layout.rows_at, layout.rows_step, layout.rows_bytes)
-
-
-def columns_of(layout: NeuronLayout, buffer: U8) -> U8:
-    """Returns the columns pieces of an expert, [blocks, columns_bytes], not copied."""
-    return _pieces(layout, buffer, layout.columns_at, layout.columns_step, layout.columns_bytes)
-
-
-def matrix_of(layout: NeuronLayout, buffer: U8, name: str) -> QuantizedMatrix | F32:
-    """Returns a matrix [d_ff, d_model] of an expert that lies in `buffer`, copied; `down` as its transpose. Weights of
-    16 bits become float32."""
-    matrix = layout.columns if name == DOWN else layout.rows[name]
-    pieces = columns_of(layout, buffer) if name == DOWN else rows_of(layout, buffer)
-    sizes = matrix.neuron_bytes(layout.d_model)
-    storage = Storage(matrix.bits, layout.d_model, Coding(matrix.group_size, matrix.form16), matrix.power)
-    taken = [_taken(layout, pieces, *place) for place in zip(matrix.places, sizes, strict=True)]
-    found = storage.matrix(layout.d_ff, taken)
-    assert not isinstance(found, TrellisMatrix), "blocks of neurons have plain codes"
-    return found
-
-
-def bias_of(layout: NeuronLayout, buffer: U8, name: str) -> F32:
-    """Returns the biases [out] of a projection that has some."""
-    if name == DOWN:
-        assert layout.bias_at is not None
-        return buffer[layout.bias_at :][: 4 * layout.d_model].view(np.float32)
-    at = layout.rows[name].bias_place
-    assert at is not None
-    bias: F32 = _taken(layout, rows_of(layout, buffer), at, 4).view(np.float32)[:, 0]
-    return bias
-
-
-def _pieces(layout: NeuronLayout, buffer: U8, at: int, step: int, nbytes: int) -> U8:
-    pieces: U8 = np.ndarray((layout.n_blocks, nbytes), np.uint8, buffer.data, at, (step, 1))
-    return pieces
-
-
-def _taken(layout: NeuronLayout, pieces: U8, at: int, nbytes: int) -> U8:
-    """Returns the array that `_put` writes: uint8 [d_ff, nbytes]."""
-    rows = np.ascontiguousarray(pieces[:, at : at + layout.per_block * nbytes]).reshape(-1, nbytes)
-    found: U8 = rows[: layout.d_ff]
-    return found

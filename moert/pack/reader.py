@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from moert.pack.codec import U8, QuantizedMatrix, TrellisMatrix, Width, dequantize, dequantize_trellis
+from moert.pack.codec import U8, Width
 from moert.pack.errors import (
     FileMissing,
     FileTruncated,
@@ -25,7 +25,7 @@ from moert.pack.errors import (
     UnsafePath,
 )
 from moert.pack.files import OpenedFile, irregular, is_left, placed, unreadable, wrong_length
-from moert.pack.layout import DOWN, NEURONS, U32, ExpertLayout, NeuronLayout, Storage, bias_of, matrix_of, tensors_of
+from moert.pack.layout import NEURONS, U32, ExpertLayout, NeuronLayout
 from moert.pack.manifest import FORMAT_NAME, NGRAMS, ExpertEntry, Manifest, parse_manifest
 from moert.pack.model_spec import ExpertKey
 from moert.pack.tensors import (
@@ -44,8 +44,6 @@ from moert.pack.tensors import (
 MANIFEST = "manifest.json"
 _CHUNK = 1 << 20
 _HASHED_AT_ONCE = 4
-
-Projection = QuantizedMatrix | TrellisMatrix | npt.NDArray[np.float32]
 
 
 class Piece(NamedTuple):
@@ -132,19 +130,6 @@ class Pack:
             raise
         return file
 
-    def read_expert(self, key: ExpertKey, into: U8 | None = None) -> U8:
-        """Returns all bytes of one expert, uint8 [file_bytes], in one read, checked against its layout and fast
-        checksum.
-
-        Raises FileMissing, FileTruncated, HeaderInvalid, HashMismatch.
-        """
-        entry = self._entries[key]
-        buffer = np.empty(entry.file_bytes, dtype=np.uint8) if into is None else into[: entry.file_bytes]
-        with OpenedFile(self.root, entry.path, self.file(entry.path)) as file:
-            file.read_into(buffer.data, entry.offset)
-        self.check_expert(key, buffer)
-        return buffer
-
     def check_expert(self, key: ExpertKey, buffer: U8, crc32: Callable[[memoryview], int] = zlib.crc32) -> None:
         """Checks all bytes of an expert, uint8 [file_bytes]; `crc32`: zlib's, or a faster one.
 
@@ -158,39 +143,6 @@ class Pack:
             )
         if crc32(buffer.data) != entry.crc32:
             raise HashMismatch(f"{entry.path}: checksum differs from the manifest: the file is damaged, copy it again")
-
-    def projections(self, key: ExpertKey, buffer: U8) -> dict[str, Projection]:
-        """Returns each projection [out, in] of the bytes of read_expert: views, but 16-bit ones become float32, and so
-        does `down` where experts lie in blocks of neurons."""
-        found = self.stored(key, buffer)
-        if self.has_neurons:
-            found[DOWN] = np.ascontiguousarray(projection_weights(found[DOWN]).T)
-        return found
-
-    def stored(self, key: ExpertKey, buffer: U8) -> dict[str, Projection]:
-        """Returns each projection as it is stored: in blocks of neurons `down` is its transpose [d_ff, d_model]."""
-        layout, entry = self.layout(key), self._entries[key]
-        if self.has_neurons:
-            placed = self.neurons(key)
-            return {name: matrix_of(placed, buffer, name) for name in entry.bits}
-        data, coding, powers = buffer[layout.data_offset :], self.manifest.quantization.coding, entry.powers or {}
-        found = {}
-        for name, width in entry.bits.items():
-            rows, columns = self.manifest.model.projection_shape(name)
-            storage = Storage(width, columns, coding, powers.get(name, 0))
-            slots = [layout.slot(f"{name}.{part}") for part, *_ in tensors_of(width, (rows, columns), coding)]
-            found[name] = storage.matrix(rows, [data[slot.start : slot.stop] for slot in slots])
-        return found
-
-    def biases(self, key: ExpertKey, buffer: U8) -> dict[str, npt.NDArray[np.float32]]:
-        """Returns the bias [out] of each projection of the bytes of read_expert; none where experts have none."""
-        ffn, layout = self.manifest.model.moe.ffn, self.layout(key)
-        if self.has_neurons and ffn.bias:
-            placed = self.neurons(key)
-            return {name: bias_of(placed, buffer, name) for name in ffn.projections}
-        slots = {name: layout.slot(f"{name}.bias") for name in ffn.projections} if ffn.bias else {}
-        data = buffer[layout.data_offset :]
-        return {name: data[slot.start : slot.stop].view(np.float32) for name, slot in slots.items()}
 
     def verify_hashes(self, pieces: Sequence[Piece] | None = None) -> Iterator[str]:
         """Reads pieces, several at a time, by default all; yields the path of each once its sha256 is found right.
@@ -351,13 +303,6 @@ def _sha256(path: Path, piece: Piece, ended: Event) -> str:
             digest.update(chunk)
             left -= len(chunk)
     return digest.hexdigest()
-
-
-def projection_weights(projection: Projection) -> npt.NDArray[np.float32]:
-    """Returns the weights of one projection as float32 [out, in], whatever its width."""
-    if isinstance(projection, TrellisMatrix):
-        return dequantize_trellis(projection)
-    return dequantize(projection) if isinstance(projection, QuantizedMatrix) else projection
 
 
 def bits_histogram(experts: tuple[ExpertEntry, ...]) -> Mapping[Width, int]:

@@ -39,7 +39,7 @@ MOERT = [
 MOECONV = [
     ("moert.pack", "moert.described"),
     ("moeconv.errors", "moeconv.progress", "moeconv.tuned"),
-    ("moeconv.strict_json", "moeconv.sentencepiece"),
+    ("moeconv.strict_json", "moeconv.sentencepiece", "moeconv.matrices"),
     (
         "moeconv.artifacts",
         "moeconv.tokenizers",

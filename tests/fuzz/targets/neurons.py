@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from moeconv.matrices import read_expert
 from moeconv.packing.packed import check_pieces
 from moert.pack.errors import PackError
 from moert.pack.layout import NEURONS
@@ -15,7 +16,7 @@ def read(body: bytes) -> None:
     pack = pack_of(IN_BLOCKS)
     sums = checksums_from_bytes(file_of(body), pack.manifest)
     key = pack.manifest.experts[0].key
-    check_pieces(key, pack.neurons(key), pack.read_expert(key), sums[key])
+    check_pieces(key, pack.neurons(key), read_expert(pack, key), sums[key])
 
 
 def seeds() -> list[bytes]:
