@@ -38,23 +38,10 @@ from moert.pack.files import DirectoryLock, atomic_write, beside, fsync, placed,
 from moert.pack.layout import DOWN, NEURONS, U32, Array, ExpertLayout, NeuronLayout
 from moert.pack.manifest import (
     BACKBONE,
-    EXTENDED_MINOR,
     FORMAT_NAME,
-    JOINED_MINOR,
     MAJOR,
-    MATRICES_MINOR,
-    NEURONS_MINOR,
     NGRAMS,
-    NGRAMS_MINOR,
-    PARALLEL_MINOR,
-    PLAIN_MINOR,
-    POOLS_MINOR,
-    POWERS_MINOR,
-    PREFERRING_MINOR,
     SEAL,
-    STREAMS_MINOR,
-    TOGETHER_MINOR,
-    TRELLIS_MINOR,
     ExpertEntry,
     FileEntry,
     Manifest,
@@ -184,6 +171,13 @@ Files = Literal["expert", "layer"]
 """The unit that has a file of its own: each expert, or all experts of a layer."""
 
 
+PLAIN_MINOR, PREFERRING_MINOR, JOINED_MINOR, NEURONS_MINOR, TOGETHER_MINOR, POWERS_MINOR, TRELLIS_MINOR = range(7)
+MATRICES_MINOR, PARALLEL_MINOR, EXTENDED_MINOR, STREAMS_MINOR, POOLS_MINOR, NGRAMS_MINOR = 7, 8, 9, 10, 11, 12
+"""The minor version of a pack with none of these, with preferences, with several experts in a file, with experts in
+blocks of neurons, with rows of neurons that lie together, with matrices that are multiplied with a power of two, with
+trellis codes; of one whose dense matrices have widths of their own, with parallel layers, with fields of parts that
+these name in LEFT_OUT, with several streams, with attention to pools, with streams
+that gates mix."""
 _JOURNAL = "experts.jsonl"
 _PIECE = 1 << 20  # bytes that are copied at once
 

@@ -12,23 +12,11 @@ import torch
 from safetensors.torch import save
 
 from moeconv.matrices import Projection, biases_of, matrices_of, read_expert
-from moeconv.writer import PackWriter, seal
+from moeconv.writer import EXTENDED_MINOR, NGRAMS_MINOR, PARALLEL_MINOR, POOLS_MINOR, STREAMS_MINOR, PackWriter, seal
 from moert.pack.codec import E2M1, F32, QuantizedMatrix, TrellisMatrix, Width, n_groups, pack_codes, stream_bytes
 from moert.pack.documents import plain
 from moert.pack.layout import Neurons, group_of
-from moert.pack.manifest import (
-    EXTENDED_MINOR,
-    NGRAMS,
-    NGRAMS_MINOR,
-    PARALLEL_MINOR,
-    POOLS_MINOR,
-    STREAMS_MINOR,
-    WIDTHS_OF,
-    LossEstimate,
-    Manifest,
-    Quality,
-    Quantization,
-)
+from moert.pack.manifest import NGRAMS, WIDTHS_OF, LossEstimate, Manifest, Quality, Quantization
 from moert.pack.mixers import GatedDelta, Indexer, Mamba, Mamba2, Pooled, Pools, ShortConv
 from moert.pack.model_spec import ExpertKey, Head, Join, Layer, ModelSpec, Tokens, stack_of  # fmt: skip
 from moert.pack.parts import (

@@ -317,7 +317,7 @@ class _Tower:
         self, name: StackName, stack: Stack, ropes: Sequence[Rotary], builder: Builder, runner: ExpertRunner,
         routers: Routers, pad: int | None,
     ) -> None:  # fmt: skip
-        self.part, self.backend, self.ropes = stack, builder.backend, ropes
+        self.streams, self.backend, self.ropes = stack.streams, builder.backend, ropes
         self.positions = None
         if (part := stack.positions) is not None:
             added = builder.stored(f"{name}.positions.weight")
@@ -341,7 +341,7 @@ class _Tower:
         lengths = list(map(len, sequences))
         spans = [slice(start, end) for start, end in pairwise(accumulate(lengths, initial=0))]
         reading = _Reading(sequences, spans, states, prefixes, {})
-        streams = None if self.part.streams is None else begun(x, self.part.streams.n)
+        streams = None if self.streams is None else begun(x, self.streams.n)
         shortcut: F32 | None = None  # the output of the last layer's experts, where it joins behind this layer
         for place, layer in self.walk(self.layers):
             if layer.positions is not None:

@@ -47,13 +47,6 @@ FORMAT_NAME = "model.pack"
 BACKBONE = "backbone.safetensors"  # the file with all weights but the experts'
 NGRAMS = "ngrams.safetensors"  # the file with tables that stay on the drive
 MAJOR = 2
-PLAIN_MINOR, PREFERRING_MINOR, JOINED_MINOR, NEURONS_MINOR, TOGETHER_MINOR, POWERS_MINOR, TRELLIS_MINOR = range(7)
-MATRICES_MINOR, PARALLEL_MINOR, EXTENDED_MINOR, STREAMS_MINOR, POOLS_MINOR, NGRAMS_MINOR = 7, 8, 9, 10, 11, 12
-"""The minor version of a pack with none of these, with preferences, with several experts in a file, with experts in
-blocks of neurons, with rows of neurons that lie together, with matrices that are multiplied with a power of two, with
-trellis codes; of one whose dense matrices have widths of their own, with parallel layers, with fields of parts that
-these name in LEFT_OUT, with several streams, with attention to pools, with streams
-that gates mix."""
 WIDTHS_OF: Mapping[Codes, tuple[Width, ...]] = {"plain": WIDTHS, "trellis": (*CODES, 8, 16)}
 """The widths that experts' projections may have, by their codes."""
 WIDTHS_BY_TEXT: Mapping[str, Width] = {str(bits): bits for bits in sorted({*chain(*WIDTHS_OF.values())})}
@@ -264,7 +257,7 @@ class Manifest:
     experts: tuple[ExpertEntry, ...]
     preferences: tuple[Preference, ...] = ()
     """The preferences, ascending by share."""
-    minor: _Count = PLAIN_MINOR
+    minor: _Count = 0
 
     def layout(self, entry: ExpertEntry) -> ExpertLayout:
         return self.quantization.layout(self.model, entry.key, entry.bits, entry.powers, self.page_bytes)

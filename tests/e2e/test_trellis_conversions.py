@@ -21,9 +21,9 @@ from moeconv.matrices import read_expert, stored_matrices
 from moeconv.packing.packed import PackedModel, verify
 from moeconv.report.writer import write_report
 from moeconv.source.checkpoint import Checkpoint
+from moeconv.writer import TRELLIS_MINOR
 from moert.engine.engine import Engine
 from moert.pack.codec import TrellisMatrix
-from moert.pack.manifest import TRELLIS_MINOR
 from moert.pack.reader import Pack
 from tests.e2e.conversions import Done, settings_for
 from tests.kernels import needs_native

@@ -17,11 +17,10 @@ from tiny_packs import DECODER, SPECS, run_greedy, write_pack
 
 from moeconv import writer as writing
 from moeconv.matrices import read_expert
-from moeconv.writer import expert_path, seal
+from moeconv.writer import JOINED_MINOR, expert_path, seal
 from moert.engine.engine import Engine
 from moert.pack.documents import plain
 from moert.pack.errors import FileTruncated, HashMismatch, ManifestInvalid, PackError, SizeOverflow, WriteFailed
-from moert.pack.manifest import JOINED_MINOR
 from moert.pack.reader import MANIFEST, Pack
 
 FIRST, SECOND = DECODER.expert_keys()[:2]

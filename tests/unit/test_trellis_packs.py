@@ -17,7 +17,7 @@ from tiny_packs import PROMPTS, run_greedy
 
 from moeconv.matrices import matrices_of, read_expert
 from moeconv.packing.packed import check_expert
-from moeconv.writer import width_of
+from moeconv.writer import TRELLIS_MINOR, width_of
 from moert.beside.gpu.torch_device import TorchDevice
 from moert.command.description import description_lines
 from moert.engine.engine import Engine
@@ -39,7 +39,6 @@ from moert.pack.codec import (
     turned_together,
 )
 from moert.pack.errors import ManifestInvalid, PackError
-from moert.pack.manifest import TRELLIS_MINOR
 from moert.pack.reader import Pack
 from tests.fast_card import FAST
 from tests.kernels import needs_native
