@@ -61,9 +61,9 @@ def stored_matrices(pack: Pack, key: ExpertKey, buffer: U8) -> dict[str, Project
     found = {}
     for name, width in entry.bits.items():
         rows, columns = pack.manifest.model.projection_shape(name)
-        storage = Storage(width, columns, coding, powers.get(name, 0))
+        form = _Form(width, columns, coding, powers.get(name, 0))
         slots = [layout.slot(f"{name}.{part}") for part, *_ in tensors_of(width, (rows, columns), coding)]
-        found[name] = storage.matrix(rows, [data[slot.start : slot.stop] for slot in slots])
+        found[name] = form.matrix(rows, [data[slot.start : slot.stop] for slot in slots])
     return found
 
 
@@ -93,7 +93,7 @@ def _pieces(layout: NeuronLayout, buffer: U8, at: int, step: int, nbytes: int) -
     return pieces
 
 
-class Storage(NamedTuple):
+class _Form(NamedTuple):
     """The form of a stored matrix: its width, its inputs, its coding, and the power of two that it is multiplied
     with."""
 
@@ -127,9 +127,9 @@ def matrix_of(layout: NeuronLayout, buffer: U8, name: str) -> QuantizedMatrix | 
     matrix = layout.columns if name == DOWN else layout.rows[name]
     pieces = columns_of(layout, buffer) if name == DOWN else rows_of(layout, buffer)
     sizes = matrix.neuron_bytes(layout.d_model)
-    storage = Storage(matrix.bits, layout.d_model, Coding(matrix.group_size, matrix.form16), matrix.power)
+    form = _Form(matrix.bits, layout.d_model, Coding(matrix.group_size, matrix.form16), matrix.power)
     taken = [_taken(layout, pieces, *place) for place in zip(matrix.places, sizes, strict=True)]
-    found = storage.matrix(layout.d_ff, taken)
+    found = form.matrix(layout.d_ff, taken)
     assert not isinstance(found, TrellisMatrix), "blocks of neurons have plain codes"
     return found
 
@@ -146,7 +146,7 @@ def bias_of(layout: NeuronLayout, buffer: U8, name: str) -> F32:
 
 
 def _taken(layout: NeuronLayout, pieces: U8, at: int, nbytes: int) -> U8:
-    """Returns the array that `_put` writes: uint8 [d_ff, nbytes]."""
+    """Returns the array of all neurons that begins at byte `at` of each piece: uint8 [d_ff, nbytes]."""
     rows = np.ascontiguousarray(pieces[:, at : at + layout.per_block * nbytes]).reshape(-1, nbytes)
     found: U8 = rows[: layout.d_ff]
     return found
