@@ -7,6 +7,7 @@ import hashlib
 import json
 import os
 import shutil
+import weakref
 import zlib
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
@@ -34,8 +35,8 @@ from moert.pack.codec import (
 )
 from moert.pack.documents import parsed, plain, read
 from moert.pack.errors import PackError, WriteFailed
-from moert.pack.files import DirectoryLock, atomic_write, beside, fsync, placed, write_atomically, write_in_order
-from moert.pack.layout import DOWN, NEURONS, U32, Array, ExpertLayout, NeuronLayout
+from moert.pack.files import atomic_write, beside, fsync, placed, write_atomically, write_in_order
+from moert.pack.layout import DOWN, NEURONS, U32, ExpertLayout, NeuronLayout
 from moert.pack.manifest import (
     BACKBONE,
     FORMAT_NAME,
@@ -53,6 +54,12 @@ from moert.pack.model_spec import ExpertKey, LayerKey, ModelSpec
 from moert.pack.parts import GatedStreams
 from moert.pack.reader import CHECKSUMS, MANIFEST, is_pack, pack_around, strangers
 
+try:
+    import fcntl
+except ImportError:  # not a Unix: no lock
+    fcntl = None  # type: ignore[assignment]
+
+Array = npt.NDArray[Any]
 Matrix = QuantizedMatrix | TrellisMatrix | F32
 """A matrix as it is stored; float32 stands for 16 bits."""
 
@@ -508,6 +515,31 @@ def choose_page_bytes(spec: ModelSpec) -> int:
 def checksums_to_bytes(of: Mapping[ExpertKey, U32]) -> bytes:
     """Returns the file's content; equal checksums give equal bytes."""
     return CHECKSUMS.body({str(key): of[key] for key in sorted(of)})
+
+
+class DirectoryLock:
+    """A lock on a directory, held until `release` is called or the object is gone, at the latest when the process ends,
+    killed or not.
+
+    The lock follows the directory when it is renamed. Where the system or the file system knows no locks, every lock is
+    granted.
+    """
+
+    def __init__(self, path: Path) -> None:
+        """Takes the lock. Raises BlockingIOError if another holder has it, OSError if the directory does not exist."""
+        descriptor = os.open(path, os.O_RDONLY)
+        self.release = weakref.finalize(self, os.close, descriptor)
+        try:
+            if fcntl is not None:
+                fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            self.release()
+            raise
+        except OSError:
+            return
+        if not path.exists() or not os.path.samestat(os.fstat(descriptor), path.stat()):
+            self.release()
+            raise BlockingIOError(f"{path} was renamed by another process just now")
 
 
 def partial_of(out: Path) -> Path:

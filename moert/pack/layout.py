@@ -7,7 +7,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from math import prod
-from typing import Annotated, Any, ClassVar, NamedTuple
+from typing import Annotated, ClassVar, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -395,5 +395,4 @@ def _header(slots: Iterable[TensorSlot], said: Said, page_bytes: int) -> bytes:
     return len(text).to_bytes(8, "little") + text
 
 
-Array = npt.NDArray[Any]
 U32 = npt.NDArray[np.uint32]
