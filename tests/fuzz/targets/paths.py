@@ -1,4 +1,4 @@
-"""paths.safetensors: read, held against the model, and asked what follows."""
+"""paths.safetensors: read, held against the model, and asked for the experts that follow."""
 
 from __future__ import annotations
 
