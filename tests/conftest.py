@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import ctypes
+import gc
 import os
 import shutil
 import signal
 import tempfile
+from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -14,16 +17,21 @@ os.environ["TOKENIZERS_PARALLELISM"] = "false"
 os.environ["HF_DEACTIVATE_ASYNC_LOAD"] = "1"  # threads for the few small tensors of each model take longer than they do
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # threads that spin stand still where others want the cores too
 
+import numpy as np
 import pytest
 import torch
 from command_line import Moert
 from hypothesis import settings
+from longest import LONGEST
 from random_packs import write_pack
 
 from moert.command import description
 from moert.experts import store
 
 torch.set_num_threads(1)
+for path in Path(np.__file__).parents[1].glob("numpy.libs/libscipy_openblas*"):  # whose threads spin while they wait
+    if set_num_threads := getattr(ctypes.CDLL(str(path)), "scipy_openblas_set_num_threads64_", None):
+        set_num_threads(1)
 store._PAUSES_S = (0.0, 0.0, 0.0)  # what a test damages does not mend itself
 description.MOST_BYTES = 8 << 20  # to multiply 256 MiB of each width takes seconds; a slow test does
 SLOW_S = 1800.0  # that a slow test may take; for all others pyproject.toml says it
@@ -41,6 +49,7 @@ def pytest_configure(config: pytest.Config) -> None:
     """Puts the many small files of tests into memory: to sync and delete them takes a drive minutes."""
     if config.option.markexpr and _takes_direct_reads(MEMORY):
         os.environ.setdefault("PYTEST_DEBUG_TEMPROOT", str(MEMORY))
+    config.option.loadscopereorder = False  # they are in order
 
 
 def _takes_direct_reads(folder: Path) -> bool:
@@ -62,17 +71,34 @@ def pytest_sessionstart(session: pytest.Session) -> None:
         terminal.write_line(f"random order: again with pytest --randomly-seed={seed}")
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Gives slow tests the time that they may take."""
+@pytest.hookimpl(wrapper=True)
+def pytest_collection() -> Iterator[None]:
+    """Looks for no garbage while tests are collected, and leaves modules and tests out of every later search."""
+    gc.disable()
+    found = yield
+    gc.collect()
+    gc.freeze()
+    gc.enable()
+    return found
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Gives slow tests the time that they may take, and where several processes take files in turn, begins with the
+    longest, then those of most tests."""
     for item in items:
         if item.get_closest_marker("slow") and not item.get_closest_marker("timeout"):
             item.add_marker(pytest.mark.timeout(SLOW_S))
+    if hasattr(config, "workerinput"):
+        ranks = {f"test_{name}": rank for rank, name in enumerate(LONGEST)}
+        counts = Counter(item.path for item in items)
+        items.sort(key=lambda item: (ranks.get(item.path.stem, len(ranks)), -counts[item.path]))
 
 
 @pytest.fixture(autouse=True)
 def _process_as_it_was() -> Iterator[None]:
-    """What a command sets for its whole process is undone for the next test: torch's threads, and what signals do (a
-    broken pipe ends a command, and would end all tests)."""
+    """Undoes for the next test the settings that a command makes for its whole process: torch's threads, and handlers
+    of signals (a broken pipe ends a command, and would end all tests)."""
     handlers = {number: signal.getsignal(number) for number in SIGNALS}
     yield
     torch.set_num_threads(1)

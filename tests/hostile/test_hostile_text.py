@@ -182,7 +182,7 @@ def test_what_the_reader_may_not_have(tmp_path: Path) -> None:
 def test_a_process_that_takes_too_much_time_is_ended(tmp_path: Path) -> None:
     import pyarrow as pa
 
-    path = parquet(tmp_path / "a.parquet", pa.table({"text": [f"word {n} " * 100 for n in range(400_000)]}))
+    path = parquet(tmp_path / "a.parquet", pa.table({"text": repeated("word " * 10, MAX_ROWS)}))
     with pytest.raises(CalibrationError, match="more than 1 s of the processor"):
         list(rows_apart(str(path), FIELDS, replace(USUAL, cpu_s=1)))
 

@@ -5,6 +5,8 @@ from __future__ import annotations
 import ast
 from pathlib import Path
 
+from longest import LONGEST
+
 ROOT = Path(__file__).resolve().parents[2]
 MAX_LINES = 800
 SOURCES = sorted(path for name in ("moert", "moeconv") for path in (ROOT / name).rglob("*.py"))
@@ -37,6 +39,10 @@ def test_no_empty_rooms() -> None:
         if path.name == "__init__.py":
             others = [other for other in path.parent.rglob("*.py") if other != path]
             assert others or len(ast.parse(path.read_text(encoding="utf-8")).body) > 1, name_of(path)
+
+
+def test_the_longest_tests_are_there() -> None:
+    assert {f"test_{name}.py" for name in LONGEST} <= {path.name for path in (ROOT / "tests").rglob("test_*.py")}
 
 
 def test_no_path_of_a_machine_and_no_registry() -> None:

@@ -23,7 +23,7 @@ from moert.engine.session import Continued, Prefix
 from moert.errors import SettingInvalid
 from moert.kernels import library
 from moert.models.footprint import Footprint, Load
-from moert.models.kv import state_bytes, written_bytes
+from moert.models.kv import State, state_bytes, written_bytes
 from moert.pack.codec import F32
 from tests.kernels import NATIVE
 
@@ -146,10 +146,17 @@ def test_beams_are_those_of_sequences_that_share_nothing(
         prompt = [*prompt, 15, 9]
     engine.reserve(len(prompt), NEW)
 
+    states = dict[tuple[int, ...], State]()  # that of each beginning goes on as one of those that follow it
+
     def logits(tokens: tuple[int, ...]) -> F32:
-        state, found = engine.model.prefill(prompt)
-        for token in tokens:
-            found = engine.model.step(state, token)
+        state = states.pop(tokens[:-1], None) if tokens else None
+        if state is None:
+            state, found = engine.model.prefill(prompt)
+            for token in tokens[:-1]:
+                engine.model.step(state, token)
+        if tokens:
+            found = engine.model.step(state, tokens[-1])
+        states[tokens] = state
         return found
 
     ends = frozenset(engine.spec.tokens.eos)

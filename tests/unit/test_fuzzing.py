@@ -15,12 +15,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 from safetensors.numpy import load, save
 
+from moert.machine import peak_bytes
 from tests.fuzz.described import described, file_of
 from tests.fuzz.mutate import mutated
 from tests.fuzz.registry import TARGETS
 from tests.fuzz.registry import load as load_target
 from tests.fuzz.run import FOLDER, MOST_KEPT_BYTES, trim
-from tests.fuzz.target import Finding, Judge, Target
+from tests.fuzz.target import Finding, Judge, Target, _peak_mb
 
 ROOT = Path(__file__).resolve().parents[2]
 NO_TARGET = {"packs"}  # what others are made from
@@ -86,17 +87,21 @@ def test_other_errors_and_errors_that_are_not_one_line_are_findings(error: BaseE
         judge(raising(error))(b"")
 
 
-def test_time_and_memory_are_findings() -> None:
+def test_time_and_memory_are_findings(monkeypatch: pytest.MonkeyPatch) -> None:
     def slow(body: bytes) -> None:
         ends = time.process_time() + 0.05
         while time.process_time() < ends:
             pass
 
-    held = []
     with pytest.raises(Finding, match=r"takes 0\.\d s"):
         judge(slow, seconds=0.01)(b"")
-    with pytest.raises(Finding, match="MB"):  # more than this process has ever held
-        judge(lambda body: held.append(np.ones(1 << 30, np.uint8)), seconds=600, megabytes=-1)(b"")
+    assert _peak_mb() > 0.9 * peak_bytes() / (1 << 20) > 1
+    peaks = iter([100.0, 500.0, 500.0, 901.0])
+    monkeypatch.setattr("tests.fuzz.target._peak_mb", lambda: next(peaks))
+    sound = judge(lambda body: None, megabytes=400)
+    sound(b"")
+    with pytest.raises(Finding, match="takes 401 MB"):
+        sound(b"")
 
 
 @given(

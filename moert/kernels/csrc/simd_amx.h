@@ -8,7 +8,7 @@
 #define STRIP_VECTORS 2
 #define PART_BLOCKS 4
 #define TILE_ROWS 16
-#define MANY(bits) 4
+#define MANY(bits) ((bits) == 0 ? 12 : 4)
 #define TILES
 
 /* Tiles 0, 1: sums [row][token] of two vectors of tokens; 2: codes [row][block]; 3, 4: activations [block / 4][token][4]. Tiles

@@ -9,6 +9,7 @@
 #define ONE_ROWS(bits) 4
 #define MANY_ROWS 2
 #define MANY_TOKENS 2
+#define TRELLIS_TOKENS 4
 #define TILED(bits) 0
 #define SCORE_VECTORS 2
 #define DELTA_VECTORS 4
@@ -16,10 +17,10 @@
 #define STRIP_ROWS 2
 #define STRIP_VECTORS 2
 #ifdef DOT_PRODUCT
-#define MANY(bits) ((bits) == 0 ? 5 : (bits) == 2 ? 13 : (bits) == 3 ? 10 : (bits) == 8 ? 12 : 11)
+#define MANY(bits) ((bits) == 0 ? 10 : (bits) == 2 ? 13 : (bits) == 3 ? 10 : (bits) == 8 ? 12 : 11)
 #define SAME_WIDTHS 0x13C /* strips: the code for 2 bits is that for all */
 #else
-#define MANY(bits) ((bits) == 0 ? 6 : (bits) == 2 ? 13 : (bits) == 3 ? 9 : (bits) == 8 ? 15 : 16)
+#define MANY(bits) ((bits) == 0 ? 10 : (bits) == 2 ? 13 : (bits) == 3 ? 9 : (bits) == 8 ? 15 : 16)
 #define SAME_WIDTHS 0xC /* 2 and 3 */
 #endif
 

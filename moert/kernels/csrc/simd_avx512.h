@@ -9,13 +9,14 @@
 #define ONE_ROWS(bits) ((bits) < 4 ? 4 : 1) /* of a tile, for one token: wide codes are read in their own order */
 #define MANY_ROWS 4
 #define MANY_TOKENS 4
+#define TRELLIS_TOKENS 4
 #define TILED(bits) ((bits) == 2)
 #define SCORE_VECTORS 4
 #define DELTA_VECTORS 8
 #define SCAN_ROWS 4
 #define STRIP_ROWS 4
 #define STRIP_VECTORS 2
-#define MANY(bits) ((bits) == 8 ? 12 : (bits) == 3 ? 11 : 13)
+#define MANY(bits) ((bits) == 0 ? 44 : (bits) == 8 ? 12 : (bits) == 3 ? 11 : 13)
 #define SAME_WIDTHS 0x13C /* strips: the code for 2 bits is that for all */
 
 typedef __m512i bytes;
