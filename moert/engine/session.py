@@ -529,7 +529,7 @@ class Session:
             self._times.decode_s += self._now() - started_s
         if drafts is not None:
             drafts.passed(len(draft), first._read_tokens - read - 1, self._now() - started_s)
-        if not self.unfinished:
+        if not self._running and not self._waiting:
             self._gate.idle()
         return pieces
 

@@ -24,11 +24,11 @@ from typing import Any
 
 import numpy as np
 
+from moeconv.writer import add_files
 from moert.engine.engine import Engine
 from moert.pack.files import atomic_write
 from moert.pack.reader import Pack
 from moert.pack.tensors import TOKENIZER
-from moert.pack.writer import add_files
 from recipes.bench import routing
 from recipes.bench.program import as_program, need
 from recipes.bench.result import Row, context, row_of_runs, table, write

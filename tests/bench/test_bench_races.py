@@ -13,13 +13,14 @@ from typing import Any
 import numpy as np
 import pytest
 
+from moeconv.eviction import replay
+from moeconv.matrices import matrices_of, projection_weights, read_expert
 from moert.engine.engine import Engine
 from moert.engine.session import Session
 from moert.experts.policy import EVICTION, Demand
-from moert.experts.replay import replay
 from moert.pack.codec import F32
 from moert.pack.model_spec import LayerKey
-from moert.pack.reader import Pack, projection_weights
+from moert.pack.reader import Pack
 from recipes.bench import race as races
 from recipes.bench import routing as recorded
 from recipes.bench import stream, stream_packs, stream_rows
@@ -308,7 +309,7 @@ def test_experts_alike_have_the_first_layers_numbers(tmp_path: Path) -> None:
     alike, own = (Pack.open(tmp_path / name) for name in ("alike.pack", "own.pack"))
     for key in THREE_LAYERS.expert_keys():
         first = THREE_LAYERS.moe_layers()[0].expert(key.expert)
-        copied, original = (pack.projections(at, pack.read_expert(at)) for pack, at in ((alike, key), (own, first)))
+        copied, original = (matrices_of(pack, at, read_expert(pack, at)) for pack, at in ((alike, key), (own, first)))
         for name, matrix in copied.items():
             assert (projection_weights(matrix) == projection_weights(original[name])).all()
 

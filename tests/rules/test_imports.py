@@ -39,8 +39,15 @@ MOERT = [
 MOECONV = [
     ("moert.pack", "moert.described"),
     ("moeconv.errors", "moeconv.progress", "moeconv.tuned"),
-    ("moeconv.strict_json", "moeconv.sentencepiece"),
-    ("moeconv.artifacts", "moeconv.tokenizers"),
+    ("moeconv.strict_json", "moeconv.sentencepiece", "moeconv.matrices"),
+    (
+        "moeconv.artifacts",
+        "moeconv.tokenizers",
+        "moeconv.writer",
+        "moeconv.order",
+        "moeconv.routes",
+        "moeconv.eviction",
+    ),
     ("moeconv.dense",),
     ("moeconv.source", "moeconv.calibration", "moeconv.plan", "moeconv.report"),
     ("moeconv.quantizers",),
@@ -54,11 +61,9 @@ MOECONV = [
 # what a chat template may do, what its library does of a quantizer, which eviction policy finds most on a trace, where
 # programs remember things, and how described settings become options.
 ASKS = {
-    "moeconv.quantizers.gptq": {"moert.kernels.coding"},
-    "moeconv.quantizers.trellis": {"moert.kernels.coding"},
-    "moeconv.quantizers.viterbi": {"moert.kernels.coding"},
+    "moeconv.quantizers.coding": {"moert.kernels.backend", "moert.kernels.library"},
     "moeconv.conversion.room": {"moert.machine"},
-    "moeconv.conversion.additions": {"moert.experts.replay"},
+    "moeconv.eviction": {"moert.experts.policy", "moert.experts.replay"},
     "moeconv.measure.passes": {"moert.kernels.library"},
     "moeconv.source.hub": {"moert.machine"},
     "moeconv.calibration.rendering": {"moert.chat.sandbox"},
@@ -145,6 +150,7 @@ PURE = [
     "moert/experts/policy.py",
     "moert/experts/predictors.py",
     "moert/experts/replay.py",
+    "moeconv/eviction.py",
     "moert/beside/flash/keeping.py",
     "moert/engine/budget.py",
     "moert/beside/gpu/placement.py",
