@@ -14,8 +14,8 @@ from typing import TYPE_CHECKING, Any
 from moeconv.sentencepiece import TokenizerDamaged, read_pieces, text_of, tokenizer_json
 from moeconv.strict_json import NotJson, bounded, parse
 from moert.pack.fence import locked
-from moert.pack.tensors import TOKENIZER
-from moert.pack.text import TokenizerUnfit, check_tokenizer, check_tokenizer_in
+from moert.pack.tensors import TOKENIZER, bound_of
+from moert.pack.text import TokenizerUnfit, check_tokenizer
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
@@ -192,3 +192,13 @@ def _put_beside(folder: Path, beside: Path, body: str) -> None:
     for name in ("chat_template.jinja", "special_tokens_map.json"):
         if (folder / name).is_file():
             (beside / name).write_bytes(bounded(folder / name, MOST_BYTES))
+
+
+def check_tokenizer_in(folder: Path) -> None:
+    """Checks the tokenizer.json in a folder in the same way, if there is one. Raises TokenizerUnfit or OSError."""
+    path = folder / TOKENIZER
+    if path.is_file():
+        nbytes, most = path.stat().st_size, bound_of(TOKENIZER).most_bytes
+        if nbytes > most:
+            raise TokenizerUnfit(f"has {nbytes:,} bytes, none is larger than {most:,}")
+        check_tokenizer(path.read_bytes())

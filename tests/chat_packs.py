@@ -7,10 +7,10 @@ from pathlib import Path
 
 from tiny_packs import DECODER_SHAPE, write_pack
 
+from moeconv.writer import add_files
 from moert.pack.model_spec import ModelSpec
 from moert.pack.reader import Pack
 from moert.pack.text import CHAT, ChatFormat, dump_chat
-from moert.pack.writer import add_files
 
 TEMPLATE = (
     "{% for m in messages %}{% if m.role == 'tool' %}{{ raise_exception('no tools here') }}{% endif %}"

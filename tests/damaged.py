@@ -9,7 +9,7 @@ from typing import Any
 
 from hypothesis import strategies as st
 
-from moert.pack.writer import file_entry
+from moeconv.writer import file_entry
 from tests.random_packs import sealed
 
 

@@ -11,12 +11,12 @@ from random_packs import random_biases, random_expert, write_tables
 from safetensors.torch import save
 from torch import Tensor
 
+from moeconv.writer import PackWriter
 from moert.kernels.backend import Stored
 from moert.kernels.reference import weights
 from moert.pack.codec import F32, pack_codes
 from moert.pack.manifest import BACKBONE, Dense, Quantization, dense_width, stored_tensors
 from moert.pack.model_spec import ModelSpec
-from moert.pack.writer import PackWriter
 from tests.shapes import shapes_of
 
 Tensors = dict[str, Tensor]

@@ -7,9 +7,9 @@ from pathlib import Path
 from tiny_packs import DECODER_SHAPE, EOS, PAD, write_pack
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers
 
+from moeconv.writer import add_files
 from moert.pack.reader import Pack
 from moert.pack.text import BYTES, CHAT, ChatFormat, dump_chat
-from moert.pack.writer import add_files
 
 VOCAB = 320
 SPEC = DECODER_SHAPE.but(vocab_size=VOCAB, eos=(EOS, 3), max_positions=None).spec

@@ -12,7 +12,7 @@ import torch
 from moert.beside.gpu import triton_kernel
 from moert.beside.gpu.torch_backend import tiled
 from moert.beside.gpu.torch_matrices import TorchMatrix, copied, lying, placed
-from moert.pack.trellis import CODES
+from moert.pack.codec import CODES
 from tests.native_problems import KINDS, normal, random_stored
 from tests.random_packs import random_trellis
 from tests.unit.test_torch_ops import random_mxfp4, trellis_part

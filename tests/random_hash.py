@@ -7,10 +7,10 @@ from pathlib import Path
 import numpy as np
 import numpy.typing as npt
 
+from moeconv.writer import add_to_pack
 from moert.pack.learnt import ATTENTION, HASH, HashFunction, Lstm, RoutedLoss, StackHash
 from moert.pack.model_spec import ModelSpec
 from moert.pack.reader import Pack
-from moert.pack.writer import add_to_pack
 
 
 def random_stack(

@@ -11,49 +11,33 @@ import numpy as np
 import torch
 from safetensors.torch import save
 
-from moert.pack.codec import E2M1, F32, QuantizedMatrix, Width, n_groups, pack_codes
+from moeconv.matrices import Projection, biases_of, matrices_of, read_expert
+from moeconv.writer import EXTENDED_MINOR, NGRAMS_MINOR, PARALLEL_MINOR, POOLS_MINOR, STREAMS_MINOR, PackWriter, seal
+from moert.pack.codec import E2M1, F32, QuantizedMatrix, TrellisMatrix, Width, n_groups, pack_codes, stream_bytes
 from moert.pack.documents import plain
 from moert.pack.layout import Neurons, group_of
-from moert.pack.manifest import (
-    EXTENDED_MINOR,
-    NGRAMS,
-    NGRAMS_MINOR,
-    PARALLEL_MINOR,
-    POOLS_MINOR,
-    STREAMS_MINOR,
-    WIDTHS_OF,
-    LossEstimate,
-    Manifest,
-    Quality,
-    Quantization,
-    seal,
-)
+from moert.pack.manifest import NGRAMS, WIDTHS_OF, LossEstimate, Manifest, Quality, Quantization
+from moert.pack.mixers import GatedDelta, Indexer, Mamba, Mamba2, Pooled, Pools, ShortConv
 from moert.pack.model_spec import ExpertKey, Head, Join, Layer, ModelSpec, Tokens, stack_of  # fmt: skip
-from moert.pack.ngrams import GatedStreams, Ngrams
 from moert.pack.parts import (
     Act,
     Attention,
     Beside,
     Experts,
     Ffn,
-    GatedDelta,
+    GatedStreams,
     Groups,
     Latent,
-    Mamba,
-    Mamba2,
     Narrow,
+    Ngrams,
     Norm,
     PositionTable,
     Rope,
     Router,
-    ShortConv,
     Streams,
     Stretch,
 )
-from moert.pack.pools import Indexer, Pooled, Pools
-from moert.pack.reader import Pack, Projection
-from moert.pack.trellis import TrellisMatrix, stream_bytes
-from moert.pack.writer import PackWriter
+from moert.pack.reader import Pack
 from tests.shapes import Shape, every
 
 DECODER = Shape(
@@ -335,11 +319,11 @@ def flat_experts(experts: dict[ExpertKey, dict[str, Projection]]) -> dict[Expert
 
 
 def read_experts(pack: Pack) -> dict[ExpertKey, dict[str, Projection]]:
-    return {entry.key: pack.projections(entry.key, pack.read_expert(entry.key)) for entry in pack.manifest.experts}
+    return {entry.key: matrices_of(pack, entry.key, read_expert(pack, entry.key)) for entry in pack.manifest.experts}
 
 
 def read_biases(pack: Pack) -> dict[ExpertKey, dict[str, list[float]]]:
-    found = {entry.key: pack.biases(entry.key, pack.read_expert(entry.key)) for entry in pack.manifest.experts}
+    found = {entry.key: biases_of(pack, entry.key, read_expert(pack, entry.key)) for entry in pack.manifest.experts}
     return {key: {name: bias.tolist() for name, bias in biases.items()} for key, biases in found.items()}
 
 

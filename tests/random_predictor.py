@@ -6,10 +6,10 @@ from pathlib import Path
 
 import numpy as np
 
+from moeconv.writer import add_to_pack
 from moert.pack.learnt import PREDICTOR, Kept, LayerPredictor, NeuronPredictor, PredictedLoss
 from moert.pack.model_spec import ModelSpec
 from moert.pack.reader import Pack
-from moert.pack.writer import add_to_pack
 
 NAMES_ALL = -1e30
 """A threshold that every score reaches."""

@@ -22,10 +22,11 @@ from moeconv.artifacts import (
     Target,
     to_json,
 )
+from moeconv.routes import build
+from moeconv.writer import PackWriter
 from moert.pack.manifest import LossEstimate, Quantization
 from moert.pack.model_spec import STACKS, LayerKey, ModelSpec
-from moert.pack.paths import PATHS, build
-from moert.pack.writer import PackWriter
+from moert.pack.paths import PATHS
 from tests.shapes import every
 
 SWITCH = SWITCH_SHAPE.but(encoder=every(4), decoder=every(4), d_model=8, num_experts=8, d_ff=8).spec

@@ -23,12 +23,12 @@ from typing import Any
 
 import numpy as np
 
+from moeconv.quantizers.coding import Grid, PairCode, Pairs, code_inputs, code_pairs
 from moert.engine.engine import Engine
 from moert.engine.generation import GenerationSettings
 from moert.errors import BudgetTooSmall, RunError
 from moert.kernels import library, open_backend
 from moert.kernels.backend import Floats
-from moert.kernels.coding import Grid, PairCode, Pairs, code_inputs, code_pairs
 from moert.pack.errors import PackError
 from moert.pack.manifest import BACKBONE
 from moert.pack.reader import Pack

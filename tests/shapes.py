@@ -8,8 +8,9 @@ from typing import Any, Literal
 import numpy as np
 import numpy.typing as npt
 
+from moert.pack.mixers import FixedState
 from moert.pack.model_spec import Head, Layer, ModelSpec, Stack, Tokens, stack_of
-from moert.pack.parts import Act, Attention, Buckets, Experts, Ffn, FixedState, Narrow, Norm, Rope, Router
+from moert.pack.parts import Act, Attention, Buckets, Experts, Ffn, Narrow, Norm, Rope, Router
 
 THETA = 10000.0
 Has = tuple[bool, ...]

@@ -12,6 +12,9 @@ from safetensors.torch import save
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from torch import Tensor
 
+from moeconv.matrices import Projection
+from moeconv.routes import build
+from moeconv.writer import Files, PackWriter, add_to_pack
 from moert.engine.engine import Engine
 from moert.kernels.backend import I64
 from moert.pack.codec import (
@@ -26,28 +29,24 @@ from moert.pack.codec import (
     unpack_codes,
 )
 from moert.pack.layout import Neurons, group_of
-from moert.pack.manifest import Dense, Files, Preference, Quantization, dense_width
+from moert.pack.manifest import Dense, Preference, Quantization, dense_width
+from moert.pack.mixers import GatedDelta, Indexer, Mamba, Mamba2, Pooled, Pools, ShortConv
 from moert.pack.model_spec import ExpertKey, Head, Join, Layer, LayerKey, ModelSpec, Stack, stack_of
-from moert.pack.ngrams import GatedStreams, Ngrams
 from moert.pack.parts import (
     Act,
     Attention,
     Experts,
     Ffn,
-    GatedDelta,
-    Mamba,
-    Mamba2,
+    GatedStreams,
+    Ngrams,
     Norm,
     PositionTable,
     Rope,
     Router,
-    ShortConv,
     Streams,
 )
-from moert.pack.paths import PATHS, build
-from moert.pack.pools import Indexer, Pooled, Pools
-from moert.pack.reader import Pack, Projection
-from moert.pack.writer import PackWriter, add_to_pack
+from moert.pack.paths import PATHS
+from moert.pack.reader import Pack
 from tests.random_packs import random_biases, random_trellis, write_tables
 from tests.shapes import Shape, every, frequencies
 

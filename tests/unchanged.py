@@ -60,9 +60,10 @@ def _converted(source: Path, out: Path) -> None:
     from moeconv.packing.emit import Label, emit
     from moeconv.quantizers import QUANTIZERS
     from moeconv.quantizers.coder import ExpertCoder
+    from moeconv.routes import build
     from moeconv.source.checkpoint import Checkpoint
-    from moert.pack.paths import PATHS, build
-    from moert.pack.writer import add_to_pack
+    from moeconv.writer import add_to_pack
+    from moert.pack.paths import PATHS
     from tests.tiny_packs import record_routes
 
     checkpoint = Checkpoint.open(source)

@@ -28,6 +28,7 @@ from moeconv.conversion.taught import (
     usual_width,
 )
 from moeconv.errors import ConversionError, SettingsError
+from moeconv.eviction import with_eviction
 from moeconv.foresight.network import Following, refusal
 from moeconv.foresight.neurons import MISSED, NEURON_EPOCHS, NamedNeurons, NeuronCourse, trained_neurons
 from moeconv.foresight.training import EPOCHS, Course, trained
@@ -51,18 +52,18 @@ from moeconv.packing.paths import LEAST_BYTES, MOST_SHARE, PathFigures, bounded,
 from moeconv.progress import Progress, unseen
 from moeconv.promise.bound import interval
 from moeconv.report.page import size
+from moeconv.routes import build
 from moeconv.source.archs.config import transformers_model
 from moeconv.source.checkpoint import Checkpoint
 from moeconv.source.skeleton import by_layers
-from moert.experts.replay import with_eviction
+from moeconv.writer import add_files, check_addable
 from moert.pack.files import beside
 from moert.pack.learnt import HASH, MOST_RANK, MOST_WIDTH, PREDICTOR, Kept, PredictedLoss, RoutedLoss
 from moert.pack.manifest import BACKBONE, Manifest
 from moert.pack.model_spec import ExpertKey, LayerKey, ModelSpec
-from moert.pack.paths import PATHS, TRACE, build
+from moert.pack.paths import PATHS, TRACE
 from moert.pack.reader import Pack
 from moert.pack.tensors import TOKENIZER
-from moert.pack.writer import add_files, check_addable
 
 # The loss of a finished pack as it is to be run, against the model that it was made from.
 

@@ -74,18 +74,18 @@ from moeconv.conversion.taught import (
 )
 from moeconv.errors import ConversionError, SettingsError
 from moeconv.measure.workdir import INPUTS, RESIDENCES, WorkDir
+from moeconv.order import NeuronOrder
 from moeconv.plan.problem import Plan
 from moeconv.progress import Progress
 from moeconv.promise.judging import Judge, bound_doubt, estimate, look, looks_text, standing
 from moeconv.report.page import size
 from moeconv.source.checkpoint import Checkpoint
 from moeconv.sweep.sensitivity import SweepJob
+from moeconv.writer import check_target
 from moert.pack.errors import PackError
 from moert.pack.files import beside, placed
-from moert.pack.learnt import NeuronOrder
 from moert.pack.manifest import Manifest
 from moert.pack.messages import unknown
-from moert.pack.writer import check_target
 
 # Digests by which runs recognise the same measurements and the same conversion.
 

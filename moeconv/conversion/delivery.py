@@ -31,6 +31,7 @@ from moeconv.conversion.room import check_room
 from moeconv.conversion.settings import Settings, files_of
 from moeconv.errors import ConversionError, SettingsError
 from moeconv.measure.trial import Evaluation
+from moeconv.order import NeuronOrder
 from moeconv.packing.emit import Label, Profile, emit
 from moeconv.plan.outlook import expert_files, quantization_of, table_numbers
 from moeconv.plan.problem import Storage
@@ -38,16 +39,15 @@ from moeconv.plan.search import assigned_bytes, uniform_bytes, weights_of
 from moeconv.quantizers.coder import DenseCoder, ExpertCoder
 from moeconv.report.writer import read_report
 from moeconv.source.outline import CONFIG
+from moeconv.writer import choose_page_bytes, partial_of
 from moert.pack.codec import Width
 from moert.pack.errors import PackError
 from moert.pack.files import placed
-from moert.pack.layout import choose_page_bytes
-from moert.pack.learnt import HASH, PREDICTOR, NeuronOrder
+from moert.pack.learnt import HASH, PREDICTOR
 from moert.pack.manifest import LossEstimate, Manifest, Preference, Quality
 from moert.pack.model_spec import ExpertKey, ModelSpec
 from moert.pack.paths import PATHS, TRACE
 from moert.pack.reader import Pack, is_pack, strangers
-from moert.pack.writer import partial_of
 
 # A pack that stands where a new one goes: without --overwrite it is replaced only if it is an unchanged pack of the
 # same model.

@@ -18,9 +18,10 @@ from moeconv.measure.metrics import find_metric, is_module
 from moeconv.plan import ALLOCATORS
 from moeconv.quantizers import GROUP_SIZES, QUANTIZERS, WHOLE_CHANNELS, codes_of
 from moeconv.tuned import said
+from moeconv.writer import Files
 from moert.pack.codec import WIDTHS, Width
 from moert.pack.layout import MOST_PIECE_BYTES, SECTOR, Neurons
-from moert.pack.manifest import WIDTHS_BY_TEXT, WIDTHS_OF, Files
+from moert.pack.manifest import WIDTHS_BY_TEXT, WIDTHS_OF
 from moert.pack.messages import NO_MEMORY, NotASize, fits, parse_size, unknown, wanted
 from moert.pack.model_spec import ModelSpec
 from moert.pack.parts import ROLES

@@ -41,6 +41,7 @@ from moeconv.measure.scorers import Subject
 from moeconv.measure.scoring import Volume, build_scorer, volume
 from moeconv.measure.trial import Instead
 from moeconv.measure.workdir import WorkDir
+from moeconv.order import NeuronOrder
 from moeconv.plan.problem import Plan
 from moeconv.plan.search import uniform_bytes
 from moeconv.progress import Progress
@@ -54,16 +55,7 @@ from moeconv.source.experts import Biases, Weights
 from moeconv.tuned import said
 from moert.pack.errors import PackError
 from moert.pack.layout import Coding, Neurons
-from moert.pack.learnt import (
-    HASH,
-    PREDICTOR,
-    HashFunction,
-    Kept,
-    NeuronOrder,
-    NeuronPredictor,
-    PredictedLoss,
-    RoutedLoss,
-)
+from moert.pack.learnt import HASH, PREDICTOR, HashFunction, Kept, NeuronPredictor, PredictedLoss, RoutedLoss
 from moert.pack.manifest import LossEstimate
 from moert.pack.model_spec import ExpertKey, LayerKey, ModelSpec
 

@@ -19,11 +19,12 @@ from torch.nn.functional import softplus
 from moeconv.foresight.examples import Firings, LayerFirings, half, load_checkpoint, save_checkpoint
 from moeconv.foresight.training import pace
 from moeconv.measure.trial import Trial
+from moeconv.order import NeuronOrder
 from moeconv.progress import Bar, Progress
 from moeconv.source.experts import Biases, Weights
 from moert.pack.codec import F16, F32, WIDTHS
 from moert.pack.layout import U32, Coding, Neurons, neuron_layout
-from moert.pack.learnt import Kept, LayerPredictor, NeuronOrder, NeuronPredictor
+from moert.pack.learnt import Kept, LayerPredictor, NeuronPredictor
 from moert.pack.model_spec import ExpertKey, LayerKey, ModelSpec
 
 # The network of a predictor of neurons in torch, layer by layer: scores of low rank, to be trained and to name by.

@@ -14,9 +14,9 @@ from torch import Tensor
 
 from moeconv.measure.scorers import Routed, Subject
 from moeconv.measure.scoring import TextScorer
+from moeconv.order import NeuronOrder
 from moeconv.progress import Bar, Progress
 from moeconv.source.experts import Call, ExpertCalls, expert_inner
-from moert.pack.learnt import NeuronOrder
 from moert.pack.model_spec import LayerKey
 from moert.pack.parts import Act
 

@@ -13,20 +13,21 @@ import torch
 from torch import Tensor
 
 from moeconv.artifacts import Assignment
+from moeconv.order import NeuronOrder
 from moeconv.progress import Bar
 from moeconv.quantizers.coder import DenseCoder, ExpertCoder, Wanted, batches
 from moeconv.source.checkpoint import Checkpoint
 from moeconv.source.outline import CheckpointError, json_object, line
 from moeconv.source.tensors import Part, read_ahead, write_tensors
 from moeconv.tokenizers import chat_tokenizer
-from moert.pack.codec import QuantizedMatrix, Width, times_two
+from moeconv.writer import Files, PackWriter
+from moert.pack.codec import QuantizedMatrix, TrellisMatrix, Width, times_two
 from moert.pack.errors import ChatInvalid, WriteFailed
-from moert.pack.learnt import ORDER, NeuronOrder
+from moert.pack.learnt import ORDER
 from moert.pack.manifest import (
     BACKBONE,
     NGRAMS,
     WIDTHS_OF,
-    Files,
     Manifest,
     Preference,
     Quality,
@@ -36,8 +37,6 @@ from moert.pack.manifest import (
 from moert.pack.model_spec import ExpertKey
 from moert.pack.tensors import TOKENIZER
 from moert.pack.text import CHAT, ChatFormat, dump_chat
-from moert.pack.trellis import TrellisMatrix
-from moert.pack.writer import PackWriter
 
 # The backbone, written tensor by tensor, so that it is never in memory as a whole.
 

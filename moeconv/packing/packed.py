@@ -9,13 +9,16 @@ from hashlib import sha256
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 import torch
 from safetensors import SafetensorError
 from safetensors.torch import load
 from torch import Tensor
 
 from moeconv.errors import ConversionError, VerifyFailed
+from moeconv.matrices import Projection, biases_of, matrices_of, projection_weights, read_expert, stored_matrices
 from moeconv.measure.passes import Origin, Passes, Room
+from moeconv.order import NeuronOrder, load_order
 from moeconv.progress import Progress, unseen
 from moeconv.source.archs import FAMILIES, Description, Family
 from moeconv.source.archs.config import transformers_model
@@ -24,24 +27,15 @@ from moeconv.source.checkpoint import Checkpoint
 from moeconv.source.experts import ExpertCalls
 from moeconv.source.outline import CONFIG, GENERATION_CONFIG, MAX_JSON_BYTES, Outline, line
 from moeconv.strict_json import NotJson, parse
-from moert.pack.codec import F32, QuantizedMatrix, dequantize, power_of, times_two
+from moeconv.writer import checksums
+from moert.pack.codec import F32, U8, QuantizedMatrix, TrellisMatrix, dequantize, power_of, times_two
 from moert.pack.documents import brief
-from moert.pack.layout import DOWN, NEURONS
-from moert.pack.learnt import NeuronOrder, load_order
-from moert.pack.manifest import BACKBONE, dense_width, quantized, stem_of, stored_tensors
+from moert.pack.errors import HashMismatch, HeaderInvalid
+from moert.pack.layout import DOWN, NEURONS, U32, NeuronLayout
+from moert.pack.manifest import BACKBONE, NGRAMS, dense_width, quantized, stem_of, stored_tensors
 from moert.pack.model_spec import ExpertKey, ModelSpec
-from moert.pack.reader import (
-    MANIFEST,
-    Pack,
-    Projection,
-    check_backbone,
-    check_expert,
-    check_pieces,
-    checksums_from_bytes,
-    projection_weights,
-)
-from moert.pack.tables import tables_of
-from moert.pack.trellis import TrellisMatrix
+from moert.pack.reader import CHECKED_BYTES, FLOATS, MANIFEST, Pack, all_finite, checksums_from_bytes, tables_of
+from moert.pack.tensors import header_of
 
 # A pack in memory as the transformers model, so that other code than the runtime runs its weights.
 
@@ -68,11 +62,11 @@ class PackedModel:
         fill_backbone(model, description, ((name, backbone(name)) for name in spec.tensors))
         put_tables(model, description, table_rows(pack))
         for key in spec.expert_keys():
-            body = pack.read_expert(key)
-            for name, projection in pack.projections(key, body).items():
+            body = read_expert(pack, key)
+            for name, projection in matrices_of(pack, key, body).items():
                 weight = torch.from_numpy(projection_weights(projection))
                 family.expert_weight(model, key, name).copy_(weight)
-            for name, bias in pack.biases(key, body).items():
+            for name, bias in biases_of(pack, key, body).items():
                 family.expert_bias(model, key, name).copy_(torch.from_numpy(bias))
         return cls(pack, family, spec, model, ExpertCalls(model, family, spec))
 
@@ -192,11 +186,11 @@ class PackedLayers(Passes):
         return sha256((self.pack.root / MANIFEST).read_bytes()).hexdigest()
 
     def _expert(self, key: ExpertKey) -> Mapping[str, F32]:
-        projections = self.pack.projections(key, self.pack.read_expert(key))
+        projections = matrices_of(self.pack, key, read_expert(self.pack, key))
         return {name: projection_weights(projection) for name, projection in projections.items()}
 
     def _biases(self, key: ExpertKey) -> Mapping[str, F32]:
-        return self.pack.biases(key, self.pack.read_expert(key))
+        return biases_of(self.pack, key, read_expert(self.pack, key))
 
 
 # The check of a pack: every hash, and against its source that each weight is within the error of its width.
@@ -242,7 +236,7 @@ def _check_numbers(pack: Pack, show: Progress) -> None:
     check_backbone(pack)
     with show("numbers", len(pack.manifest.experts), "expert") as bar:
         for entry in pack.manifest.experts:
-            check_expert(pack, entry.key, pack.read_expert(entry.key))
+            check_expert(pack, entry.key, read_expert(pack, entry.key))
             bar.update(1)
 
 
@@ -251,7 +245,7 @@ def _check_pieces(pack: Pack, show: Progress) -> None:
     expected = checksums_from_bytes(pack.read_file(NEURONS), pack.manifest)
     with show("pieces", len(expected), "expert") as bar:
         for key, sums in expected.items():
-            check_pieces(key, pack.neurons(key), pack.read_expert(key), sums)
+            check_pieces(key, pack.neurons(key), read_expert(pack, key), sums)
             bar.update(1)
 
 
@@ -283,7 +277,7 @@ def _check_tables(pack: Pack, source: Checkpoint) -> None:
 
 
 def _expert_error(pack: Pack, source: Checkpoint, key: ExpertKey, order: NeuronOrder | None) -> float:
-    stored, each = pack.stored(key, pack.read_expert(key)), pack.manifest.quantization.quantizer == MIN_MAX
+    stored, each = stored_matrices(pack, key, read_expert(pack, key)), pack.manifest.quantization.quantizer == MIN_MAX
     weights = dict(source.expert(key))
     if pack.has_neurons:
         weights[DOWN] = weights[DOWN].T
@@ -347,3 +341,44 @@ def _rms(values: F32) -> float:
 def _wide(per_group: F32, projection: QuantizedMatrix) -> F32:
     """Returns a value for each weight [out, in] from one for each group [out, groups]."""
     return np.repeat(per_group, projection.group_size, axis=1)[:, : projection.in_features]
+
+
+def check_expert(pack: Pack, key: ExpertKey, buffer: U8) -> None:
+    """Checks that all weights of an expert, whose bytes are given, are finite. Raises HeaderInvalid."""
+    arrays: list[npt.NDArray[Any]] = list(biases_of(pack, key, buffer).values())
+    for projection in stored_matrices(pack, key, buffer).values():
+        if isinstance(projection, QuantizedMatrix):
+            arrays += [projection.scale, projection.minimum]
+        elif isinstance(projection, TrellisMatrix):
+            arrays.append(projection.scale)
+        else:
+            arrays.append(projection)
+    if not all(np.isfinite(array).all() for array in arrays):
+        raise HeaderInvalid(
+            f"{pack.entry(key).path}: expert {key} has numbers that are not finite: convert the model again"
+        )
+
+
+def check_backbone(pack: Pack) -> None:
+    """Checks that all floats outside the experts are finite. Raises HeaderInvalid."""
+    for name in (BACKBONE, NGRAMS):
+        if name in pack.manifest.files:
+            _check_floats(pack, name)
+
+
+def _check_floats(pack: Pack, relative: str) -> None:
+    with pack.opened(relative) as file:
+        for name, place in header_of(file, pack.room).tensors.items():
+            for start in range(place.start, place.stop, CHECKED_BYTES) if place.dtype in FLOATS else ():
+                body = file.read(min(CHECKED_BYTES, place.stop - start), start)
+                if not all_finite(place.dtype, np.frombuffer(body, np.uint8)):
+                    raise HeaderInvalid(
+                        f"{relative}: {name[:80]!a} has numbers that are not finite: convert the model again"
+                    )
+
+
+def check_pieces(key: ExpertKey, layout: NeuronLayout, buffer: U8, expected: U32) -> None:
+    """Checks that the pieces of an expert, all of whose bytes are in `buffer`, have the checksums `expected`. Raises
+    HashMismatch."""
+    if not np.array_equal(checksums(layout, buffer), expected):
+        raise HashMismatch(f"{NEURONS}: a checksum of {key} is not that of its neurons: convert the model again")

@@ -11,8 +11,9 @@ import numpy.typing as npt
 import torch
 
 from moeconv.measure.scorers import Routed
+from moeconv.routes import SampleRoutes, at_least, record
 from moert.pack.model_spec import LayerKey, StackName
-from moert.pack.paths import PATHS, ContextCounts, SampleRoutes, Trace, TransitionTable, record
+from moert.pack.paths import PATHS, ContextCounts, Trace, TransitionTable
 from moert.pack.tensors import bound_of
 
 Routes = dict[LayerKey, npt.NDArray[np.int64]]
@@ -93,12 +94,12 @@ def bounded(table: TransitionTable, pack_bytes: int) -> Bounded:
         entries += _histogram(part.counts)
         if len(part.contexts):
             contexts += _histogram(np.maximum.reduceat(part.counts, part.rows[:-1]))
-    empty_bytes = len(table.at_least(1 << 32).to_bytes()) + _HEADER_BYTES * len(table.layers)
+    empty_bytes = len(at_least(table, 1 << 32).to_bytes()) + _HEADER_BYTES * len(table.layers)
     nbytes = empty_bytes + _ENTRY_BYTES * _from_each_on(entries) + _CONTEXT_BYTES * _from_each_on(contexts)
     most = min(max(MOST_SHARE * pack_bytes, LEAST_BYTES), bound_of(PATHS).most_bytes)
     fits = np.append(nbytes[1:] <= most, True)
     least = 1 + int(fits.argmax())
-    kept = table if least == 1 else table.at_least(least if least <= _MOST_COUNT else 1 << 32)
+    kept = table if least == 1 else at_least(table, least if least <= _MOST_COUNT else 1 << 32)
     return Bounded(kept, least, 1 - _total(_tables(kept)) / max(_total(counted), 1))
 
 

@@ -9,10 +9,11 @@ from dataclasses import dataclass, replace
 from itertools import pairwise
 
 from moeconv.plan.problem import Storage, layout_bytes
+from moeconv.writer import choose_page_bytes
 from moert.engine.budget import FIRST_BYTES, Budget
 from moert.models.footprint import Footprint, Load
 from moert.pack.codec import Width
-from moert.pack.layout import choose_page_bytes, expert_layout
+from moert.pack.layout import expert_layout
 from moert.pack.manifest import WIDTHS_OF, Dense, Quantization, stored_tensors
 from moert.pack.model_spec import ExpertKey, LayerKey, ModelSpec
 from moert.pack.tensors import DTYPE_BITS, vocabulary_takes

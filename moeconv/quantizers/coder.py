@@ -19,6 +19,7 @@ from torch import Tensor
 from moeconv.artifacts import Bits, DenseUnit
 from moeconv.dense import QUANTIZER, WEIGHED, dense_of_units, head_of
 from moeconv.errors import ConversionError, WeightsUnusable
+from moeconv.matrices import Projection, projection_weights
 from moeconv.quantizers.gptq import GptqQuantizer
 from moeconv.quantizers.group import GroupQuantizer
 from moeconv.quantizers.moments import SIDES, Moments, Side, side_of
@@ -26,9 +27,11 @@ from moeconv.quantizers.quantizer import Coded, Inputs, Quantizer, times_powers
 from moeconv.quantizers.trellis import TrellisQuantizer
 from moeconv.source.checkpoint import Checkpoint
 from moeconv.source.outline import CheckpointError
+from moeconv.writer import power_stored
 from moert.pack.codec import (
     F32,
     QuantizedMatrix,
+    TrellisMatrix,
     Width,
     from_bfloat16,
     power_of,
@@ -41,10 +44,7 @@ from moert.pack.files import write_atomically
 from moert.pack.layout import DOWN, Neurons
 from moert.pack.manifest import Dense, Dtype16, Quantization, dense_width, stored_tensors
 from moert.pack.model_spec import ExpertKey, ModelSpec, StackName
-from moert.pack.reader import Projection, projection_weights
 from moert.pack.tensors import DTYPE_BITS
-from moert.pack.trellis import TrellisMatrix
-from moert.pack.writer import power_stored
 
 # Codes of experts on disk, made once and used for every plan: for models whose experts do not fit memory.
 

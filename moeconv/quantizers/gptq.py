@@ -12,9 +12,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from moeconv.quantizers.coding import CodeInputs, Grid, code_inputs
 from moeconv.quantizers.group import Fitted, fit, fit_groups, importance_of, to_float16, to_matrices
 from moeconv.quantizers.quantizer import Inputs, Wants, check_range
-from moert.kernels.coding import CodeInputs, Grid, code_inputs
 from moert.pack.codec import F32, Codes, QuantizedMatrix, Width, n_groups
 from moert.pack.layout import group_of
 

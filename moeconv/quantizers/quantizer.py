@@ -10,8 +10,7 @@ import numpy as np
 import numpy.typing as npt
 
 from moeconv.errors import WeightsUnusable
-from moert.pack.codec import F32, Codes, QuantizedMatrix, Width, pack_codes, power_of
-from moert.pack.trellis import TrellisMatrix
+from moert.pack.codec import F32, Codes, QuantizedMatrix, TrellisMatrix, Width, pack_codes, power_of
 
 # The protocol of every quantizer: weights in, codes with scales out.
 

@@ -15,16 +15,19 @@ import torch
 from torch import Tensor
 
 from moeconv.quantizers import viterbi
+from moeconv.quantizers.coding import PairCode, Pairs, code_pairs
 from moeconv.quantizers.gptq import GptqQuantizer, by_blocks, hessian_of, product
 from moeconv.quantizers.group import to_float16
 from moeconv.quantizers.quantizer import Coded, Inputs, Wants, check_range
-from moert.kernels.coding import PairCode, Pairs, code_pairs
-from moert.pack.codec import F32, Codes, QuantizedMatrix, Width
-from moert.pack.trellis import (
+from moert.pack.codec import (
     CODES,
+    F32,
     ROWS,
     WINDOW,
+    Codes,
+    QuantizedMatrix,
     TrellisMatrix,
+    Width,
     pack_windows,
     rows_of_blocks,
     signs,

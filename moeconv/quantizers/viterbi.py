@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from moert.kernels.coding import PairCode, Pairs
+from moeconv.quantizers.coding import PairCode, Pairs
 from moert.pack.codec import F32
 
 _BITS = 12

@@ -15,10 +15,9 @@ from moeconv.source.archs.config import ConfigInvalid
 from moeconv.strict_json import NotJson, bounded, parse
 from moert.pack.documents import brief, plain, read
 from moert.pack.errors import ManifestInvalid
+from moert.pack.mixers import FixedState, GatedDelta, Mamba, Mamba2, Pooled, ShortConv
 from moert.pack.model_spec import Layer, ModelSpec, Stack
-from moert.pack.ngrams import GatedStreams
-from moert.pack.parts import Attention, Experts, Ffn, FixedState, GatedDelta, Latent, Mamba, Mamba2, Router, ShortConv
-from moert.pack.pools import Pooled
+from moert.pack.parts import Attention, Experts, Ffn, GatedStreams, Latent, Router
 
 # Allowed places of a checkpoint's files: inside its folder, or in the hub's cache where the folder's links lead.
 

@@ -9,8 +9,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
+from moert.bench.curve import IN_FLIGHT, Curve, best_piece, curve_of
 from moert.engine.budget import room_within
-from moert.experts.probe import IN_FLIGHT, Curve, best_piece, curve_of
 from moert.pack.layout import DOWN, columns_bytes
 from moert.pack.manifest import BACKBONE
 from moert.pack.messages import shown

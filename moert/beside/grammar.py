@@ -3,8 +3,12 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Collection, Iterator, Sequence
+import signal
+import subprocess
+import sys
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from importlib.util import find_spec
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import numpy as np
@@ -24,7 +28,14 @@ _PURPOSE = "arrange the vocabulary for grammars"
 _LONGEST_S = 20.0  # until the tokens that may begin an answer are known
 _REASON = 240  # letters of a reason
 _TOKEN_BYTES = 800  # of memory for each token while the vocabulary is arranged
-_LEXER_STATES = 50_000  # of 1 to 2 KB
+_LIMITS: Mapping[str, Any] = {
+    "max_lexer_states": 50_000,  # of 1 to 2 KB
+    "max_grammar_size": 16_000,  # symbols; of a step of so many a second at most
+    "verbose_errors": False,
+}
+_CPU_S = 2
+_APART_BYTES, _APART_EACH = 40 << 20, 400  # of memory for a process that compiles, and for each byte of a grammar more
+_PROCESS = Path(__file__).with_name("compiling.py")
 _ANY_OBJECT = '{"type": "object"}'
 _WHOLE = {"ByteLevel", "ByteFallback", "Metaspace", "Replace", "Fuse", "Strip"}
 """Decoders that change no text but its beginning, so that an answer is the bytes of its tokens."""
@@ -39,6 +50,41 @@ def check_grammar(grammar: Grammar) -> None:
     failed, notes = _within_time(grammar, lambda: LLMatcher.validate_grammar_with_warnings(source, limits=_limits()))
     if failed:
         raise SettingInvalid(grammar.setting, _refusal(grammar, " ".join(notes)))
+
+
+def apart_bytes(grammar: Grammar) -> int:
+    """Returns the memory of the process that compiles a grammar [bytes]."""
+    return _APART_BYTES + _APART_EACH * len(grammar.text)
+
+
+def check_apart(grammar: Grammar) -> None:
+    """Compiles a stranger's grammar in a process of its own. Raises SettingInvalid for one that can't be, that takes
+    long or much memory, or that ends this process; and where llguidance is missing."""
+    _check_installed(grammar)
+    found = find_spec("llguidance")
+    assert found is not None
+    assert found.origin is not None
+    bounds = {"cpu_s": _CPU_S, "data_bytes": apart_bytes(grammar)}
+    request = {**bounds, "source": _source(grammar), "limits": _LIMITS}
+    command = [sys.executable, "-I", "-S", "-B", str(_PROCESS), str(Path(found.origin).parents[1])]
+    try:
+        done = subprocess.run(
+            command, input=json.dumps(request).encode(), capture_output=True, check=False, timeout=_LONGEST_S
+        )
+    except subprocess.TimeoutExpired:
+        reason = f"is not done after {_LONGEST_S:.0f} s"
+    except OSError as error:
+        reason = f"no process can be started to compile it: {error.strerror}"
+    else:
+        reason = _too_costly(done.returncode) if done.returncode else json.loads(done.stdout)
+    if reason:
+        raise SettingInvalid(grammar.setting, _refusal(grammar, reason))
+
+
+def _too_costly(status: int) -> str:
+    if status > 0:
+        return f"the process that compiles it ended with status {status}"
+    return f"compiling it takes {f'more than {_CPU_S} s' if status == -signal.SIGXCPU else 'too much memory'}"
 
 
 class Matchers:
@@ -270,7 +316,7 @@ def _check_installed(grammar: Grammar) -> None:
 def _limits() -> Any:
     from llguidance import LLParserLimits
 
-    return LLParserLimits(max_lexer_states=_LEXER_STATES, verbose_errors=False)
+    return LLParserLimits(**_LIMITS)
 
 
 def _within_time(grammar: Grammar, work: Callable[[], T]) -> T:

@@ -134,9 +134,7 @@ def score(
     ] = False,
 ) -> None:
     """Print the log-likelihood of text, and its perplexity per token and per word."""
-    given = [name for name, value in (("TEXT", text), ("--file", file), ("--input", input_path)) if value is not None]
-    if len(given) > 1:
-        raise RunError(f"{' and '.join(given)} exclude each other: give one text or one file")
+    _check_one("text", ("TEXT", text), ("--file", file), ("--input", input_path))
     if target is not None and input_path is not None:
         raise RunError("--target goes with one text: with --input each line has a field target")
     chosen = engine_settings(asked)
@@ -261,11 +259,7 @@ def run(
     stats: StatsOption = False,
 ) -> None:
     """Run one prompt, or each prompt of a JSONL file."""
-    given = [
-        name for name, value in (("PROMPT", prompt), ("--file", file), ("--input", input_path)) if value is not None
-    ]
-    if len(given) > 1:
-        raise RunError(f"{' and '.join(given)} exclude each other: give one prompt or one file")
+    _check_one("prompt", ("PROMPT", prompt), ("--file", file), ("--input", input_path))
     if output is not None and input_path is None:
         raise RunError("--output goes with --input: for one prompt redirect stdout")
     if overwrite and output is None:
@@ -431,6 +425,13 @@ def _here(pack: Path) -> Path:
     from moert.hub.catalogue import located
 
     return located(str(pack), console.note)
+
+
+def _check_one(what: str, *sources: tuple[str, object]) -> None:
+    """Raises RunError where more than one source, each with its name, is given."""
+    given = [name for name, value in sources if value is not None]
+    if len(given) > 1:
+        raise RunError(f"{' and '.join(given)} exclude each other: give one {what} or one file")
 
 
 def _settings(asked: Asked) -> GenerationSettings:

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 from weakref import WeakSet, ref
 
 from moert import __version__
+from moert.engine import constraint
 from moert.engine.archive import Archive, Folder
 from moert.engine.budget import (
     EXACT_ROUTING,
@@ -23,10 +24,10 @@ from moert.engine.budget import (
     room_within,
     share_text,
 )
-from moert.engine.constraint import Matching
+from moert.engine.constraint import Grammar, Matcher, Matching
 from moert.engine.generation import GenerationOptions, GenerationSettings, Logprobs, room
 from moert.engine.prefixes import Prefixes
-from moert.engine.registry import ROUTINGS, Beside, matching
+from moert.engine.registry import ROUTINGS, Beside, check_apart, matching
 from moert.engine.regulator import Admission, Bounds, Notify, Others, Regulator
 from moert.engine.scoring import Pooling, Score, Scorer
 from moert.engine.session import Answer, Interrupted, Prefix, Session, Turns
@@ -94,6 +95,7 @@ def aside(turns: Turns, admission: Admission, purpose: str, nbytes: int) -> Iter
 
 Prompt = str | Sequence[int]
 """Text, or token ids."""
+_MOST_COMPILED = 64  # grammars of strangers that are known to be harmless
 _PREFIXES_PART = 4  # of the room beyond the least for a usual request, the prefix cache takes a quarter
 
 
@@ -114,6 +116,7 @@ class Engine:
         self.counters, self.times = ExpertCounters(), RequestTimes()
         self._turns, self._settings = Turns(), settings
         self._prefixes = WeakSet[Prefix | Prefixes]()
+        self._compiled: list[Grammar] = []  # of strangers, the latest ones first
         self._session: ref[Session] | None = None  # the latest
         self._notes = list[str]()  # for the first request
         with self._closing as closing:
@@ -310,6 +313,15 @@ class Engine:
         session = None if self._session is None else self._session()
         return ([], []) if session is None else session.loads
 
+    def matcher(self, grammar: Grammar, room: constraint.Room) -> Matcher:
+        """Returns the matcher of a stranger's grammar at its beginning, for Session.add; requests go on meanwhile. Of a
+        grammar that is new, a process of its own first finds out whether compiling it costs too much. `room`: reserves
+        memory. Raises SettingInvalid, TokenizerMissing or BudgetTooSmall."""
+        if grammar not in self._compiled:
+            check_apart(grammar, room)
+            self._compiled = [grammar, *self._compiled[: _MOST_COMPILED - 1]]
+        return self._matching(grammar, room)
+
     def session(self, at_once: int | None = None) -> Session:
         """Opens a session: requests that come and go and run together. Waits until the session of another thread has
         closed. `at_once`: the most tokens of a prompt that one turn reads, so that other requests write meanwhile and a
@@ -358,8 +370,13 @@ class Engine:
         """Returns the embedding of a text, a vector [d_model] of length 1: the direction of the mean of its tokens'
         hidden states behind the last norm (special tokens that the tokenizer adds count), or with "last" of the last
         one. Raises InputInvalid for a model with an encoder, and the errors of `score`."""
+        return self.embed_many([text], pooling)[0]
+
+    def embed_many(self, texts: Sequence[Prompt], pooling: Pooling = "mean") -> list[F32]:
+        """Returns the embeddings of texts, on the native kernels those of `embed` bit for bit: each expert is read once
+        per layer for as many texts as fit into memory together. Raises the errors of `embed`."""
         with self._turns.turn():
-            return Scorer(self.model, self.text, self._admission).embedding(text, pooling)
+            return Scorer(self.model, self.text, self._admission).embeddings(several(texts), pooling)
 
     def stream(
         self, prompt: Prompt, settings: GenerationSettings | None = None, **changes: Unpack[GenerationOptions]

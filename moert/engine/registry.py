@@ -214,6 +214,15 @@ def check_grammar(grammar: Grammar) -> None:
     grammars.check_grammar(grammar)
 
 
+def check_apart(grammar: Grammar, room: Room) -> None:
+    """Compiles a stranger's grammar in a process of its own, within bounds. `room`: makes room for this process. Raises
+    SettingInvalid for one that can't be, or costs too much."""
+    from moert.beside import grammar as grammars
+
+    with room(grammars.apart_bytes(grammar), "compile a grammar"):
+        grammars.check_apart(grammar)
+
+
 def matching(tokenizer: Callable[[], Tokenizer], spec: ModelSpec) -> Matching:
     """Returns a function that makes matchers of grammars for a tokenizer and a model."""
     made = list[Any]()

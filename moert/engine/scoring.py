@@ -124,25 +124,39 @@ class Scorer:
                         add(ids[at] if at < len(ids) else generation.likeliest(row), row)
         return found
 
-    def embedding(self, text: str | Sequence[int], pooling: Pooling) -> F32:
-        """Returns one vector [d_model] of length 1 for a text: the mean of its tokens' hidden states behind the last
-        norm, or the last one of them. Raises the errors of `score`."""
+    def embeddings(self, texts: Sequence[str | Sequence[int]], pooling: Pooling) -> list[F32]:
+        """Returns one vector [d_model] of length 1 for each text: the mean of its tokens' hidden states behind the last
+        norm, or the last one of them. As many texts are read in one pass as fit into memory. Raises the errors of
+        `score`."""
         spec = self._model.spec
         if spec.encoder is not None:
             raise InputInvalid("this model reads with an encoder: only texts of other models have embeddings")
         if pooling not in POOLINGS:
             raise SettingInvalid("pooling", f"is {pooling!r}: it should be one of {', '.join(POOLINGS)}")
-        ids = self._text.ids(text, self._aside)
-        check_ids(spec, ids)
-        if spec.max_positions is not None and len(ids) > spec.max_positions:
-            raise PromptTooLong(f"the text has {len(ids)} tokens, the model can take {spec.max_positions}: shorten it")
-        found, read = np.zeros(spec.d_model), 0
-        with self._admitted(Load(len(ids), 1)):
-            for rows in self._model.hidden(ids):
-                read += len(rows)
-                generation.check_finite(np.abs(rows), read, "text")
-                found = found + rows.sum(0, dtype=np.float64) if pooling == "mean" else rows[-1].astype(np.float64)
-        return (found / max(float(np.linalg.norm(found)), _LEAST_LENGTH)).astype(np.float32)
+        prompts = [self._text.ids(text, self._aside) for text in texts]
+        for ids in prompts:
+            check_ids(spec, ids)
+            if spec.max_positions is not None and len(ids) > spec.max_positions:
+                raise PromptTooLong(
+                    f"the text has {len(ids)} tokens, the model can take {spec.max_positions}: shorten it"
+                )
+        found: list[F32] = []
+        while left := prompts[len(found) :]:
+            loads = [Load(len(ids), 1) for ids in left]
+            count = max(1, self._gate.together((), loads))
+            with self._admitted(*loads[:count]):
+                found += self._embedded(left[:count], pooling)
+        return found
+
+    def _embedded(self, prompts: Sequence[Sequence[int]], pooling: Pooling) -> Iterator[F32]:
+        """Yields the embeddings of prompts that are read in one pass."""
+        sums, read = np.zeros((len(prompts), self._model.spec.d_model)), [0] * len(prompts)
+        for place, rows in self._model.hidden(prompts):
+            read[place] += len(rows)
+            generation.check_finite(np.abs(rows), read[place], "text")
+            sums[place] = sums[place] + rows.sum(0, dtype=np.float64) if pooling == "mean" else rows[-1]
+        for each in sums:
+            yield (each / max(float(np.linalg.norm(each)), _LEAST_LENGTH)).astype(np.float32)
 
     def _behind_encoder(
         self, text: str | Sequence[int], target: str | Sequence[int] | None, context: int | None
@@ -193,11 +207,11 @@ class Scorer:
         return max(1, min(ROWS, _LOGIT_BYTES // (4 * self._model.spec.vocab_size)))
 
     @contextmanager
-    def _admitted(self, load: Load) -> Iterator[None]:
-        self._gate.check([load])
+    def _admitted(self, *loads: Load) -> Iterator[None]:
+        self._gate.check(loads)
         try:
             with memory_shortage():
-                self._gate.before([load])
+                self._gate.before(loads)
                 yield
         finally:
             self._gate.after(())

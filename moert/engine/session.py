@@ -11,7 +11,7 @@ from itertools import chain
 from types import TracebackType
 from typing import TYPE_CHECKING, Protocol
 
-from moert.engine.constraint import Constrained, Grammar, Matching, Opening, no_matching
+from moert.engine.constraint import Constrained, Grammar, Matcher, Matching, Opening, no_matching
 from moert.engine.generation import (
     ENTRY_BYTES,
     Generation,
@@ -360,18 +360,20 @@ class Session:
         return len(self._running) + len(self._waiting)
 
     def add(
-        self, prompt: Prompt, settings: GenerationSettings | None = None, **changes: Unpack[GenerationOptions]
-    ) -> Request:
+        self, prompt: Prompt, settings: GenerationSettings | None = None, matcher: Matcher | None = None,
+        **changes: Unpack[GenerationOptions],
+    ) -> Request:  # fmt: skip
         """Adds a request. `prompt`: text; or token ids, whose answer has token ids and no text; or a Continued, which
         goes on from a prefix (only with models whose state of the tokens read so far stays valid when more come).
-        `changes`: settings by name.
+        `matcher`: of the grammar that the settings name, at its beginning, if there is one already. `changes`: settings
+        by name.
 
         Raises SettingInvalid, InputInvalid, TokenizerMissing, a PackError for a damaged tokenizer, or BudgetTooSmall
         for a request that could not run alone.
         """
         resolved = self._resolved(GenerationSettings.of(settings, changes))
         prefix = prompt.prefix if isinstance(prompt, Continued) and self._model.spec.continues else None
-        constrained = self._constrained(prompt, resolved.constraint)
+        constrained = self._constrained(prompt, resolved.constraint, matcher)
         with self._open():
             generation = self._generation(prompt, resolved, constrained)
             request = Request(prompt, generation, prefix, self._now, self._part)
@@ -527,7 +529,7 @@ class Session:
             self._times.decode_s += self._now() - started_s
         if drafts is not None:
             drafts.passed(len(draft), first._read_tokens - read - 1, self._now() - started_s)
-        if not self.unfinished:
+        if not self._running and not self._waiting:
             self._gate.idle()
         return pieces
 
@@ -595,12 +597,15 @@ class Session:
         first = settings.first_token
         return settings.but(first_token=self._text.token(first)) if isinstance(first, str) else settings
 
-    def _constrained(self, prompt: Prompt, grammar: Grammar | None) -> Constrained | None:
+    def _constrained(
+        self, prompt: Prompt, grammar: Grammar | None, matcher: Matcher | None
+    ) -> Constrained | None:  # fmt: skip
         """Returns the constraint of an answer, at its beginning. Takes the lock for a moment at most: other requests go
         on while llguidance works. Raises SettingInvalid."""
         if grammar is None:
             return None
-        matcher, ends = self._matching(grammar, self._aside_alone), frozenset(self._model.spec.tokens.eos)
+        matcher = matcher or self._matching(grammar, self._aside_alone)
+        ends = frozenset(self._model.spec.tokens.eos)
         if not isinstance(prompt, Continued):
             return Constrained(matcher, ends)
         return Constrained(matcher, ends | prompt.ends, prompt.opening)

@@ -12,27 +12,35 @@ import numpy.typing as npt
 
 from moert.kernels.pages import KeptPage, PageLayout
 from moert.pack.codec import (
+    CODES,
     F32,
     MX_GROUP,
     U8,
     Form16,
     Mxfp4Matrix,
     QuantizedMatrix,
+    TrellisCode,
+    TrellisMatrix,
     Width,
     from_bfloat16,
     n_groups,
     row_bytes,
+    stream_bytes,
     times_two,
 )
 from moert.pack.layout import NeuronLayout
 from moert.pack.parts import Attention, Ffn, Latent, Router
-from moert.pack.trellis import CODES, TrellisCode, TrellisMatrix, stream_bytes
 
 I32 = npt.NDArray[np.int32]
 I64 = npt.NDArray[np.int64]
 
 ROWS = 256
 """The most rows of a prompt that a caller passes on at once, so that the arrays made of them stay small."""
+
+
+def pieces(tokens: int) -> list[slice]:
+    """Returns the slices of so many rows, of ROWS each and the rest."""
+    return [slice(start, min(start + ROWS, tokens)) for start in range(0, tokens, ROWS)]
 
 
 @dataclass(frozen=True)

@@ -36,11 +36,10 @@ from moert.kernels.library import ACTIVATIONS, KINDS, SCORES, Library, Matrix, N
 from moert.kernels.library import address as _at
 from moert.kernels.memory import Arena
 from moert.kernels.pages import KeptPage, PageLayout
-from moert.pack.codec import F32, MX_GROUP, U8, QuantizedMatrix
+from moert.pack.codec import CODES, F32, MX_GROUP, U8, QuantizedMatrix, TrellisMatrix
 from moert.pack.fence import heard
 from moert.pack.layout import MatrixPlace, NeuronLayout, group_of
 from moert.pack.parts import Attention, Ffn, Latent
-from moert.pack.trellis import CODES, TrellisMatrix
 
 _S = TypeVar("_S", bound=Structure)
 _Item = TypeVar("_Item", bound=np.generic)

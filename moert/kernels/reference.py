@@ -24,10 +24,9 @@ from moert.kernels.backend import (
     Stored,
 )
 from moert.kernels.pages import KEYS, KeptPage, Page, PageLayout
-from moert.pack.codec import F32, U8, Mxfp4Matrix, QuantizedMatrix, times_two
+from moert.pack.codec import F32, U8, Mxfp4Matrix, QuantizedMatrix, TrellisMatrix, dequantize_trellis, times_two
 from moert.pack.layout import MatrixPlace, NeuronLayout, group_of
 from moert.pack.parts import Act, Attention, Ffn, Latent, Router
-from moert.pack.trellis import TrellisMatrix, dequantize_trellis
 
 
 class Plain(NamedTuple):
@@ -261,7 +260,7 @@ def _unseen(part: Attention | Latent, start: int, tokens: int, length: int) -> n
     return unseen
 
 
-def lstm(inputs: F32, recurrent: F32, state: F32, counts: Sequence[int], backward: bool) -> F32:
+def lstm(inputs: F32, recurrent: F32, state: F32, counts: Sequence[int], backward: bool = False) -> F32:
     """Runs an LSTM, see `moert.kernels.backend.Backend.lstm`."""
     made, lengths = np.empty((len(inputs), len(recurrent)), np.float32), np.array(counts, np.int64)
     starts = np.cumsum(lengths) - lengths
@@ -461,7 +460,7 @@ def swish(x: F32) -> F32:
     return x * sigmoid(x)
 
 
-def gated(x: F32, gate: F32, norm: NormWeights | None, groups: int, last: bool) -> F32:
+def gated(x: F32, gate: F32, norm: NormWeights | None = None, groups: int = 1, last: bool = False) -> F32:
     """Returns the gated product, see `moert.kernels.backend.Backend.gated`."""
     by = swish(gate)
     if norm is None:
@@ -565,14 +564,12 @@ class ReferenceBackend:
         found: F32 = matrix.weight[np.asarray(ids)]
         return found
 
-    def linear(self, x: F32, matrix: Plain) -> F32:
-        return product(x, matrix)
+    linear = staticmethod(product)
 
     def linears(self, x: F32, matrices: Sequence[Plain]) -> list[F32]:
         return [product(x, matrix) for matrix in matrices]
 
-    def norm(self, x: F32, norm: NormWeights) -> F32:
-        return normed(x, norm)
+    norm = staticmethod(normed)
 
     def pages(self, layout: PageLayout, count: int) -> list[KeptPage]:
         return layout.pages(count)
@@ -672,45 +669,26 @@ class ReferenceBackend:
         for part, weight, row in zip(parts, weights, rows, strict=True):
             out[row] += part * weight
 
-    def fire(self, layout: NeuronLayout, base: U8, offsets: I64, x: F32, spec: Ffn) -> F32:
-        return fire(layout, base, offsets, x, spec)
-
-    def project(self, layout: NeuronLayout, base: U8, offsets: I64, hidden: F32, bias: F32 | None) -> F32:
-        return project(layout, base, offsets, hidden, bias)
+    fire, project = staticmethod(fire), staticmethod(project)
 
     def conv(self, x: F32, taps: F32, bias: F32 | None, state: F32, silu: bool) -> F32:
         made = conv(x, taps, bias, state)
         return swish(made) if silu else made
 
-    def delta(self, q: F32, k: F32, v: F32, decay: F32, beta: F32, state: F32) -> F32:
-        return delta(q, k, v, decay, beta, state)
-
-    def scan(self, x: F32, dt: F32, a: F32, b: F32, c: F32, d: F32, state: F32) -> F32:
-        return scan(x, dt, a, b, c, d, state)
-
-    def lstm(self, inputs: F32, recurrent: F32, state: F32, counts: Sequence[int], backward: bool = False) -> F32:
-        return lstm(inputs, recurrent, state, counts, backward)
-
-    def attend_sparsely(self, queries: F32, keys: F32, values: F32, spans: I32) -> F32:
-        return attend_sparsely(queries, keys, values, spans)
+    delta, scan, lstm = staticmethod(delta), staticmethod(scan), staticmethod(lstm)
+    attend_sparsely = staticmethod(attend_sparsely)
 
     def softplus(self, x: F32, bias: F32) -> F32:
         return softplus(x + bias)
 
-    def sigmoid(self, x: F32) -> F32:
-        return sigmoid(x)
+    sigmoid = staticmethod(sigmoid)
 
     def balance(self, matrices: F32, rounds: int, floor: float) -> None:
         balance(matrices, rounds, np.float32(floor))
 
-    def gated(self, x: F32, gate: F32, norm: NormWeights | None = None, groups: int = 1, last: bool = False) -> F32:
-        return gated(x, gate, norm, groups, last)
+    gated = staticmethod(gated)
 
     def close(self) -> None:
         pass
 
-    def _write(self, kept: KeptKeys, start: int, key: F32, value: F32) -> None:
-        write(kept, start, key, value)
-
-    def _kept(self, kept: KeptKeys) -> tuple[F32, F32]:
-        return read(kept)
+    _write, _kept = staticmethod(write), staticmethod(read)

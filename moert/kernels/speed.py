@@ -16,8 +16,7 @@ import numpy as np
 
 from moert.kernels.library import KINDS, Library, Matrix, NativeFailed, check
 from moert.kernels.memory import Arena
-from moert.pack.codec import U8, Width, n_groups, row_bytes
-from moert.pack.trellis import CODES, stream_bytes
+from moert.pack.codec import CODES, U8, Width, n_groups, row_bytes, stream_bytes
 
 WIDTHS = (2, 3, 4, 8, 16)
 MOST_BYTES = 256 << 20

@@ -15,8 +15,7 @@ from moert.pack.errors import FileMissing, HashMismatch, HeaderInvalid
 from moert.pack.files import OpenedFile
 from moert.pack.manifest import BACKBONE, StoredTensors, quantized, stored_tensors
 from moert.pack.parts import MOST_TURN
-from moert.pack.reader import Pack, all_finite
-from moert.pack.tables import tables_of
+from moert.pack.reader import Pack, all_finite, tables_of
 from moert.pack.tensors import Place, header_of
 
 _CHUNK = 1 << 20

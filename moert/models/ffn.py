@@ -9,7 +9,7 @@ from typing import NamedTuple, Protocol
 
 import numpy as np
 
-from moert.kernels.backend import I64, ROWS, Backend, Expert, Matrix, NormWeights, RouterWeights
+from moert.kernels.backend import I64, Backend, Expert, Matrix, NormWeights, RouterWeights, pieces
 from moert.models.kv import Recent
 from moert.pack.codec import F32
 from moert.pack.model_spec import LayerKey
@@ -261,10 +261,10 @@ class MoeFfn:
         out = np.zeros_like(x) if self._join.apart or self._join.shortcut else x
         if self._shared is not None:
             joined = x if self._join.shortcut else out
-            for rows in _pieces(len(x)):
+            for rows in pieces(len(x)):
                 self._add_shared(self._shared, hidden[rows], joined[rows])
         if self._bypass is not None:
-            for rows in _pieces(len(x)):
+            for rows in pieces(len(x)):
                 out[rows] += self._tanh(self._backend.linear(hidden[rows], self._bypass))
         given, made = hidden, out
         if self._narrow is not None:
@@ -275,7 +275,7 @@ class MoeFfn:
         if self._join.keeps and experts.min() < 0:
             made += np.where(experts < 0, weights, 0).sum(axis=1, keepdims=True, dtype=np.float32) * given
         if self._narrow is not None:
-            for rows in _pieces(len(x)):
+            for rows in pieces(len(x)):
                 out[rows] += self._backend.linear(made[rows], self._narrow.widen)
         if self._join.apart:
             self._bring_in(x, out, entered)
@@ -288,7 +288,7 @@ class MoeFfn:
     def _narrowed(self, narrow: NarrowExperts, hidden: F32) -> tuple[F32, F32]:
         """Returns the experts' input, and zeros for their output, both [tokens, features]."""
         given, made = np.zeros((2, len(hidden), narrow.features), np.float32)
-        for rows in _pieces(len(hidden)):
+        for rows in pieces(len(hidden)):
             given[rows] = self._backend.linear(hidden[rows], narrow.narrow)
         return given, made
 
@@ -304,7 +304,7 @@ class MoeFfn:
         """Adds the experts' output to x in place; `entered`: the layer's input."""
         if (beside := self._beside) is not None:
             made = self._backend.norm(made, beside.experts_after)
-            for rows in _pieces(len(x)):
+            for rows in pieces(len(x)):
                 hidden, other = self._backend.norm(entered[rows], beside.norm), np.zeros_like(x[rows])
                 beside.network.add(hidden, np.ones(len(hidden), np.float32), other)
                 made[rows] += self._backend.norm(other, beside.after)
@@ -324,7 +324,7 @@ class DenseFfn:
     ) -> None:  # fmt: skip
         """Changes x [tokens, d_model] in place; the sequence that a token belongs to makes no difference. For
         `entered` see MoeFfn."""
-        for piece in _pieces(len(x)):
+        for piece in pieces(len(x)):
             rows = x[piece]
             hidden = self._backend.norm(rows if entered is None else entered[piece], self._norm)
             factors = np.full(len(rows), self._add, np.float32)
@@ -334,7 +334,3 @@ class DenseFfn:
             made = np.zeros_like(rows)
             self._network.add(hidden, np.ones_like(factors), made)
             rows += np.float32(self._add) * self._backend.norm(made, self._after)
-
-
-def _pieces(tokens: int) -> list[slice]:
-    return [slice(start, min(start + ROWS, tokens)) for start in range(0, tokens, ROWS)]

@@ -10,10 +10,9 @@ from dataclasses import dataclass
 from moert.kernels.backend import ROWS
 from moert.kernels.pages import KvBits
 from moert.models.kv import BLOCK_TOKENS, fixed_bytes, growth_bytes, recent_bytes, state_bytes
+from moert.pack.mixers import FixedState, GatedDelta, Mamba, Mamba2, Pooled, ShortConv
 from moert.pack.model_spec import Layer, ModelSpec
-from moert.pack.ngrams import GatedStreams, Ngrams
-from moert.pack.parts import Attention, Experts, Ffn, FixedState, GatedDelta, Latent, Mamba, Mamba2, ShortConv, Streams
-from moert.pack.pools import Pooled
+from moert.pack.parts import Attention, Experts, Ffn, GatedStreams, Latent, Ngrams, Streams
 
 _ROUNDED = 16
 """The bytes that one number takes in the native kernels: as float32, rounded in up to three orders with the scales, and
@@ -37,8 +36,11 @@ def _layer_bytes(spec: ModelSpec, tokens: int, widened: bool) -> int:
     whole, kept = spec.tokens.prefix_end is not None, any(experts.shortcut for experts in spec.experts.values())
     return 8 * kept * tokens * spec.d_model + max(
         tokens * _whole_row_bytes(spec.d_model, kind)
-        + _mixture_bytes(spec.d_model, kind.ffn, tokens, widened)
-        + _mixer_bytes(spec.d_model, kind, tokens, name == "encoder" or whole, widened)
+        + max(
+            _mixture_bytes(spec.d_model, kind.ffn, tokens, widened)
+            + _mixer_bytes(spec.d_model, kind, tokens, name == "encoder" or whole, widened),
+            _ngrams_bytes(spec.d_model, kind, tokens),
+        )
         + _streams_bytes(spec.d_model, kind.streams, tokens)
         for name, stack in spec.stacks.items()
         for kind in stack.kinds

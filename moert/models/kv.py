@@ -14,9 +14,9 @@ import numpy.typing as npt
 
 from moert.kernels.backend import I32, I64
 from moert.kernels.pages import KEYS, STEP_BYTES, KeptPage, KvBits, PageLayout, pages_of
+from moert.pack.mixers import Pooled, Stateful
 from moert.pack.model_spec import Layer, ModelSpec
 from moert.pack.parts import Attention, Latent
-from moert.pack.pools import Pooled, Stateful
 
 BLOCK_TOKENS = 128
 """The tokens of a block: room is reckoned for whole blocks."""

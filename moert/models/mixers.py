@@ -13,7 +13,8 @@ import numpy as np
 from moert.kernels.backend import I64, ROWS, Backend, Floats, Matrix, NormWeights
 from moert.models.kv import Fixed, rounded
 from moert.pack.codec import F32
-from moert.pack.parts import Buckets, GatedDelta, Mamba, Mamba2, Norm, Rope, ShortConv, Stretch
+from moert.pack.mixers import GatedDelta, Mamba, Mamba2, ShortConv
+from moert.pack.parts import Buckets, Norm, Rope, Stretch
 
 _ROWS = 64  # of a table in float32 at once
 

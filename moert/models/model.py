@@ -21,6 +21,7 @@ from moert.kernels.backend import (
     Positions,
     RouterWeights,
     Stored,
+    pieces,
 )
 from moert.kernels.pages import KvBits
 from moert.models.ffn import (
@@ -45,10 +46,9 @@ from moert.models.pooled import PooledMixer
 from moert.models.streams import StreamEnd, StreamGates, StreamMixer, StreamNorm, begun, ended
 from moert.pack.codec import F32
 from moert.pack.manifest import Preference
+from moert.pack.mixers import Pooled, Stateful
 from moert.pack.model_spec import Layer, LayerKey, ModelSpec, Stack, StackName
-from moert.pack.ngrams import GatedStreams
-from moert.pack.parts import Attention, Beside, Experts, Ffn, Latent, Norm, Rope, Tensor
-from moert.pack.pools import Pooled, Stateful
+from moert.pack.parts import Attention, Beside, Experts, Ffn, GatedStreams, Latent, Norm, Rope, Tensor
 
 
 class Foresees(Protocol):
@@ -317,7 +317,7 @@ class _Tower:
         self, name: StackName, stack: Stack, ropes: Sequence[Rotary], builder: Builder, runner: ExpertRunner,
         routers: Routers, pad: int | None,
     ) -> None:  # fmt: skip
-        self.part, self.backend, self.ropes = stack, builder.backend, ropes
+        self.streams, self.backend, self.ropes = stack.streams, builder.backend, ropes
         self.positions = None
         if (part := stack.positions) is not None:
             added = builder.stored(f"{name}.positions.weight")
@@ -341,7 +341,7 @@ class _Tower:
         lengths = list(map(len, sequences))
         spans = [slice(start, end) for start, end in pairwise(accumulate(lengths, initial=0))]
         reading = _Reading(sequences, spans, states, prefixes, {})
-        streams = None if self.part.streams is None else begun(x, self.part.streams.n)
+        streams = None if self.streams is None else begun(x, self.streams.n)
         shortcut: F32 | None = None  # the output of the last layer's experts, where it joins behind this layer
         for place, layer in self.walk(self.layers):
             if layer.positions is not None:
@@ -390,8 +390,8 @@ class _Tower:
             else:
                 own.extend(len(rows))
             if layer.cross is not None:
-                for piece in _pieces(rows):
-                    self.backend.attend(layer.cross, piece, state.cross[place], 0, Positions())
+                for piece in pieces(len(rows)):
+                    self.backend.attend(layer.cross, rows[piece], state.cross[place], 0, Positions())
 
     def _attend(self, layer: _Layer, rows: F32, kept: Kept, prefix: int, known: dict[object, Positions]) -> None:
         """Runs attention on a sequence's rows in place, piece by piece. Of tokens that see each other, all keys are
@@ -427,10 +427,6 @@ def _feed(ffn: MoeFfn | DenseFfn, lengths: Sequence[int], recent: Sequence[Recen
 
 def _heard(states: Sequence[State]) -> list[Heard]:
     return [state.heard for state in states if state.heard is not None]
-
-
-def _pieces(rows: F32) -> list[F32]:
-    return [rows[start : start + ROWS] for start in range(0, len(rows), ROWS)]
 
 
 class Model:
@@ -550,11 +546,15 @@ class Model:
         for start in range(0, len(x), at_once):
             yield self._logits(x[start : start + at_once])
 
-    def hidden(self, ids: Sequence[int]) -> Iterator[F32]:
-        """Yields the hidden states of a prompt as the head takes them, behind the last norm: of ROWS tokens or fewer at
-        a time, [tokens, d_model]. Of decoders without an encoder alone."""
-        for x in _pieces(self._decode([ids], self._states([ids]))):
-            yield self.backend.norm(x, self._decoder.norm) if self._project is None else self._projected(x)
+    def hidden(self, prompts: Sequence[Sequence[int]]) -> Iterator[tuple[int, F32]]:
+        """Yields the hidden states of prompts, all read in one pass, as the head takes them, behind the last norm: the
+        place of a prompt, and of its next ROWS tokens or fewer [tokens, d_model]. Of decoders without an encoder
+        alone."""
+        read = self._decode(prompts, self._states(prompts))
+        for place, rows in enumerate(np.split(read, np.cumsum([*map(len, prompts)])[:-1])):
+            for piece in pieces(len(rows)):
+                x = rows[piece]
+                yield place, self.backend.norm(x, self._decoder.norm) if self._project is None else self._projected(x)
 
     @property
     def _start(self) -> int:
@@ -595,8 +595,9 @@ class Model:
     def _crossed(self, layer: _Layer, encoded: F32) -> Kept:
         assert layer.cross is not None
         kept = Kept(layer.cross.part, len(encoded), self.kv_bits, self.backend.pages)
-        for piece in _pieces(encoded):
-            self.backend.keep(layer.cross, piece, kept, kept.extend(len(piece)))
+        for piece in pieces(len(encoded)):
+            rows = encoded[piece]
+            self.backend.keep(layer.cross, rows, kept, kept.extend(len(rows)))
         return kept
 
     def _encode(self, encoder: _Tower, prompts: Sequence[Sequence[int]]) -> list[F32]:

@@ -1,4 +1,4 @@
-"""Embeddings of several tokens together, whose rows are read from the drive (see moert.pack.ngrams.Ngrams)."""
+"""Embeddings of several tokens together, whose rows are read from the drive (see moert.pack.parts.Ngrams)."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ import numpy as np
 from moert.kernels.backend import I64, ROWS, Backend, Floats, Matrix
 from moert.models.streams import StreamNorm
 from moert.pack.codec import F32
-from moert.pack.ngrams import Ngrams
+from moert.pack.parts import Ngrams
 
 
 class NgramMixer:
-    """The computation of moert.pack.ngrams.Ngrams."""
+    """The computation of moert.pack.parts.Ngrams."""
 
     def __init__(
         self, part: Ngrams, table: Floats, key: Matrix, value: Matrix, norms: Sequence[StreamNorm], taps: F32,

@@ -1,4 +1,4 @@
-"""Attention to the last tokens and to pools of the tokens before (see moert.pack.pools.Pooled)."""
+"""Attention to the last tokens and to pools of the tokens before (see moert.pack.mixers.Pooled)."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from moert.kernels.backend import I64, ROWS, NormWeights
 from moert.models.kv import Fixed, Rows
 from moert.models.mixers import Rotary, Weights
 from moert.pack.codec import F32
-from moert.pack.pools import Indexer, Pooled, Pools
+from moert.pack.mixers import Indexer, Pooled, Pools
 
 
 class PooledMixer:
@@ -128,7 +128,7 @@ class _Maker:
 
 
 class _Chooser:
-    """The choice of pools, see moert.pack.pools.Indexer."""
+    """The choice of pools, see moert.pack.mixers.Indexer."""
 
     def __init__(self, part: Indexer, turning: int, at: str, weights: Weights) -> None:
         self._part, self._backend = part, weights.backend

@@ -1,5 +1,5 @@
 """Several streams in place of one between the halves of a decoder's layers (see moert.pack.parts.Streams and
-moert.pack.ngrams.GatedStreams)."""
+moert.pack.parts.GatedStreams)."""
 
 from __future__ import annotations
 
@@ -8,10 +8,9 @@ from functools import reduce
 
 import numpy as np
 
-from moert.kernels.backend import ROWS, Backend, Matrix, NormWeights
+from moert.kernels.backend import Backend, Matrix, NormWeights, pieces
 from moert.pack.codec import F32
-from moert.pack.ngrams import GatedStreams
-from moert.pack.parts import Streams
+from moert.pack.parts import GatedStreams, Streams
 
 Half = Callable[[F32], None]
 """A half of a layer, which changes x [tokens, d_model] in place: its output joins x."""
@@ -43,7 +42,7 @@ class StreamEnd:
         """Returns the sum of each token's streams [tokens, n, d_model], [tokens, d_model]."""
         found = np.empty((len(streams), streams.shape[2]), np.float32)
         with np.errstate(all="ignore"):
-            for rows in _pieces(len(streams)):
+            for rows in pieces(len(streams)):
                 flat = self._backend.norm(streams[rows].reshape(-1, streams[0].size), self._norm)
                 numbers = self._backend.linear(flat, self._matrix) * self._scale + self._bias
                 weights = self._backend.sigmoid(np.ascontiguousarray(numbers)) + self._floor
@@ -68,14 +67,14 @@ class StreamMixer:
         x = np.empty((tokens, d_model), np.float32)
         weights = np.empty((tokens, self._part.weights), np.float32)
         with np.errstate(all="ignore"):  # whoever reads logits looks for numbers that are not finite
-            for rows in _pieces(tokens):
+            for rows in pieces(tokens):
                 weights[rows] = self._weights(streams[rows].reshape(-1, n * d_model))
                 np.einsum("ti,tid->td", weights[rows, :n], streams[rows], out=x[rows])
         made = x.copy()
         half(made)
         with np.errstate(all="ignore"):
             made -= x
-            for rows in _pieces(tokens):
+            for rows in pieces(tokens):
                 mixed = np.einsum("tij,tid->tjd", weights[rows, 2 * n :].reshape(-1, n, n), streams[rows])
                 mixed += weights[rows, n : 2 * n, None] * made[rows, None]
                 streams[rows] = mixed
@@ -116,7 +115,7 @@ class StreamGates:
         half(made)
         with np.errstate(all="ignore"):
             made -= x
-            for rows in _pieces(len(streams)):
+            for rows in pieces(len(streams)):
                 streams[rows] += joins[rows, :, None] * made[rows, None]
 
     def end(self, streams: F32) -> F32:
@@ -129,7 +128,7 @@ class StreamGates:
         tokens, n, d_model = streams.shape
         x, joins, backend = np.empty((tokens, d_model), np.float32), np.empty((tokens, n), np.float32), self._backend
         with np.errstate(all="ignore"):  # whoever reads logits looks for numbers that are not finite
-            for rows in _pieces(tokens):
+            for rows in pieces(tokens):
                 normed = self._norm(streams[rows])
                 flat = normed.reshape(-1, n * d_model)
                 narrow = backend.linear(flat, self._narrow) / self._n
@@ -154,7 +153,3 @@ class StreamNorm:
         flat = np.ascontiguousarray(streams).reshape(-1, streams.shape[2])
         found: F32 = self._backend.norm(flat, self._norm).reshape(streams.shape) * self._weight
         return found
-
-
-def _pieces(tokens: int) -> list[slice]:
-    return [slice(start, min(start + ROWS, tokens)) for start in range(0, tokens, ROWS)]

@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import re
 import stat
-import weakref
 from array import array
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
@@ -95,37 +94,6 @@ def _beside(path: Path) -> Iterator[Path]:
         yield fresh
     finally:
         fresh.unlink(missing_ok=True)
-
-
-try:
-    import fcntl
-except ImportError:  # not a Unix: no lock
-    fcntl = None  # type: ignore[assignment]
-
-
-class DirectoryLock:
-    """A lock on a directory, held until `release` is called or the object is gone, at the latest when the process ends,
-    killed or not.
-
-    The lock follows the directory when it is renamed. Where the system or the file system knows no locks, every lock is
-    granted.
-    """
-
-    def __init__(self, path: Path) -> None:
-        """Takes the lock. Raises BlockingIOError if another holder has it, OSError if the directory does not exist."""
-        descriptor = os.open(path, os.O_RDONLY)
-        self.release = weakref.finalize(self, os.close, descriptor)
-        try:
-            if fcntl is not None:
-                fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            self.release()
-            raise
-        except OSError:
-            return
-        if not path.exists() or not os.path.samestat(os.fstat(descriptor), path.stat()):
-            self.release()
-            raise BlockingIOError(f"{path} was renamed by another process just now")
 
 
 class OpenedFile:

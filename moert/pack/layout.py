@@ -3,33 +3,26 @@
 from __future__ import annotations
 
 import json
-import zlib
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from math import prod
-from typing import Annotated, Any, ClassVar, NamedTuple
+from typing import Annotated, ClassVar, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
 from moert.pack.codec import (
-    F32,
     MX_GROUP,
-    U8,
     Form16,
-    Mxfp4Matrix,
-    QuantizedMatrix,
     Width,
-    from_bfloat16,
     n_groups,
     row_bytes,
-    times_two,
+    stream_bytes,
 )
 from moert.pack.documents import Within
 from moert.pack.model_spec import ExpertKey, ModelSpec
 from moert.pack.tensors import DTYPE_BITS
-from moert.pack.trellis import TrellisMatrix, stream_bytes
 
 NEURONS = "neurons.safetensors"
 """The file of a pack with a checksum of each piece."""
@@ -90,34 +83,6 @@ def tensors_of(bits: Width, shape: tuple[int, int], coding: Coding) -> list[Tens
     if coding.is_trellis(bits):
         return [("trellis", "U8", (stream_bytes(bits, out, in_features),)), ("scale", "F16", (out,))]
     return [(part.name, part.dtype, (out, part.columns)) for part in parts_of(bits, in_features, coding)]
-
-
-class Storage(NamedTuple):
-    """The form of a stored matrix: its width, its inputs, its coding, and the power of two that it is multiplied
-    with."""
-
-    bits: Width
-    in_features: int
-    coding: Coding
-    power: int = 0
-
-    def matrix(self, rows: int, stored: Sequence[U8]) -> QuantizedMatrix | TrellisMatrix | F32:
-        """Returns the matrix [rows, in_features] that the bytes of its tensors stand for; weights of 16 bits become
-        float32."""
-        if self.coding.is_trellis(self.bits):
-            stream, scales = stored
-            return TrellisMatrix(self.bits, self.in_features, stream, scales.view(np.float16)[:, None], self.power)
-        group_size, form16, _ = self.coding
-        parts = [each.reshape(rows, -1) for each in stored]
-        if self.bits != 16:
-            scale, minimum = (part.view(np.float16) for part in parts[1:])
-            group = group_of(self.in_features, group_size)
-            return QuantizedMatrix(int(self.bits), self.in_features, group, parts[0], scale, minimum, self.power)
-        if form16 == "MXFP4":
-            return Mxfp4Matrix(self.in_features, *parts).widened()
-        if form16 == "BF16":
-            return from_bfloat16(parts[0].view(np.uint16))
-        return times_two(parts[0].view(np.float16).astype(np.float32), self.power)
 
 
 def group_of(in_features: int, group_size: int) -> int:
@@ -286,8 +251,6 @@ def _filled(nbytes: int, unit: int) -> int:
 
 
 TENSOR_ALIGNMENT = 64
-SMALL_PAGE, LARGE_PAGE = 4096, 16384
-_LARGE_EXPERT_BYTES = 1 << 20
 _NAME = b"#"  # no other text in a header has this letter
 PROJECTIONS = ("gate", "up", "down")
 
@@ -325,12 +288,6 @@ class ExpertLayout:
 
     def slot(self, name: str) -> TensorSlot:
         return next(slot for slot in self.slots if slot.name == name)
-
-
-def choose_page_bytes(spec: ModelSpec) -> int:
-    """Returns the page size [bytes]: 16 KiB for experts of a MiB and more at 4 bits, 4 KiB below, where padding would
-    outweigh the weights."""
-    return LARGE_PAGE if spec.weights_per_expert() // 2 >= _LARGE_EXPERT_BYTES else SMALL_PAGE
 
 
 def expert_layout(
@@ -438,99 +395,4 @@ def _header(slots: Iterable[TensorSlot], said: Said, page_bytes: int) -> bytes:
     return len(text).to_bytes(8, "little") + text
 
 
-Array = npt.NDArray[Any]
 U32 = npt.NDArray[np.uint32]
-
-
-def rows_of(layout: NeuronLayout, buffer: U8) -> U8:
-    """Returns the rows pieces of an expert that lies in `buffer`, [blocks, rows_bytes], not copied."""
-    return _pieces(layout, buffer, layout.rows_at, layout.rows_step, layout.rows_bytes)
-
-
-def columns_of(layout: NeuronLayout, buffer: U8) -> U8:
-    """Returns the columns pieces of an expert, [blocks, columns_bytes], not copied."""
-    return _pieces(layout, buffer, layout.columns_at, layout.columns_step, layout.columns_bytes)
-
-
-def place(
-    layout: NeuronLayout, buffer: U8, tensors: Mapping[str, tuple[Array, ...]], biases: Mapping[str, F32]
-) -> None:
-    """Puts matrices [d_ff, d_model] into their places in `buffer`, each as its codes, scales and minima or its weights;
-    and biases. Raises ValueError where one is missing or has another size."""
-    for name, matrix in layout.matrices:
-        pieces = columns_of(layout, buffer) if name == DOWN else rows_of(layout, buffer)
-        given = tensors.get(name, ())
-        if len(given) != len(matrix.places):
-            raise ValueError(f"{name} is not given, or of another width")
-        for at, nbytes, array in zip(matrix.places, matrix.neuron_bytes(layout.d_model), given, strict=True):
-            _put(layout, pieces, at, nbytes, array, name)
-        if matrix.bias_place is not None:
-            _put(layout, pieces, matrix.bias_place, 4, _given(biases, name)[:, None], f"{name}.bias")
-    if layout.bias_at is not None:
-        bias = _given(biases, DOWN)
-        if bias.shape != (layout.d_model,):
-            raise ValueError(f"{DOWN}.bias: {bias.shape} given, the layout has {layout.d_model}")
-        buffer[layout.bias_at :][: bias.nbytes] = bias.view(np.uint8)
-
-
-def matrix_of(layout: NeuronLayout, buffer: U8, name: str) -> QuantizedMatrix | F32:
-    """Returns a matrix [d_ff, d_model] of an expert that lies in `buffer`, copied; `down` as its transpose. Weights of
-    16 bits become float32."""
-    matrix = layout.columns if name == DOWN else layout.rows[name]
-    pieces = columns_of(layout, buffer) if name == DOWN else rows_of(layout, buffer)
-    sizes = matrix.neuron_bytes(layout.d_model)
-    storage = Storage(matrix.bits, layout.d_model, Coding(matrix.group_size, matrix.form16), matrix.power)
-    taken = [_taken(layout, pieces, *place) for place in zip(matrix.places, sizes, strict=True)]
-    found = storage.matrix(layout.d_ff, taken)
-    assert not isinstance(found, TrellisMatrix), "blocks of neurons have plain codes"
-    return found
-
-
-def bias_of(layout: NeuronLayout, buffer: U8, name: str) -> F32:
-    """Returns the biases [out] of a projection that has some."""
-    if name == DOWN:
-        assert layout.bias_at is not None
-        return buffer[layout.bias_at :][: 4 * layout.d_model].view(np.float32)
-    at = layout.rows[name].bias_place
-    assert at is not None
-    bias: F32 = _taken(layout, rows_of(layout, buffer), at, 4).view(np.float32)[:, 0]
-    return bias
-
-
-def checksums(layout: NeuronLayout, buffer: U8, crc32: Callable[[memoryview], int] = zlib.crc32) -> U32:
-    """Returns the CRC-32 of each rows piece, each columns piece, the biases of down (0 without), and rows that lie
-    together: [n_checksums]."""
-    pieces = [*rows_of(layout, buffer), *columns_of(layout, buffer)]
-    found = [crc32(piece.data) for piece in pieces]
-    found.append(0 if layout.bias_at is None else crc32(buffer[layout.bias_at :][: 4 * layout.d_model].data))
-    if layout.together_bytes:
-        found.append(crc32(buffer[layout.rows_at :][: layout.together_bytes].data))
-    return np.array(found, np.uint32)
-
-
-def _pieces(layout: NeuronLayout, buffer: U8, at: int, step: int, nbytes: int) -> U8:
-    pieces: U8 = np.ndarray((layout.n_blocks, nbytes), np.uint8, buffer.data, at, (step, 1))
-    return pieces
-
-
-def _put(layout: NeuronLayout, pieces: U8, at: int, nbytes: int, array: Array, what: str) -> None:
-    """Writes an array of all neurons [d_ff, ...], `nbytes` a neuron, into the pieces, from byte `at` of each on. Raises
-    ValueError for another size."""
-    if len(array) != layout.d_ff or array.nbytes != layout.d_ff * nbytes:
-        raise ValueError(f"{what}: {array.nbytes} bytes in {len(array)} rows, the layout has {layout.d_ff} of {nbytes}")
-    rows = np.zeros((layout.n_blocks * layout.per_block, nbytes), np.uint8)
-    rows[: layout.d_ff] = np.ascontiguousarray(array).view(np.uint8).reshape(layout.d_ff, nbytes)
-    pieces[:, at : at + layout.per_block * nbytes] = rows.reshape(layout.n_blocks, -1)
-
-
-def _taken(layout: NeuronLayout, pieces: U8, at: int, nbytes: int) -> U8:
-    """Returns the array that `_put` writes: uint8 [d_ff, nbytes]."""
-    rows = np.ascontiguousarray(pieces[:, at : at + layout.per_block * nbytes]).reshape(-1, nbytes)
-    found: U8 = rows[: layout.d_ff]
-    return found
-
-
-def _given(biases: Mapping[str, F32], name: str) -> F32:
-    if name not in biases:
-        raise ValueError(f"{name}.bias is not given")
-    return np.ascontiguousarray(biases[name], np.float32)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import re
 import zlib
 from collections.abc import Callable, Collection, Mapping
@@ -13,7 +12,17 @@ from typing import Annotated, Any, ClassVar, Literal
 import numpy as np
 import numpy.typing as npt
 
-from moert.pack.codec import LEAST_POWER, MOST_POWER, WIDTHS, Codes, Form16, QuantizedMatrix, Width
+from moert.pack.codec import (
+    CODES,
+    LEAST_POWER,
+    MOST_POWER,
+    WIDTHS,
+    Codes,
+    Form16,
+    QuantizedMatrix,
+    TrellisMatrix,
+    Width,
+)
 from moert.pack.documents import (
     MAX_BYTES,
     MAX_COUNT,
@@ -25,7 +34,6 @@ from moert.pack.documents import (
     check_version,
     mapping,
     parsed,
-    plain,
     read,
     unfit,
 )
@@ -38,26 +46,18 @@ from moert.pack.layout import (
     ExpertLayout,
     NeuronLayout,
     Neurons,
-    Storage,
     expert_layout,
+    group_of,
     tensors_of,
 )
-from moert.pack.model_spec import STACKS, ExpertKey, LayerKey, ModelSpec
+from moert.pack.model_spec import STACKS, ExpertKey, ModelSpec
 from moert.pack.parts import TRELLIS_ROLES, Role
 from moert.pack.tensors import check_size, known_bounds
-from moert.pack.trellis import CODES, TrellisMatrix
 
 FORMAT_NAME = "model.pack"
 BACKBONE = "backbone.safetensors"  # the file with all weights but the experts'
 NGRAMS = "ngrams.safetensors"  # the file with tables that stay on the drive
 MAJOR = 2
-PLAIN_MINOR, PREFERRING_MINOR, JOINED_MINOR, NEURONS_MINOR, TOGETHER_MINOR, POWERS_MINOR, TRELLIS_MINOR = range(7)
-MATRICES_MINOR, PARALLEL_MINOR, EXTENDED_MINOR, STREAMS_MINOR, POOLS_MINOR, NGRAMS_MINOR, ROWS_MINOR = range(7, 14)
-"""The minor version of a pack with none of these, with preferences, with several experts in a file, with experts in
-blocks of neurons, with rows of neurons that lie together, with matrices that are multiplied with a power of two, with
-trellis codes; of one whose dense matrices have widths of their own, with parallel layers, with fields of parts that
-these name in LEFT_OUT, with several streams, with attention to pools, with streams that gates mix, with trellis codes
-of the head or the embedding."""
 WIDTHS_OF: Mapping[Codes, tuple[Width, ...]] = {"plain": WIDTHS, "trellis": (*CODES, 8, 16)}
 """The widths that experts' projections may have, by their codes."""
 WIDTHS_BY_TEXT: Mapping[str, Width] = {str(bits): bits for bits in sorted({*chain(*WIDTHS_OF.values())})}
@@ -66,8 +66,6 @@ SEAL = ',\n "crc32": '  # the text before the checksum that ends the file
 _CRC32 = (1 << 32) - 1
 
 Dtype16 = Literal["F16", "BF16"]
-Files = Literal["expert", "layer"]
-"""The unit that has a file of its own: each expert, or all experts of a layer."""
 
 
 def safe_path(path: str, where: str = "manifest.json") -> str:
@@ -277,7 +275,7 @@ class Manifest:
     experts: tuple[ExpertEntry, ...]
     preferences: tuple[Preference, ...] = ()
     """The preferences, ascending by share."""
-    minor: _Count = PLAIN_MINOR
+    minor: _Count = 0
 
     def layout(self, entry: ExpertEntry) -> ExpertLayout:
         return self.quantization.layout(self.model, entry.key, entry.bits, entry.powers, self.page_bytes)
@@ -306,33 +304,6 @@ class Manifest:
         """Returns the bits per expert weight, scales and minima included, headers and padding not."""
         weights = len(self.experts) * self.model.weights_per_expert()
         return 8 * self.expert_tensor_bytes() / weights
-
-
-def expert_path(key: ExpertKey) -> str:
-    """Returns the path of an expert's own file in the pack: experts/D03/E005.safetensors."""
-    return f"experts/{key}.safetensors"
-
-
-def layer_path(at: LayerKey) -> str:
-    """Returns the path of the file that all experts of a layer share, one behind the other: experts/D03.experts."""
-    return f"experts/{at}.experts"
-
-
-def dump_manifest(manifest: Manifest) -> str:
-    """Returns the manifest as JSON text, one expert a line so that a diff can be read; its last field is its own
-    checksum."""
-    document = plain(manifest)
-    minor, experts = document.pop("minor"), document.pop("experts")
-    head = {"format": FORMAT_NAME, "major": MAJOR, "minor": minor, **document}
-    lines = [json.dumps(expert, separators=(",", ":"), allow_nan=False) for expert in experts]
-    text = json.dumps(head, indent=1, allow_nan=False)
-    return seal(text[: text.rindex("\n}")] + ',\n "experts": [\n  ' + ",\n  ".join(lines) + "\n ]")
-
-
-def seal(body: str) -> str:
-    """Returns the text of a manifest (a JSON object without its closing brace), ended with the checksum of the text so
-    far."""
-    return f"{body}{SEAL}{zlib.crc32(body.encode())}\n}}\n"
 
 
 StoredTensors = dict[str, tuple[str | None, tuple[int, ...]]]
@@ -404,9 +375,11 @@ def quantized(
     codes, *scales = (read(f"{stem_of(name, dense)}.{part}") for part, _, _ in parts)
     if not all(np.isfinite(each).all() for each in scales):
         raise HeaderInvalid(f"{BACKBONE}: the scales of {name} are not finite: the file is damaged, copy it again")
-    found = Storage(width, inputs, coding, dense.power(name)).matrix(rows, [codes, *scales])
-    assert isinstance(found, QuantizedMatrix | TrellisMatrix)
-    return found
+    if coding.is_trellis(width):
+        return TrellisMatrix(width, inputs, codes, scales[0][:, None], dense.power(name))
+    scale, minimum = scales
+    group = group_of(inputs, dense.group_size)
+    return QuantizedMatrix(width, inputs, group, codes, scale, minimum, dense.power(name))
 
 
 _WHERE = "manifest.json"

@@ -8,20 +8,24 @@ from functools import cached_property, lru_cache
 from typing import Annotated, ClassVar, Literal, NamedTuple, TypeVar
 
 from moert.pack.documents import MAX_COUNT, Within, extended
-from moert.pack.ngrams import DIGITS, MOST_IDS, MOST_WORD, GatedStreams, Ngrams
+from moert.pack.mixers import FixedState, Pooled, Stateful
 from moert.pack.parts import (
+    DIGITS,
     MOST,
     MOST_FEATURES,
+    MOST_IDS,
+    MOST_WORD,
     ROLES,
     Attention,
     Buckets,
     Experts,
     Factor,
     Ffn,
-    FixedState,
+    GatedStreams,
     Latent,
     Limit,
     Narrow,
+    Ngrams,
     Norm,
     PositionTable,
     Role,
@@ -31,7 +35,6 @@ from moert.pack.parts import (
     Tensor,
     matrix,
 )
-from moert.pack.pools import Pooled, Stateful
 
 MOST_LAYERS = 4096
 T = TypeVar("T")

@@ -13,6 +13,14 @@ MOST = 65535
 MOST_FEATURES = 1 << 24
 MOST_STREAMS = 64
 MOST_ROUNDS = 1000
+MOST_ROWS = 1 << 40
+_MOST_TOKENS = 16
+MOST_WORD = (1 << 63) - 1
+"""The largest number of a token times a multiplier."""
+MOST_IDS = 1 << 24
+"""The most tokens of a vocabulary whose numbers float32 has, and so a recurrent state."""
+DIGITS = 3
+"""The digits of such a number to the base 256, each of which any type of floats has."""
 
 # Bounds of numbers that are not whole, so that float32 has them, and products of them, in every kernel alike. All known
 # models are well inside: the least and the largest number in use stand beside each.
@@ -288,6 +296,93 @@ class Streams:
 
 
 @dataclass(frozen=True)
+class GatedStreams:
+    """`n` streams in place of one, which the halves of a layer mix by gates of `rank` numbers (Qwen4-Exp). Each stream
+    is normed by itself. A half gets the mean of the normed streams, each of whose features is multiplied with a gate;
+    its output joins each stream by a weight of the token's own. Behind the last layer, gates make one vector of the
+    streams."""
+
+    KIND: ClassVar[str] = "gated"
+    n: Annotated[int, Within(2, MOST_STREAMS)]
+    rank: Annotated[int, Within(1, MOST)]
+    norm: Norm
+
+    def tensors(self, at: str, d_model: int) -> Iterator[Tensor]:
+        yield from self.end_tensors(at, d_model)
+        yield Tensor(f"{at}.join.weight", (self.n, self.n * d_model))
+
+    def end_tensors(self, at: str, d_model: int) -> Iterator[Tensor]:
+        """Yields the tensors behind the last layer, whose streams get nothing more."""
+        width = self.n * d_model
+        yield Tensor(f"{at}.norm.weight", (width,))
+        yield Tensor(f"{at}.narrow.weight", (self.rank, width))
+        yield Tensor(f"{at}.wide.weight", (width, self.rank))
+
+    def contradictions(self) -> Iterator[str]:
+        if self.norm.kind != "rms":
+            yield f"its streams are normed by one of the kind {self.norm.kind}, it should be rms"
+
+
+@dataclass(frozen=True)
+class Ngrams:
+    """An embedding of the last 2 to `n` tokens together, which joins a token's streams (Qwen4-Exp). For each length
+    there are as many heads as `sizes` has numbers for each. A head's row is the exclusive or of each token's number
+    times the multiplier for its place, modulo the head's size; rows of all heads lie in one table of `rows` rows of
+    `dim` features, which stays on the drive. Tokens before the last `end` count as `end`, and so do tokens before the
+    first.
+
+    The heads' rows together make keys for all streams and a value. The value, times a gate that follows from key and
+    stream, joins the stream, and so does silu of a convolution of it, normed, over `taps` tokens that lie `n` apart."""
+
+    n: Annotated[int, Within(2, _MOST_TOKENS)]
+    dim: Annotated[int, Within(1, MOST)]
+    rows: Annotated[int, Within(1, MOST_ROWS)]
+    taps: Annotated[int, Within(1, MOST)]
+    end: Annotated[int, Within(0, MOST_IDS)]
+    multipliers: Annotated[tuple[int, ...], Within(1, MOST_WORD)]
+    sizes: Annotated[tuple[int, ...], Within(1, MOST_ROWS)]
+    norm: Norm
+
+    @property
+    def features(self) -> int:
+        """Returns the features of all heads' rows together."""
+        return len(self.sizes) * self.dim
+
+    @property
+    def reach(self) -> int:
+        """Returns how many tokens before a token its convolution reaches."""
+        return (self.taps - 1) * self.n
+
+    def tensors(self, at: str, d_model: int, streams: int) -> Iterator[Tensor]:
+        width = streams * d_model
+        yield Tensor(f"{at}.key.weight", (width, self.features))
+        yield Tensor(f"{at}.value.weight", (d_model, self.features))
+        for name in ("key", "stream", "conv"):
+            yield Tensor(f"{at}.{name}_norm.weight", (width,))
+        yield Tensor(f"{at}.conv.weight", (width, self.taps))
+
+    def table(self, at: str) -> Tensor:
+        """Returns the table, which is no tensor that stays in memory."""
+        return Tensor(f"{at}.table", (self.rows, self.dim))
+
+    def state_shapes(self, width: int) -> Shapes:
+        """Returns the shapes of the last tokens' numbers, each plus 1, and of the convolution's last inputs; `width`:
+        features of all streams."""
+        return (self.n - 1,), (self.reach, width)
+
+    def contradictions(self) -> Iterator[str]:
+        if len(self.multipliers) != self.n or len(self.sizes) % (self.n - 1) or not self.sizes:
+            counts = f"{len(self.multipliers)} multipliers and {len(self.sizes)} heads"
+            yield f"{counts} are for up to {self.n} tokens together"
+        elif sum(self.sizes) > self.rows:
+            yield f"the heads of its tokens together have {sum(self.sizes)} rows, their table has {self.rows}"
+        elif self.norm.kind != "rms":
+            yield f"its tokens together are normed by one of the kind {self.norm.kind}, it should be rms"
+        elif max(self.features, self.taps * self.n) > MOST_FEATURES:
+            yield f"its tokens together have {self.features} features, it should be at most {MOST_FEATURES}"
+
+
+@dataclass(frozen=True)
 class PositionTable:
     """A vector for each of the first `n` positions, added to the token there, learnt or computed alike. With
     `skips_pad` the pad token gets none, and an encoder counts the tokens after it as if it were not there."""
@@ -302,215 +397,6 @@ class PositionTable:
 Shapes = tuple[tuple[int, ...], ...]
 """The shapes of the float32 arrays of a layer's recurrent state; the first array holds the last inputs of the layer's
 convolution."""
-
-HELD = "numbers of its state"
-
-
-@dataclass(frozen=True)
-class ShortConv:
-    """A gated short convolution: out · (c ∗ conv(b ∗ u)), where `in` · x is b, c and u one after the other, of d_model
-    features each (LFM2). The convolution is causal, of each feature alone, over the last `taps` tokens. `bias`: both
-    matrices and the convolution have one."""
-
-    KIND: ClassVar[str] = "conv"
-    taps: Annotated[int, Within(1, MOST)]
-    bias: bool = False
-
-    def tensors(self, at: str, d_model: int) -> Iterator[Tensor]:
-        yield from matrix(f"{at}.in", (3 * d_model, d_model), "mixer", self.bias)
-        yield from _conv(at, d_model, self.taps, self.bias)
-        yield from matrix(f"{at}.out", (d_model, d_model), "mixer", self.bias)
-
-    def state_shapes(self, d_model: int) -> Shapes:
-        return ((self.taps - 1, d_model),)
-
-    def contradictions(self) -> Iterator[str]:
-        return iter(())
-
-
-@dataclass(frozen=True)
-class GatedDelta:
-    """The gated delta rule (Yang et al. 2024): `n` heads of values of `v` features, and `keys` heads of queries and
-    keys of `dim`, each of which serves n / keys heads of values that follow one another.
-
-    q, k and v pass a causal convolution over the last `taps` tokens and silu; q and k get the length 1, and q is
-    divided by √dim. A head's state decays by e^(-e^a_log · softplus(a · x + dt_bias)), and moves to v for k by
-    sigmoid(b · x). Its output for q is normed by head, multiplied with silu(z · x), and by `out`.
-
-    With `by_feature` a and dt_bias have a row for each feature of each head's key, which decays by itself (Kimi Delta
-    Attention, arXiv 2510.26692). With a `rank`, a and z get a_narrow · x and z_narrow · x of as many features in place
-    of x. `gate`: the function of z. With a `bound` decays are e^(-bound · sigmoid(e^a_log · (a · x + dt_bias))).
-    """
-
-    KIND: ClassVar[str] = "delta"
-    LEFT_OUT: ClassVar = ("by_feature", "rank", "gate", "bound")
-    n: Annotated[int, Within(1, MOST)]
-    keys: Annotated[int, Within(1, MOST)]
-    dim: Annotated[int, Within(1, MOST)]
-    v: Annotated[int, Within(1, MOST)]
-    taps: Annotated[int, Within(1, MOST)]
-    norm: Norm
-    by_feature: bool = False
-    rank: Annotated[int | None, Within(1, MOST)] = None
-    gate: Literal["silu", "sigmoid"] = "silu"
-    bound: Limit = None
-
-    @property
-    def key_features(self) -> int:
-        return self.keys * self.dim
-
-    @property
-    def value_features(self) -> int:
-        return self.n * self.v
-
-    @property
-    def channels(self) -> int:
-        """Returns the channels of its convolution: q, k and v one after the other."""
-        return 2 * self.key_features + self.value_features
-
-    @property
-    def decays(self) -> int:
-        """Returns the number of decays of a token."""
-        return self.n * self.dim if self.by_feature else self.n
-
-    def tensors(self, at: str, d_model: int) -> Iterator[Tensor]:
-        for name, features in (("q", self.key_features), ("k", self.key_features), ("v", self.value_features)):
-            yield Tensor(f"{at}.{name}.weight", (features, d_model), "mixer")
-        role: Role | None = "mixer" if self.by_feature else None
-        for name, features, kind in (("z", self.value_features, "mixer"), ("a", self.decays, role)):
-            if self.rank is not None:
-                yield Tensor(f"{at}.{name}_narrow.weight", (self.rank, d_model), kind)
-            yield Tensor(f"{at}.{name}.weight", (features, self.rank or d_model), kind)
-        yield Tensor(f"{at}.b.weight", (self.n, d_model))
-        yield from _conv(at, self.channels, self.taps, False)
-        yield Tensor(f"{at}.a_log", (self.n,))
-        yield Tensor(f"{at}.dt_bias", (self.decays,))
-        yield from self.norm.tensors(f"{at}.norm", self.v)
-        yield Tensor(f"{at}.out.weight", (d_model, self.value_features), "mixer")
-
-    def state_shapes(self, d_model: int) -> Shapes:
-        return (self.taps - 1, self.channels), (self.n, self.dim, self.v)
-
-    def contradictions(self) -> Iterator[str]:
-        if self.n % self.keys:
-            yield f"{self.n} heads share {self.keys} heads of keys, which does not divide them"
-        yield from too_many("features of its convolution", self.channels)
-        yield from too_many(HELD, self.n * self.dim * self.v)
-        yield from has_no_bias(self.norm)
-
-
-@dataclass(frozen=True)
-class Mamba2:
-    """Mamba-2 (arXiv 2405.21060): `n` heads of `dim` features, each with a state of dim · `state` numbers. `in` · x is
-    z, u, b and c one after the other, of n · dim features twice and `groups` · state twice; n / groups heads that
-    follow one another share a group's b and c.
-
-    u, b and c pass a causal convolution over the last `taps` tokens and silu. With t = softplus(dt · x + dt_bias) a
-    head's state decays by e^(-e^a_log · t) and gains t · u bᵀ; its output is state · c + d · u. The output times
-    silu(z) is normed, each group's features by themselves, and multiplied by `out`. `bias`: in, dt and out have one;
-    `conv_bias`: the convolution has one.
-    """
-
-    KIND: ClassVar[str] = "mamba2"
-    n: Annotated[int, Within(1, MOST)]
-    dim: Annotated[int, Within(1, MOST)]
-    groups: Annotated[int, Within(1, MOST)]
-    state: Annotated[int, Within(1, MOST)]
-    taps: Annotated[int, Within(1, MOST)]
-    norm: Norm
-    conv_bias: bool = True
-    bias: bool = False
-
-    @property
-    def features(self) -> int:
-        return self.n * self.dim
-
-    @property
-    def channels(self) -> int:
-        """Returns the channels of its convolution: u, b and c one after the other."""
-        return self.features + 2 * self.groups * self.state
-
-    def tensors(self, at: str, d_model: int) -> Iterator[Tensor]:
-        yield from matrix(f"{at}.in", (self.features + self.channels, d_model), "mixer", self.bias)
-        yield Tensor(f"{at}.dt.weight", (self.n, d_model))
-        if self.bias:
-            yield Tensor(f"{at}.dt.bias", (self.n,))
-        yield from _conv(at, self.channels, self.taps, self.conv_bias)
-        for name in ("a_log", "dt_bias", "d"):
-            yield Tensor(f"{at}.{name}", (self.n,))
-        yield from self.norm.tensors(f"{at}.norm", self.features)
-        yield from matrix(f"{at}.out", (d_model, self.features), "mixer", self.bias)
-
-    def state_shapes(self, d_model: int) -> Shapes:
-        return (self.taps - 1, self.channels), (self.n, self.dim, self.state)
-
-    def contradictions(self) -> Iterator[str]:
-        if self.n % self.groups:
-            yield f"{self.n} heads are in {self.groups} groups, which does not divide them"
-        yield from too_many("features of its convolution", self.features + self.channels)
-        yield from too_many(HELD, self.features * self.state)
-        yield from has_no_bias(self.norm)
-
-
-@dataclass(frozen=True)
-class Mamba:
-    """Mamba (arXiv 2312.00752): `features` channels, each with a state of `state` numbers. `in` · x is u and z one
-    after the other, and u passes a causal convolution over the last `taps` tokens and silu.
-
-    `inner` · u is r, b and c one after the other, of `rank`, state and state features; with a `norm` each is normed.
-    With t = softplus(steps · r + dt_bias) a channel's state decays by e^(-e^a_log · t) and gains t · u · b; its output
-    is state · c + d · u. The output times silu(z) is multiplied by `out`. `bias`: in and out have one; `conv_bias`: the
-    convolution has one.
-    """
-
-    KIND: ClassVar[str] = "mamba"
-    features: Annotated[int, Within(1, MOST_FEATURES)]
-    state: Annotated[int, Within(1, MOST)]
-    rank: Annotated[int, Within(1, MOST)]
-    taps: Annotated[int, Within(1, MOST)]
-    norm: Norm | None
-    conv_bias: bool = True
-    bias: bool = False
-
-    def tensors(self, at: str, d_model: int) -> Iterator[Tensor]:
-        yield from matrix(f"{at}.in", (2 * self.features, d_model), "mixer", self.bias)
-        yield from _conv(at, self.features, self.taps, self.conv_bias)
-        yield Tensor(f"{at}.inner.weight", (self.rank + 2 * self.state, self.features), "mixer")
-        if self.norm is not None:
-            for name, size in (("dt", self.rank), ("b", self.state), ("c", self.state)):
-                yield from self.norm.tensors(f"{at}.{name}_norm", size)
-        yield Tensor(f"{at}.steps.weight", (self.features, self.rank), "mixer")
-        yield Tensor(f"{at}.dt_bias", (self.features,))
-        yield Tensor(f"{at}.a_log", (self.features, self.state))
-        yield Tensor(f"{at}.d", (self.features,))
-        yield from matrix(f"{at}.out", (d_model, self.features), "mixer", self.bias)
-
-    def state_shapes(self, d_model: int) -> Shapes:
-        return (self.taps - 1, self.features), (self.features, 1, self.state)
-
-    def contradictions(self) -> Iterator[str]:
-        yield from too_many(HELD, self.features * self.state)
-
-
-FixedState = ShortConv | GatedDelta | Mamba2 | Mamba
-"""A mixer with a recurrent state, which takes as many bytes for a text of any length."""
-
-
-def _conv(at: str, channels: int, taps: int, bias: bool) -> Iterator[Tensor]:
-    """Yields a convolution's factors, one for each channel and tap (the last tap is the token itself), and its bias."""
-    yield Tensor(f"{at}.conv.weight", (channels, taps))
-    if bias:
-        yield Tensor(f"{at}.conv.bias", (channels,))
-
-
-def too_many(what: str, count: int) -> Iterator[str]:
-    if count > MOST_FEATURES:
-        yield f"{what} are {count}, they should be at most {MOST_FEATURES}"
-
-
-def has_no_bias(norm: Norm) -> Iterator[str]:
-    if norm.kind != "rms":
-        yield f"what it gives is normed by one of the kind {norm.kind}, it should be rms"
 
 
 @dataclass(frozen=True)

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from moert.pack.codec import U8, QuantizedMatrix, Width, dequantize
+from moert.pack.codec import U8, Width
 from moert.pack.errors import (
     FileMissing,
     FileTruncated,
@@ -25,22 +25,12 @@ from moert.pack.errors import (
     UnsafePath,
 )
 from moert.pack.files import OpenedFile, irregular, is_left, placed, unreadable, wrong_length
-from moert.pack.layout import (
-    DOWN,
-    NEURONS,
-    U32,
-    ExpertLayout,
-    NeuronLayout,
-    Storage,
-    bias_of,
-    checksums,
-    matrix_of,
-    tensors_of,
-)
-from moert.pack.manifest import BACKBONE, FORMAT_NAME, NGRAMS, ExpertEntry, Manifest, parse_manifest
+from moert.pack.layout import NEURONS, U32, ExpertLayout, NeuronLayout
+from moert.pack.manifest import FORMAT_NAME, NGRAMS, ExpertEntry, Manifest, parse_manifest
 from moert.pack.model_spec import ExpertKey
 from moert.pack.tensors import (
     FileKind,
+    Place,
     Room,
     TensorFile,
     bound_of,
@@ -50,13 +40,10 @@ from moert.pack.tensors import (
     take_room,
     unbounded,
 )
-from moert.pack.trellis import TrellisMatrix, dequantize_trellis
 
 MANIFEST = "manifest.json"
 _CHUNK = 1 << 20
 _HASHED_AT_ONCE = 4
-
-Projection = QuantizedMatrix | TrellisMatrix | npt.NDArray[np.float32]
 
 
 class Piece(NamedTuple):
@@ -143,19 +130,6 @@ class Pack:
             raise
         return file
 
-    def read_expert(self, key: ExpertKey, into: U8 | None = None) -> U8:
-        """Returns all bytes of one expert, uint8 [file_bytes], in one read, checked against its layout and fast
-        checksum.
-
-        Raises FileMissing, FileTruncated, HeaderInvalid, HashMismatch.
-        """
-        entry = self._entries[key]
-        buffer = np.empty(entry.file_bytes, dtype=np.uint8) if into is None else into[: entry.file_bytes]
-        with OpenedFile(self.root, entry.path, self.file(entry.path)) as file:
-            file.read_into(buffer.data, entry.offset)
-        self.check_expert(key, buffer)
-        return buffer
-
     def check_expert(self, key: ExpertKey, buffer: U8, crc32: Callable[[memoryview], int] = zlib.crc32) -> None:
         """Checks all bytes of an expert, uint8 [file_bytes]; `crc32`: zlib's, or a faster one.
 
@@ -169,39 +143,6 @@ class Pack:
             )
         if crc32(buffer.data) != entry.crc32:
             raise HashMismatch(f"{entry.path}: checksum differs from the manifest: the file is damaged, copy it again")
-
-    def projections(self, key: ExpertKey, buffer: U8) -> dict[str, Projection]:
-        """Returns each projection [out, in] of the bytes of read_expert: views, but 16-bit ones become float32, and so
-        does `down` where experts lie in blocks of neurons."""
-        found = self.stored(key, buffer)
-        if self.has_neurons:
-            found[DOWN] = np.ascontiguousarray(projection_weights(found[DOWN]).T)
-        return found
-
-    def stored(self, key: ExpertKey, buffer: U8) -> dict[str, Projection]:
-        """Returns each projection as it is stored: in blocks of neurons `down` is its transpose [d_ff, d_model]."""
-        layout, entry = self.layout(key), self._entries[key]
-        if self.has_neurons:
-            placed = self.neurons(key)
-            return {name: matrix_of(placed, buffer, name) for name in entry.bits}
-        data, coding, powers = buffer[layout.data_offset :], self.manifest.quantization.coding, entry.powers or {}
-        found = {}
-        for name, width in entry.bits.items():
-            rows, columns = self.manifest.model.projection_shape(name)
-            storage = Storage(width, columns, coding, powers.get(name, 0))
-            slots = [layout.slot(f"{name}.{part}") for part, *_ in tensors_of(width, (rows, columns), coding)]
-            found[name] = storage.matrix(rows, [data[slot.start : slot.stop] for slot in slots])
-        return found
-
-    def biases(self, key: ExpertKey, buffer: U8) -> dict[str, npt.NDArray[np.float32]]:
-        """Returns the bias [out] of each projection of the bytes of read_expert; none where experts have none."""
-        ffn, layout = self.manifest.model.moe.ffn, self.layout(key)
-        if self.has_neurons and ffn.bias:
-            placed = self.neurons(key)
-            return {name: bias_of(placed, buffer, name) for name in ffn.projections}
-        slots = {name: layout.slot(f"{name}.bias") for name in ffn.projections} if ffn.bias else {}
-        data = buffer[layout.data_offset :]
-        return {name: data[slot.start : slot.stop].view(np.float32) for name, slot in slots.items()}
 
     def verify_hashes(self, pieces: Sequence[Piece] | None = None) -> Iterator[str]:
         """Reads pieces, several at a time, by default all; yields the path of each once its sha256 is found right.
@@ -364,13 +305,6 @@ def _sha256(path: Path, piece: Piece, ended: Event) -> str:
     return digest.hexdigest()
 
 
-def projection_weights(projection: Projection) -> npt.NDArray[np.float32]:
-    """Returns the weights of one projection as float32 [out, in], whatever its width."""
-    if isinstance(projection, TrellisMatrix):
-        return dequantize_trellis(projection)
-    return dequantize(projection) if isinstance(projection, QuantizedMatrix) else projection
-
-
 def bits_histogram(experts: tuple[ExpertEntry, ...]) -> Mapping[Width, int]:
     """Returns for each width the number of projections that have it."""
     counts: dict[Width, int] = {}
@@ -380,68 +314,29 @@ def bits_histogram(experts: tuple[ExpertEntry, ...]) -> Mapping[Width, int]:
     return dict(sorted(counts.items()))
 
 
-_FORMS: Mapping[str, tuple[Any, int, int]] = {
+FLOATS: Mapping[str, tuple[Any, int, int]] = {
     "F16": (np.uint16, 0x7FFF, 0x7C00), "BF16": (np.uint16, 0x7FFF, 0x7F80), "F32": (np.uint32, 0x7FFFFFFF, 0x7F800000),
 }  # fmt: skip
 """For each form of floats: integers of their size, a mask of all bits but the sign, and the smallest masked number that
 is infinity or no number."""
-_PIECE = 256 << 10  # bytes that are checked at once, so that they stay near the processor
+CHECKED_BYTES = 256 << 10  # bytes that are checked at once, so that they stay near the processor
 
 
 def all_finite(dtype: str, numbers: U8) -> bool:
     """Returns whether all floats of a form (F16, BF16 or F32), whose bytes are given in order, are finite."""
-    kind, unsigned, least = _FORMS[dtype]
+    kind, unsigned, least = FLOATS[dtype]
     bits = numbers.view(kind)
-    step = _PIECE // bits.itemsize
+    step = CHECKED_BYTES // bits.itemsize
     return all(int((bits[start : start + step] & kind(unsigned)).max()) < least for start in range(0, len(bits), step))
 
 
-def check_expert(pack: Pack, key: ExpertKey, buffer: U8) -> None:
-    """Checks that all weights of an expert, whose bytes are given, are finite. Raises HeaderInvalid."""
-    arrays: list[npt.NDArray[Any]] = list(pack.biases(key, buffer).values())
-    for projection in pack.stored(key, buffer).values():
-        if isinstance(projection, QuantizedMatrix):
-            arrays += [projection.scale, projection.minimum]
-        elif isinstance(projection, TrellisMatrix):
-            arrays.append(projection.scale)
-        else:
-            arrays.append(projection)
-    if not all(np.isfinite(array).all() for array in arrays):
-        raise HeaderInvalid(
-            f"{pack.entry(key).path}: expert {key} has numbers that are not finite: convert the model again"
-        )
-
-
-def check_backbone(pack: Pack) -> None:
-    """Checks that all floats outside the experts are finite. Raises HeaderInvalid."""
-    for name in (BACKBONE, NGRAMS):
-        if name in pack.manifest.files:
-            _check_floats(pack, name)
-
-
-def _check_floats(pack: Pack, relative: str) -> None:
-    with pack.opened(relative) as file:
-        for name, place in header_of(file, pack.room).tensors.items():
-            for start in range(place.start, place.stop, _PIECE) if place.dtype in _FORMS else ():
-                body = file.read(min(_PIECE, place.stop - start), start)
-                if not all_finite(place.dtype, np.frombuffer(body, np.uint8)):
-                    raise HeaderInvalid(
-                        f"{relative}: {name[:80]!a} has numbers that are not finite: convert the model again"
-                    )
-
-
-_CHECKSUMS = FileKind(NEURONS, "neurons", 1, "convert the model")
-
-
-def checksums_to_bytes(of: Mapping[ExpertKey, U32]) -> bytes:
-    """Returns the file's content; equal checksums give equal bytes."""
-    return _CHECKSUMS.body({str(key): of[key] for key in sorted(of)})
+CHECKSUMS = FileKind(NEURONS, "neurons", 1, "convert the model")
 
 
 def checksums_from_bytes(body: bytes, manifest: Manifest) -> dict[ExpertKey, U32]:
     """Returns for each expert its checksums, uint32 [n_checksums]: see moert.pack.layout.checksums. Raises
     HeaderInvalid, FormatTooNew."""
-    file = TensorFile(_CHECKSUMS, body)
+    file = TensorFile(CHECKSUMS, body)
     file.only(str(entry.key) for entry in manifest.experts)
     found: dict[ExpertKey, U32] = {}
     for entry in manifest.experts:
@@ -453,8 +348,43 @@ def checksums_from_bytes(body: bytes, manifest: Manifest) -> dict[ExpertKey, U32
     return found
 
 
-def check_pieces(key: ExpertKey, layout: NeuronLayout, buffer: U8, expected: U32) -> None:
-    """Checks that the pieces of an expert, all of whose bytes are in `buffer`, have the checksums `expected`. Raises
-    HashMismatch."""
-    if not np.array_equal(checksums(layout, buffer), expected):
-        raise HashMismatch(f"{NEURONS}: a checksum of {key} is not that of its neurons: convert the model again")
+_ROW_TYPES: Mapping[str, Any] = {"F32": np.float32, "F16": np.float16, "BF16": np.uint16}
+
+
+class StoredRows:
+    """The rows of a table in an open file: in place of an array [rows, dim]."""
+
+    def __init__(self, file: OpenedFile, place: Place) -> None:
+        self._file, self._start, self._dim = file, place.start, place.shape[1]
+        self.dtype, self._type = place.dtype, np.dtype(_ROW_TYPES[place.dtype])
+
+    def __getitem__(self, numbers: npt.NDArray[np.int64]) -> npt.NDArray[Any]:
+        """Returns the rows of these numbers [numbers, dim], of the type F32, F16 or, as uint16, BF16. Raises
+        FileTruncated or FileMissing."""
+        asked, places = np.unique(numbers, return_inverse=True)
+        found = np.empty((len(asked), self._dim), self._type)
+        for number, row in zip(asked.tolist(), found, strict=True):
+            self._file.read_into(row.view(np.uint8).data, self._start + number * row.nbytes)
+        return found[places]
+
+    def __del__(self) -> None:
+        self._file.close()
+
+
+def tables_of(pack: Pack) -> dict[str, StoredRows]:
+    """Returns the pack's tables by their canonical names. Raises FileMissing, FileTruncated, HeaderInvalid, or the
+    error that the pack's room raises."""
+    expected = pack.manifest.model.tables
+    if not expected:
+        return {}
+    with pack.opened(NGRAMS) as file:
+        found = header_of(file, pack.room).tensors
+    if found.keys() != expected.keys():
+        raise HeaderInvalid(f"{NGRAMS} has other tables than the model: it is not that of this model")
+    for name, place in found.items():
+        if place.dtype not in _ROW_TYPES or place.shape != expected[name].shape:
+            raise HeaderInvalid(
+                f"{NGRAMS}: {name} has the shape {place.shape} and the type {place.dtype}, expected "
+                f"{expected[name].shape} of {', '.join(_ROW_TYPES)}"
+            )
+    return {name: StoredRows(pack.opened(NGRAMS), place) for name, place in found.items()}

@@ -8,7 +8,6 @@ import re
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from math import inf
-from pathlib import Path
 from typing import Annotated, Any, Literal, NamedTuple
 
 import numpy as np
@@ -17,7 +16,7 @@ from numpy.typing import NDArray
 from moert.pack.documents import Fit, check_version, mapping, parsed, plain, read, skim
 from moert.pack.errors import ChatInvalid, ManifestInvalid
 from moert.pack.reader import Pack
-from moert.pack.tensors import TOKENIZER, bound_of
+from moert.pack.tensors import bound_of
 
 _MOST_TABLE_BYTES = 1 << 22  # those of T5, XLM-R and NLLB take 0.3 MB
 _DEEPEST = 8  # bytes of a key; a letter has four, and longer groups of letters than five bytes are looked up in letters
@@ -148,16 +147,6 @@ def check_tokenizer(body: bytes) -> Growth:
         return _checked(body)
     except RecursionError:
         raise TokenizerUnfit("is nested too deep") from None
-
-
-def check_tokenizer_in(folder: Path) -> None:
-    """Checks the tokenizer.json in a folder in the same way, if there is one. Raises TokenizerUnfit or OSError."""
-    path = folder / TOKENIZER
-    if path.is_file():
-        nbytes, most = path.stat().st_size, bound_of(TOKENIZER).most_bytes
-        if nbytes > most:
-            raise TokenizerUnfit(f"has {nbytes:,} bytes, none is larger than {most:,}")
-        check_tokenizer(path.read_bytes())
 
 
 def _checked(body: bytes) -> Growth:

@@ -93,7 +93,8 @@ async def _chat(host: Host, request: Request) -> Any:
     asked = {**_form(found), "messages": messages_of([_message(each) for each in found["messages"]])}
     tools = Tools.of(worker.engine, asked)
     (settings,) = settings_of(_options(found), host.defaults, **tools.settings(asked))
-    talk = tools.talk(asked["messages"], _variables(found))
+    messages = asked["messages"]
+    talk = tools.talk(messages, _variables(found), messages[-1]["role"] == "assistant")
     ticket = worker.submit(Wish([talk], [settings]), host.loop)
     return await answered(
         request, worker, ticket, found.get("stream", True),

@@ -6,9 +6,10 @@ import asyncio
 import secrets
 import time
 from base64 import b64encode
-from collections.abc import AsyncIterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from itertools import accumulate
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from starlette.requests import Request
 from starlette.responses import Response
@@ -37,12 +38,15 @@ from moert.serve.fields import (
 from moert.serve.fields import whole as whole_number
 from moert.serve.forms import Argued, Called, Ended, Event, Wish, Wrote
 from moert.serve.tools import Tools, form_of
-from moert.serve.worker import Worker, status_of
+from moert.serve.worker import PART_TOKENS, Worker, status_of
 
 if TYPE_CHECKING:
     from moert.serve.host import Host
 
+T = TypeVar("T")
 _MOST_TOKENS = 1 << 30
+_PASS_TOKENS = 4 * PART_TOKENS
+"""Tokens of texts whose embeddings are computed in one pass: other answers wait for its end."""
 SAMPLING: Mapping[str, Field] = {
     "temperature": number(0, 100),
     "top_p": number(1e-9, 1),
@@ -482,24 +486,24 @@ def _in_base64(vector: F32) -> str:
 async def embedded(
     request: Request, worker: Worker, inputs: Sequence[str | Sequence[int]], found: Mapping[str, Any]
 ) -> tuple[list[F32], int]:
-    """Returns the embeddings of texts, one after the other between answers, and the number of their tokens. Raises
+    """Returns the embeddings of texts, some in each pass between answers, and the number of their tokens. Raises
     Refused, or the errors of Engine.embed."""
     width = worker.engine.spec.d_model
     if (dimensions := found.get("dimensions", width)) != width:
         raise Refused(f"dimensions is {dimensions}: embeddings of this model have {width}", "dimensions")
-    pooling, vectors, tokens = found.get("pooling", "mean"), list[F32](), 0
+    pooling, vectors = found.get("pooling", "mean"), list[F32]()
 
-    def run(text: str | Sequence[int], engine: Engine) -> tuple[F32, int]:
-        ids = engine.text.ids(text)
-        return engine.embed(ids, pooling), len(ids)
+    def of_next(prompts: Sequence[Sequence[int]], engine: Engine) -> list[F32]:
+        count = sum(end <= _PASS_TOKENS for end in accumulate(map(len, prompts)))
+        return engine.embed_many(prompts[: max(1, count)], pooling)
 
-    for text in inputs:
-        vector, read_tokens = await unless_gone(
-            request, asyncio.wrap_future(worker.call(partial(run, text), alone=True))
-        )  # fmt: skip
-        vectors.append(vector)
-        tokens += read_tokens
-    return vectors, tokens
+    def alone(work: Callable[[Engine], T]) -> Awaitable[T]:
+        return unless_gone(request, asyncio.wrap_future(worker.call(work, alone=True)))
+
+    prompts = await alone(lambda engine: [*map(engine.text.ids, inputs)])
+    while left := prompts[len(vectors) :]:
+        vectors += await alone(partial(of_next, left))
+    return vectors, sum(map(len, prompts))
 
 
 # Models ---------------------------------------------------------------------------------------------------------------

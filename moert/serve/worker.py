@@ -3,21 +3,23 @@
 from __future__ import annotations
 
 import asyncio
+import copy
 import logging
 import queue
 import secrets
 import threading
 import time
-from collections.abc import AsyncIterator, Callable, Iterable
+from collections.abc import AsyncIterator, Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 from moert.chat.conversation import Asked, Part
 from moert.chat.renderer import Rendered
 from moert.engine.archive import Folder
+from moert.engine.constraint import Grammar, Matcher
 from moert.engine.engine import Engine
 from moert.engine.generation import GenerationSettings, Piece
 from moert.engine.session import Continued, Prompt, Request, Session
@@ -41,6 +43,8 @@ PART_TOKENS = 256
 """Tokens of a prompt that are read in one turn: between two of them, other answers go on, and a client may leave."""
 RENDERINGS = 2
 """Chat templates that are rendered at a time, each in a process of its own beside the answers."""
+COMPILES = 2
+"""Grammars that are compiled at a time, beside the answers."""
 _RENDER = "render the model's chat template"
 APART_S = 0.02
 """Seconds between two deliveries to one client: a small model's tokens come together, which costs it less."""
@@ -101,6 +105,14 @@ class _Choice:
         return tuple(found)
 
 
+class _Asked(NamedTuple):
+    """One request of a ticket, as a session takes it, and the reader of its reply if it is a conversation's."""
+
+    prompt: Prompt
+    settings: GenerationSettings
+    reader: ReplyReader | None
+
+
 @dataclass(eq=False)
 class Ticket:
     """A client's place in the worker: its events come here, until all answers have ended or something failed."""
@@ -120,6 +132,10 @@ class Ticket:
     """Time of the last delivery."""
     rendered: Rendered | None = None
     """Its conversation, rendered by the chat template."""
+    asked: Sequence[_Asked] = ()
+    """Its requests, once they are known."""
+    matchers: Mapping[Grammar, Matcher] | None = None
+    """The matchers of its grammars, once they are compiled."""
     place: int = 0
     """Its place among the requests that wait for memory, from 1 on; 0 once all its requests run."""
     enlarged: bool = False
@@ -199,6 +215,8 @@ class Worker:
         self._renderings: list[_Rendering] = []
         self._crowded = False  # whether none of them has room until an answer ends
         self._short: list[Ticket] = []  # wait for room that others have
+        self._compiling: list[Ticket] = []  # wait for their grammars
+        self._compilers = threading.Semaphore(COMPILES)
         self._prefixes = engine.prefixes(folder) if engine.spec.continues else None
         self._inbox: queue.SimpleQueue[Callable[[], None] | Ticket | None] = queue.SimpleQueue()
         self._alone: list[Callable[[], None]] = []  # waits until no request runs
@@ -323,7 +341,7 @@ class Worker:
 
     def _serve(self) -> None:
         over = False
-        while not (over and not self._alone):
+        while not (over and not self._alone and not self._compiling):
             if not self._alone and not self._tickets and not self._renderings:
                 over = not self._take() or over
             while self._alone:
@@ -361,7 +379,7 @@ class Worker:
     @property
     def _goes_on(self) -> bool:
         """Whether there is more to do while no request runs, before anything comes from outside."""
-        return not self._renderings or bool(self._tickets and not self._alone)
+        return not (self._renderings or self._compiling) or bool(self._tickets and not self._alone)
 
     def _take(self) -> bool:
         """Takes the next thing from the inbox, or waits for it; returns False for the last one."""
@@ -383,7 +401,7 @@ class Worker:
                 self._done(ticket)
             elif ticket.rendered is None and isinstance(talk := ticket.wish.prompts[0], Talk):
                 self._renderings.append(_Rendering(talk.asked, partial(self._rendered, ticket)))
-            elif self._added(session, ticket):
+            elif self._ready(ticket) and self._added(session, ticket):
                 accepted.append(ticket)
         for rendering in self._renderings[:RENDERINGS]:
             if not rendering.begun and not self._crowded:
@@ -394,15 +412,72 @@ class Worker:
             ticket.deliver([])
         return runs
 
+    def _ready(self, ticket: Ticket) -> bool:
+        """Returns whether the requests of a ticket can be added; compiles the grammars that they name."""
+        if ticket.matchers is not None:
+            return True
+        try:
+            wish = ticket.wish
+            ticket.asked = [self._asked(ticket, each, chosen) for each in wish.prompts for chosen in wish.settings]
+            grammars = {each.settings.constraint for each in ticket.asked} - {None}
+            if not grammars:
+                ticket.matchers = {}
+                return True
+            self._engine.text.tokenizer  # noqa: B018 - loaded by this thread, whose turn it is
+        except Exception as error:
+            self._refuse(ticket, error)
+            return False
+        self._compiling.append(ticket)
+        threading.Thread(target=self._compile, args=(ticket, grammars), name="moert-compile", daemon=True).start()
+        return False
+
+    def _compile(self, ticket: Ticket, grammars: Collection[Grammar]) -> None:
+        """Compiles the grammars of a ticket, in a thread beside the answers."""
+        found: Mapping[Grammar, Matcher] | Exception = {}
+        with self._compilers:
+            if not ticket.gone:
+                found = _result(lambda: {each: self._engine.matcher(each, self._room) for each in grammars})
+        self._inbox.put(lambda: self._compiled(ticket, found))
+
+    def _compiled(self, ticket: Ticket, found: Mapping[Grammar, Matcher] | Exception) -> None:
+        if ticket not in self._compiling:  # somebody has cut it
+            return
+        self._compiling.remove(ticket)
+        if isinstance(found, Exception):
+            self._refuse(ticket, found)
+        else:
+            ticket.matchers = found
+            self._tickets.append(ticket)
+
+    @contextmanager
+    def _room(self, nbytes: int, purpose: str) -> Iterator[None]:
+        """Reserves memory for work of another thread; where it has no room beside the answers, they end first."""
+
+        def reserve(engine: Engine) -> None:
+            engine.reserve_aside(nbytes, purpose)
+
+        try:
+            self.call(reserve).result()
+        except BudgetTooSmall:
+            self.call(reserve, alone=True).result()
+        try:
+            yield
+        finally:
+            self._inbox.put(lambda: self._release(nbytes))
+
+    def _release(self, nbytes: int) -> None:
+        self._engine.release_aside(nbytes)
+        self._crowded = False
+
     def _added(self, session: Session, ticket: Ticket) -> bool:
         """Adds the requests of a ticket to the session, and returns whether they could be added."""
         added: list[_Choice] = []
         try:
-            for prompt in ticket.wish.prompts:
-                for settings in ticket.wish.settings:
-                    number = len(added)
-                    request, reader = self._add(session, prompt, settings, ticket.rendered)
-                    added.append(_Choice(ticket, number, request, reader, settings.logprobs is not None))
+            for number, (prompt, settings, reader) in enumerate(ticket.asked):
+                grammar = settings.constraint
+                matcher = None if grammar is None else copy.copy((ticket.matchers or {})[grammar])
+                request = session.add(prompt, settings, matcher)
+                added.append(_Choice(ticket, number, request, reader, settings.logprobs is not None))
         except Exception as error:  # of this client alone: others go on
             for each in added:
                 session.cancel(each.request)
@@ -447,7 +522,7 @@ class Worker:
             self._engine.reserve_aside(nbytes, _RENDER)
         except BudgetTooSmall:
             found = _result(partial(speaker.render, rendering.asked))
-            others = self._choices or any(each.begun for each in self._renderings)
+            others = self._choices or self._compiling or any(each.begun for each in self._renderings)
             self._crowded = isinstance(found, BudgetTooSmall) and bool(others)
             if not self._crowded:
                 self._finish(rendering, found)
@@ -462,8 +537,7 @@ class Worker:
 
     def _finish(self, rendering: _Rendering, found: Rendered | Exception) -> None:
         if rendering.reserved_bytes:
-            self._engine.release_aside(rendering.reserved_bytes)
-            self._crowded = False
+            self._release(rendering.reserved_bytes)
         if rendering in self._renderings:  # nobody has cut it
             self._renderings.remove(rendering)
             rendering.then(found)
@@ -475,20 +549,17 @@ class Worker:
             ticket.rendered = found
             self._tickets.append(ticket)
 
-    def _add(
-        self, session: Session, prompt: Talk | str | Any, settings: GenerationSettings, rendered: Rendered | None
-    ) -> tuple[Request, ReplyReader | None]:
+    def _asked(self, ticket: Ticket, prompt: Talk | Prompt, settings: GenerationSettings) -> _Asked:
         engine, prefixes = self._engine, self._prefixes
         if isinstance(prompt, Talk):
             if prefixes is None:
                 prefixes = engine.prefixes()
-            spoken = engine.speaker.prompt(prompt.asked, prefixes, settings, rendered)
+            spoken = engine.speaker.prompt(prompt.asked, prefixes, settings, ticket.rendered)
             reader = ReplyReader(spoken.marks, spoken.first, prompt.format, schemas_of(prompt.tools))
-            return session.add(spoken.prompt, spoken.settings), reader
-        given: Prompt = prompt
-        if prefixes is not None:
-            given = Continued(engine.text.ids(prompt), engine.text.detokenizer(), prefixes)
-        return session.add(given, settings), None
+            return _Asked(spoken.prompt, spoken.settings, reader)
+        if prefixes is not None and not isinstance(prompt, Continued):
+            prompt = Continued(engine.text.ids(prompt), engine.text.detokenizer(), prefixes)
+        return _Asked(prompt, settings, None)
 
     def _deliver(self, pieces: list[tuple[Request, Piece]]) -> None:
         found: dict[Ticket, list[Event]] = {}
@@ -524,10 +595,10 @@ class Worker:
             self._cancel(ticket)
         for rendering in self._renderings:
             rendering.then(Refused(LEAVES, status=503))
-        for ticket in (*self._tickets, *self._short):
+        for ticket in (*self._tickets, *self._short, *self._compiling):
             ticket.deliver(Refused(LEAVES, status=503))
             self._done(ticket)
-        for each in (self._renderings, self._tickets, self._short):
+        for each in (self._renderings, self._tickets, self._short, self._compiling):
             each.clear()
 
     def _forget(self, request: Request) -> None:
@@ -547,7 +618,7 @@ class Worker:
             self._running -= 1
 
 
-def _result(work: Callable[[], Rendered]) -> Rendered | Exception:
+def _result(work: Callable[[], T]) -> T | Exception:
     try:
         return work()
     except Exception as error:

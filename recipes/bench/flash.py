@@ -21,12 +21,13 @@ from pathlib import Path
 
 from moeconv.conversion.settings import neurons_of
 from moeconv.conversion.taught import usual_rank
+from moeconv.order import load_order
+from moeconv.writer import add_to_pack
 from moert.beside.flash.runner import EXACT, PREDICTED
-from moert.pack.learnt import PREDICTOR, NeuronPredictor, load_order
+from moert.pack.learnt import PREDICTOR, NeuronPredictor
 from moert.pack.manifest import BACKBONE
 from moert.pack.model_spec import ModelSpec
 from moert.pack.reader import MANIFEST, Pack
-from moert.pack.writer import add_to_pack
 from recipes.bench.flash_firings import Firings, Recorder, hit_rows, order_rows, window_rows
 from recipes.bench.flash_measures import (
     BITS,

@@ -10,10 +10,10 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
+from moeconv.order import NeuronOrder
 from moert.beside.flash.keeping import I64, KEEPING, Blocks, Hits, Keeping
 from moert.pack.codec import F32, U8
 from moert.pack.files import atomic_write
-from moert.pack.learnt import NeuronOrder
 from moert.pack.model_spec import ExpertKey, LayerKey
 from recipes.bench.result import Row
 

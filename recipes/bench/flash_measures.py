@@ -13,13 +13,13 @@ from itertools import product
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from moeconv.writer import add_to_pack
 from moert.beside.flash.runner import PREDICTED, Firing
 from moert.engine.engine import Engine
 from moert.pack.files import write_atomically
 from moert.pack.learnt import PREDICTOR, load_predictor
 from moert.pack.manifest import BACKBONE
 from moert.pack.reader import Pack, is_pack
-from moert.pack.writer import add_to_pack
 from recipes.bench.race import PROCESS_BYTES, Outcome
 from recipes.bench.result import Row, row_of_runs
 from recipes.bench.sized import TRAINING, sized
@@ -28,8 +28,9 @@ from recipes.bench.stream_rows import ratios
 from recipes.bench.streamed import THREADS, Spent
 
 if TYPE_CHECKING:
+    from moeconv.order import NeuronOrder
     from moeconv.source.checkpoint import Checkpoint
-    from moert.pack.learnt import NeuronOrder, NeuronPredictor
+    from moert.pack.learnt import NeuronPredictor
 
 # What `make bench-flash` runs: reference models with ReLU, whole and by neurons, at four bits, and held-out text.
 

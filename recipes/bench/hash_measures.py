@@ -16,12 +16,13 @@ from typing import Any
 
 import numpy as np
 
+from moeconv.eviction import replay
 from moert.beside.sida.foresight import BeforePasses, Foresight, HashAhead, HashAndGate
 from moert.engine.engine import Engine
 from moert.experts.names import Policies, succession_of
 from moert.experts.policy import EVICTION, F64, Demand
 from moert.experts.predictors import GateAhead, Predictor, Situation, Transitions
-from moert.experts.replay import demands_of, reads_of_belady, replay
+from moert.experts.replay import demands_of, reads_of_belady
 from moert.kernels.backend import I64
 from moert.models.ffn import Routed
 from moert.models.kv import Recent

@@ -15,9 +15,10 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from moeconv.eviction import best_eviction, replay
 from moeconv.plan.forecast import HIT_RATES, Kind, kind_of
 from moert.experts.policy import EVICTION, Demand, Residency, Succession
-from moert.experts.replay import best_eviction, demands_of, replay
+from moert.experts.replay import demands_of
 from moert.pack.files import write_atomically
 from moert.pack.model_spec import ExpertKey, ModelSpec
 from moert.pack.paths import TRACE, Trace

@@ -34,9 +34,8 @@ from moert.kernels.library import (
 from moert.kernels.memory import Arena
 from moert.kernels.native import keys_of
 from moert.models.kv import Kept
-from moert.pack.codec import F32, n_groups, row_bytes
+from moert.pack.codec import CODES, F32, n_groups, row_bytes, stream_bytes
 from moert.pack.parts import Attention as Parts
-from moert.pack.trellis import CODES, stream_bytes
 from recipes.bench.sized import sized
 
 # How fast this machine reads memory: what a decoded token is measured against.

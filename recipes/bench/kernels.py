@@ -21,8 +21,7 @@ from torch.nn import functional as F
 
 from moert.kernels import library
 from moert.kernels.library import Library
-from moert.pack.codec import U8
-from moert.pack.trellis import CODES
+from moert.pack.codec import CODES, U8
 from recipes.bench.ggml_products import ggml
 from recipes.bench.kernel_cases import (
     FLOATS,

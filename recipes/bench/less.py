@@ -37,6 +37,7 @@ from moeconv.measure.trial import Preferred
 from moeconv.plan.problem import Plan
 from moeconv.plan.search import MeasuredPlan, search
 from moeconv.progress import bar
+from moeconv.writer import PREFERRING_MINOR, dump_manifest
 from moert.bench.measure import bound_s
 from moert.engine.engine import Engine
 from moert.engine.generation import GenerationSettings
@@ -44,7 +45,7 @@ from moert.models.ffn import PreferringRouter
 from moert.models.kv import Recent
 from moert.models.model import Model
 from moert.pack.files import atomic_write, write_atomically
-from moert.pack.manifest import PREFERRING_MINOR, Preference, dump_manifest
+from moert.pack.manifest import Preference
 from moert.pack.reader import MANIFEST, Pack
 from recipes.bench import routing as recorded
 from recipes.bench.conversions import opened

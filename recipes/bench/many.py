@@ -15,8 +15,8 @@ import sys
 import time
 from pathlib import Path
 
+from moeconv.writer import Files
 from moert.machine import held_bytes
-from moert.pack.manifest import Files
 from moert.pack.model_spec import ModelSpec
 from moert.pack.reader import Pack
 from recipes.bench.program import as_program

@@ -21,8 +21,8 @@ from moeconv.plan.forecast import KERNEL_BITS, MACHINE, SOURCE, Drive, Machine, 
 from moeconv.plan.outlook import Host, mixture
 from moeconv.plan.problem import Storage
 from moeconv.source.outline import CONFIG, Outline
+from moert.pack.codec import CODES
 from moert.pack.files import write_atomically
-from moert.pack.trellis import CODES
 from recipes.bench.program import as_program
 from recipes.bench.result import Result, read
 

@@ -24,8 +24,7 @@ import torch
 
 from moeconv.quantizers import QUANTIZERS, Inputs
 from moeconv.quantizers.trellis import TrellisQuantizer
-from moert.pack.codec import F32, dequantize
-from moert.pack.trellis import CODES, dequantize_trellis
+from moert.pack.codec import CODES, F32, dequantize, dequantize_trellis
 from recipes.bench.ggml_products import I_QUANTS, K_QUANTS
 from recipes.bench.program import as_program
 from recipes.bench.quantizers import (

@@ -198,13 +198,18 @@ class ReplayedRouting:
         for place, at in enumerate(layers):
             routers[at] = ReplayedRouter(at, routers[at], self, place)
 
-    def take(self, place: int, tokens: int) -> Routing:
-        """[tokens, top_k] of the layer with experts at this place; the last one moves on."""
-        self._rows = np.arange(self._at, self._at + tokens) % len(self._routing)
-        if place == self._routing.shape[1] - 1:
-            self._at = (self._at + tokens) % len(self._routing)
+    def take(self, place: int, lengths: Sequence[int]) -> Routing:
+        """[tokens, top_k] of the layer with experts at this place; the first one moves on."""
+        if place == 0:
+            self._rows = self.rows(lengths)
         taken: Routing = self._routing[self._rows, place]
         return taken
+
+    def rows(self, lengths: Sequence[int]) -> np.ndarray:
+        """Returns the rows of the recording for the next tokens of sequences."""
+        found = np.arange(self._at, self._at + sum(lengths)) % len(self._routing)
+        self._at = (self._at + sum(lengths)) % len(self._routing)
+        return found
 
     def guessed(self, place: int) -> F32:
         """[num_experts], the mean over the tokens on their way."""
@@ -220,7 +225,7 @@ class ReplayedRouter(Replaced):
         self._recorded, self._place = recorded, place
 
     def route(self, x: F32, lengths: Sequence[int], recent: Sequence[Recent] = ()) -> Routed:
-        taken = self._recorded.take(self._place, len(x)).astype(np.int64)
+        taken = self._recorded.take(self._place, lengths).astype(np.int64)
         return self.router.route(x, lengths, recent)._replace(experts=taken)
 
     def guess(self, x: F32) -> F32:

@@ -2,7 +2,8 @@
 
 A model of OLMoE's shape with random weights in 2.5 bits a weight, whose tokens are words of a made-up tokenizer, and
 the demo's wiki pack: tokens/s of a client of `moert serve` and of the engine without it, in turns; many clients at once
-beside one after another, with half of the experts in memory on a drive of 500 MB/s; the second turn of a long
+beside one after another, with half of the experts in memory on a drive of 500 MB/s, where random routers say, where a
+trained model's do, and where routing is as persistent as that of a published model; the second turn of a long
 conversation; memory beside the engine's; the time until the server answers.
 """
 
@@ -21,14 +22,19 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
+from moeconv.writer import add_files
 from moert.engine.engine import Engine
+from moert.pack.files import atomic_write
 from moert.pack.reader import Pack
 from moert.pack.tensors import TOKENIZER
-from moert.pack.writer import add_files
+from recipes.bench import routing
 from recipes.bench.program import as_program, need
 from recipes.bench.result import Row, context, row_of_runs, table, write
 from recipes.bench.shaped import DENSE, FOLDER, OLMOE, write_pack
 from recipes.bench.sized import sized
+from recipes.bench.stream_packs import add_paths
 from tests.cgroups import Group, missing
 
 WIKI = Path("build/demo/wiki.pack")
@@ -37,6 +43,9 @@ NEW, CLIENTS, EACH = sized((96, 8, 48), (4, 2, 2))
 LONG, ANSWER, MORE = sized((8000, 16, 24), (200, 4, 4))
 READ_BPS = 500_000_000
 BITS = 2
+LENGTH = 16 + EACH
+WINDOWS, CALIBRATION_WINDOWS, STREAMS = sized((16, 16, 64), (1, 1, 4))
+AnyArray = np.ndarray[Any, Any]
 
 
 @dataclass(frozen=True)
@@ -71,9 +80,10 @@ class Timed:
 
 
 @contextmanager
-def served(pack: Path, *options: str, group: Group | None = None) -> Iterator[Running]:
-    """Runs `moert serve` while the with block does."""
-    command = [sys.executable, "-m", "moert", "serve", str(pack), "--port", "0", *options]
+def served(pack: Path, *options: str, group: Group | None = None, program: str = "moert") -> Iterator[Running]:
+    """Runs `moert serve`, or another program with servers, while the with block does."""
+    own = ("serve", str(pack), "--port", "0") if program == "moert" else (str(pack),)
+    command = [sys.executable, "-m", program, *own, *options]
     began = time.perf_counter()
     enter = None if group is None else lambda: group.add(0)
     process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, preexec_fn=enter)
@@ -119,9 +129,9 @@ def words(seed: int, count: int) -> str:
     return " ".join(f"w{(seed * 7919 + at * 104729) % (OLMOE.vocab_size - 2) + 2}" for at in range(count))
 
 
-def shaped() -> Path:
-    """Returns the pack of OLMoE's shape with a tokenizer whose tokens are words; makes it where it is not there."""
-    out = FOLDER / f"served-{BITS}bits.pack"
+def shaped(name: str = f"served-{BITS}bits") -> Path:
+    """Returns a pack of OLMoE's shape with a tokenizer whose tokens are words; makes it where it is not there."""
+    out = FOLDER / f"{name}.pack"
     write_pack(out, BITS, DENSE, alike=True)
     manifest = Pack.open(out).manifest
     if TOKENIZER not in manifest.files:
@@ -158,27 +168,86 @@ def speed_rows(name: str, pack: Path, prompts: Sequence[str]) -> list[Row]:
 
 
 def crowd_rows(pack: Path) -> list[Row]:
-    """Many clients at once beside the same one after another."""
-    expert_bytes = sum(entry.file_bytes for entry in Pack.open(pack).manifest.experts)
-    options = ("--tune", f"cache={expert_bytes // 2}", "--tune", "io=direct")
-    ratios, at_once = list[float](), list[float]()
-    with Group(read_bps=READ_BPS, path=pack) as group, served(pack, *options, group=group) as running:
-        asked(running.port, words(0, 16), EACH)
-        for turn in range(max(1, ROUNDS - 2)):
-            prompts = [words(1 + 100 * turn + at, 16) for at in range(2 * CLIENTS)]
-            began = time.perf_counter()
-            one = [asked(running.port, prompt, EACH) for prompt in prompts[:CLIENTS]]
-            alone_s, began = time.perf_counter() - began, time.perf_counter()
-            with ThreadPoolExecutor(CLIENTS) as pool:
-                many = [*pool.map(lambda prompt: asked(running.port, prompt, EACH), prompts[CLIENTS:])]
-            crowd_s = time.perf_counter() - began
-            tokens = sum(each.tokens for each in many)
-            at_once.append(tokens / crowd_s)
-            ratios.append((tokens / crowd_s) / (sum(each.tokens for each in one) / alone_s))
+    """Many clients at once beside the same one after another, where the routers of random weights say."""
+    cache = f"cache={_expert_bytes(pack) // 2}"
+    with Group(read_bps=READ_BPS, path=pack) as group, served(
+        pack, "--tune", cache, "--tune", "io=direct", group=group
+    ) as running:  # fmt: skip
+        return _crowd(running, f"{CLIENTS} clients at once")
+
+
+def routed_rows() -> list[Row]:
+    """The same with a text of its own for each client, where the routers of the wiki model say; and with routing that
+    is as persistent as that of Qwen3-30B-A3B, of texts that have nothing in common."""
+    pack, rows = shaped("served-routed"), list[Row]()
+    trained, persistent = FOLDER / "served-wiki.npz", FOLDER / "served-persistent.npz"
+    if not trained.exists():
+        streams, guesses = map(_streams, routing.joined(WIKI, "heldout", WINDOWS))
+        calibration, _ = routing.joined(WIKI, "calibration", CALIBRATION_WINDOWS)
+        _save(trained, streams=streams, guesses=guesses, calibration=calibration)
+    if not persistent.exists():
+        streams = np.stack([routing.persistent(OLMOE, LENGTH, seed=seed) for seed in range(STREAMS)])
+        _save(persistent, streams=streams, guesses=np.zeros((*streams.shape[:3], OLMOE.moe.n), np.float16))
+    with np.load(trained) as recorded:
+        add_paths(pack, recorded["calibration"])
+    for name, routes, policies in (
+        ("like wiki", trained, {}), ("as persistent as Qwen3", persistent, {"eviction": "layer-lru", "predict": "none"})
+    ):  # fmt: skip
+        settings = json.dumps({"cache": _expert_bytes(pack) // 2, "io": "direct", **policies})
+        with Group(read_bps=READ_BPS, path=pack) as group, served(
+            pack, str(routes), settings, group=group, program="recipes.bench.served"
+        ) as running:  # fmt: skip
+            rows += _crowd(running, f"{CLIENTS} clients at once, routed {name}")
+    return [row.at_least(2) if row.name.endswith("like wiki, of one after another") else row for row in rows]
+
+
+def _save(path: Path, **arrays: AnyArray) -> None:
+    with atomic_write(path) as fresh, fresh.open("wb") as stream:
+        np.savez(stream, **arrays)
+
+
+def _streams(windows: AnyArray) -> AnyArray:
+    """Returns windows [windows x WINDOW, ...] as streams [streams, LENGTH, ...]: neighbours are of different
+    windows."""
+    rest = windows.shape[1:]
+    parts = windows.reshape(-1, routing.WINDOW, *rest)[:, : routing.WINDOW // LENGTH * LENGTH]
+    return parts.reshape(len(parts), -1, LENGTH, *rest).swapaxes(0, 1).reshape(-1, LENGTH, *rest)
+
+
+def _expert_bytes(pack: Path) -> int:
+    return sum(entry.file_bytes for entry in Pack.open(pack).manifest.experts)
+
+
+def _crowd(running: Running, name: str) -> list[Row]:
+    ratios, at_once, bounds = list[float](), list[float](), list[float]()
+    asked(running.port, words(0, 16), EACH)  # the experts that are used first
+    for turn in range(max(1, ROUNDS - 2)):
+        prompts = [words(1 + 100 * turn + at, 16) for at in range(2 * CLIENTS)]
+        before, began = _read_bytes(running.port), time.perf_counter()
+        one = [asked(running.port, prompt, EACH) for prompt in prompts[:CLIENTS]]
+        alone_s, began = time.perf_counter() - began, time.perf_counter()
+        between = _read_bytes(running.port)
+        with ThreadPoolExecutor(CLIENTS) as pool:
+            many = [*pool.map(lambda prompt: asked(running.port, prompt, EACH), prompts[CLIENTS:])]
+        crowd_s = time.perf_counter() - began
+        tokens, single = sum(each.tokens for each in many), sum(each.tokens for each in one)
+        at_once.append(tokens / crowd_s)
+        ratios.append((tokens / crowd_s) / (single / alone_s))
+        bounds.append((between - before) / single / ((_read_bytes(running.port) - between) / tokens))
     return [
-        row_of_runs(f"{CLIENTS} clients at once, half of the experts in memory, 500 MB/s", at_once, "tokens/s"),
-        row_of_runs(f"{CLIENTS} clients at once, of one after another", ratios, "×").at_least(2),
+        row_of_runs(f"{name}, half of the experts in memory, 500 MB/s", at_once, "tokens/s"),
+        row_of_runs(f"{name}, of one after another", ratios, "×"),
+        row_of_runs(f"{name}: bytes a token of one after another, of theirs", bounds, "×"),
     ]
+
+
+def _read_bytes(port: int) -> int:
+    """Returns the bytes of experts that the server has read."""
+    connection = http.client.HTTPConnection("127.0.0.1", port, timeout=600)
+    connection.request("GET", "/props")
+    found: int = json.loads(connection.getresponse().read())["stats"]["bytes_read"]
+    connection.close()
+    return found
 
 
 def turn_rows(pack: Path) -> list[Row]:
@@ -225,7 +294,7 @@ def main() -> int:
     rows += speed_rows("wiki", WIKI, texts)
     reason = missing(pack)
     if reason is None:
-        rows += crowd_rows(pack)
+        rows += [*crowd_rows(pack), *routed_rows()]
     else:
         print(f"no rows with a slow drive: {reason}", file=sys.stderr)
     rows += turn_rows(pack)

@@ -96,7 +96,7 @@ def write_pack(
     creator = json.dumps(["shaped", SEED, stated, dict(dense), *(["alike"] if alike else []), *laid])
     if _is_there(out, creator):
         return
-    from moert.pack.writer import PackWriter  # llama.cpp's Python has this module's numbers, and no safetensors
+    from moeconv.writer import PackWriter  # llama.cpp's Python has this module's numbers, and no safetensors
 
     out.parent.mkdir(parents=True, exist_ok=True)
     quantization = Quantization("nearest", GROUP, "F16", SEED, Dense("nearest", GROUP, dict(dense)), neurons=neurons)

@@ -98,8 +98,9 @@ def as_converted(source: Manifest, spec: ModelSpec) -> dict[ExpertKey, int]:
 
 def add_paths(pack: Path, calibration: routing.Routing) -> None:
     """What profiling adds: path tables and a trace, of the same model's routing of other text, window by window."""
-    from moert.pack.paths import PATHS, TRACE, SampleRoutes, build, record
-    from moert.pack.writer import add_to_pack
+    from moeconv.routes import SampleRoutes, build, record
+    from moeconv.writer import add_to_pack
+    from moert.pack.paths import PATHS, TRACE
 
     manifest = Pack.open(pack).manifest
     experts, windows = manifest.model.moe.n, len(calibration) // routing.WINDOW

@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from moeconv.eviction import replay
 from moert.bench import command
 from moert.bench.command import percentile
 from moert.bench.drive import Figure, Points, bench_drives
@@ -44,7 +45,6 @@ from moert.engine.budget import Budget, CacheLimit
 from moert.errors import RunError, said
 from moert.experts.names import succession_of
 from moert.experts.policy import EVICTION
-from moert.experts.replay import replay
 from moert.pack.files import write_atomically
 from moert.pack.messages import in_one_line, shown
 from moert.pack.model_spec import StackName

@@ -17,9 +17,10 @@ from moeconv.artifacts import Probe, SensitivityTable, Summary, SweepCost
 from moeconv.conversion.settings import Settings
 from moeconv.dense import SOURCE as UNCHANGED
 from moeconv.plan.forecast import SOURCE, Drive, references, stated, token_s
+from moeconv.routes import record
 from moert.pack.manifest import LossEstimate
 from moert.pack.model_spec import ExpertKey, ModelSpec
-from moert.pack.paths import Trace, record
+from moert.pack.paths import Trace
 from moert.pack.reader import Pack
 from recipes.bench import hit_rates, mixed, outlook
 from recipes.bench.blocks import rendered

@@ -14,13 +14,15 @@ from random_hash import add_hash
 from random_predictor import add_predictor, random_predictor
 from tiny_packs import PROMPTS, SPECS, write_pack
 
+from moeconv.matrices import matrices_of, projection_weights, read_expert
+from moeconv.order import NeuronOrder
 from moert.beside.flash.keeping import KEEPING, replay
 from moert.beside.flash.runner import PREDICTED
 from moert.experts.policy import Demand
 from moert.pack.layout import Neurons
-from moert.pack.learnt import NeuronOrder, PredictedLoss
+from moert.pack.learnt import PredictedLoss
 from moert.pack.model_spec import LayerKey
-from moert.pack.reader import Pack, projection_weights
+from moert.pack.reader import Pack
 from recipes.bench.blocks import rendered
 from recipes.bench.cards import EXPERT_BYTES, EXPERTS, LAYERS, TOP_K, Routes, Setup, offloading, ours, processor, split
 from recipes.bench.cards import replay as replay_on_cards
@@ -161,7 +163,7 @@ def test_packs_of_a_shape_have_the_same_weights_by_neurons(tmp_path: Path) -> No
     write_shaped(tmp_path / "columns.pack", 16, dense, WIDE, alike=True, neurons=LAYOUTS["columns"])
     whole, columns = (Pack.open(tmp_path / name) for name in ("whole.pack", "columns.pack"))
     for key in WIDE.expert_keys():
-        one, other = (each.projections(key, each.read_expert(key)) for each in (whole, columns))
+        one, other = (matrices_of(each, key, read_expert(each, key)) for each in (whole, columns))
         assert (projection_weights(one["up"]) == projection_weights(other["up"])).all()
         assert (projection_weights(one["down"]) == projection_weights(other["down"])).all()
 

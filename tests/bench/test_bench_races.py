@@ -13,13 +13,14 @@ from typing import Any
 import numpy as np
 import pytest
 
+from moeconv.eviction import replay
+from moeconv.matrices import matrices_of, projection_weights, read_expert
 from moert.engine.engine import Engine
 from moert.engine.session import Session
 from moert.experts.policy import EVICTION, Demand
-from moert.experts.replay import replay
 from moert.pack.codec import F32
 from moert.pack.model_spec import LayerKey
-from moert.pack.reader import Pack, projection_weights
+from moert.pack.reader import Pack
 from recipes.bench import race as races
 from recipes.bench import routing as recorded
 from recipes.bench import stream, stream_packs, stream_rows
@@ -28,6 +29,7 @@ from recipes.bench.race import USUAL_KB, Contender, Device, Entry, Outcome, of_l
 from recipes.bench.result import Row
 from recipes.bench.routing import WINDOW, Replaced, ReplayedRouting, like, persistent, record
 from recipes.bench.runner import Runner
+from recipes.bench.served import ReplayedStreams
 from recipes.bench.shaped import DENSE, OLMOE_SHAPE, write_pack
 from recipes.bench.stream_packs import Packs
 from recipes.bench.stream_rows import prompt_rows, spent_rows
@@ -307,7 +309,7 @@ def test_experts_alike_have_the_first_layers_numbers(tmp_path: Path) -> None:
     alike, own = (Pack.open(tmp_path / name) for name in ("alike.pack", "own.pack"))
     for key in THREE_LAYERS.expert_keys():
         first = THREE_LAYERS.moe_layers()[0].expert(key.expert)
-        copied, original = (pack.projections(at, pack.read_expert(at)) for pack, at in ((alike, key), (own, first)))
+        copied, original = (matrices_of(pack, at, read_expert(pack, at)) for pack, at in ((alike, key), (own, first)))
         for name, matrix in copied.items():
             assert (projection_weights(matrix) == projection_weights(original[name])).all()
 
@@ -374,6 +376,22 @@ def test_replayed_guesses_are_those_of_the_tokens_on_their_way(pack: Path) -> No
         tiny_packs.run_greedy(engine, [5, 6], 2)
     assert seen[0] == [0.5, 0.5]  # the prompt has both tokens
     assert seen[-1] == [1.0, 0.0]  # and the recording has begun anew
+
+
+def test_replayed_streams_follow_the_sequences_that_run(pack: Path) -> None:
+    """Each prompt begins the next recording, whoever runs beside it, and goes on in its own until it ends."""
+    routing = np.array([[[[stream, 6 + (at + stream) % 2]] * 3 for at in range(5)] for stream in range(3)], np.uint8)
+    streams = ReplayedStreams(routing, np.zeros((3, 5, 3, 8), np.float16))
+    passes = [(2,), (1, 2), (1, 1), (1,), (1, 2), (2,)]
+    taken = [[streams.take(place, lengths).tolist() for place in range(3)] for lengths in passes]
+    assert all(first == second == third for first, second, third in taken)
+    rows = [[tuple(row) for row in first] for first, *_ in taken]
+    assert rows[0] == [(0, 6), (0, 7)]
+    assert rows[1] == [(0, 6), (1, 7), (1, 6)], "the second stream begins beside the first"
+    assert rows[2] == [(0, 7), (1, 7)]
+    assert rows[3] == [(1, 6)], "the first one has ended"
+    assert rows[4] == [(1, 7), (2, 6), (2, 7)]
+    assert rows[5] == [(0, 6), (0, 7)], "they come round"
 
 
 def test_recorded_routing_is_what_the_engine_demands(pack: Path) -> None:

@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 
 from moert.bench import drive
+from moert.bench.curve import CHUNKS, IN_FLIGHT, Curve
 from moert.bench.drive import Figure
 from moert.bench.measure import BenchRun, BenchSettings, Sample, measure
 from moert.engine.budget import Budget, CacheLimit
@@ -21,7 +22,6 @@ from moert.engine.engine import Engine
 from moert.engine.settings import EngineSettings
 from moert.errors import BudgetTooSmall
 from moert.experts.policy import Demand
-from moert.experts.probe import CHUNKS, IN_FLIGHT, Curve
 from moert.kernels.backend import I64
 from moert.pack.reader import Pack
 from recipes.bench import choices, sweeps

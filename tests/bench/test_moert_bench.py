@@ -18,9 +18,11 @@ from command_line import Moert
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from moeconv.eviction import replay
 from moert.bench import command
 from moert.bench import drive as module
 from moert.bench.command import asked, bench, percentile, summarize, summary_lines, summary_of, texts_of, tokens_sha256
+from moert.bench.curve import CHUNKS, IN_FLIGHT, Curve, best_piece
 from moert.bench.drive import FIRING
 from moert.bench.measure import TEXTS, BenchRun, FurthestFirst, Sample, bound_s, furthest_first, least_bytes, measure
 from moert.command.prompts import Longest
@@ -30,8 +32,6 @@ from moert.engine.generation import GenerationSettings
 from moert.engine.session import Request, Session
 from moert.errors import InputInvalid, PathsMissing
 from moert.experts.policy import EVICTION, Demand
-from moert.experts.probe import CHUNKS, IN_FLIGHT, Curve, best_piece
-from moert.experts.replay import replay
 from moert.experts.store import IoSettings
 from moert.machine import usable_cores
 from moert.pack.errors import ManifestMissing, PackError

@@ -20,12 +20,13 @@ from moeconv.conversion.planning import plan
 from moeconv.errors import ConversionError, SettingsError
 from moeconv.measure.codes import CodingWorker
 from moeconv.measure.scoring import build_scorer, load_tokenizer
+from moeconv.order import load_order
 from moeconv.packing.packed import PackedModel, verify
 from moeconv.source.checkpoint import Checkpoint
 from moeconv.sweep.cluster import runner_for
 from moert.command.description import describe, description_lines
 from moert.pack.layout import Neurons
-from moert.pack.learnt import ORDER, load_order
+from moert.pack.learnt import ORDER
 from moert.pack.manifest import Manifest
 from moert.pack.reader import Pack
 

@@ -22,9 +22,10 @@ from moeconv.measure.scoring import build_scorer, load_tokenizer
 from moeconv.packing.packed import PackedModel, verify
 from moeconv.report.writer import write_report
 from moeconv.source.checkpoint import Checkpoint
+from moeconv.writer import MATRICES_MINOR
 from moert.engine.engine import Engine
 from moert.models.backbone import load_backbone
-from moert.pack.manifest import MATRICES_MINOR, dense_width
+from moert.pack.manifest import dense_width
 from moert.pack.reader import Pack
 
 

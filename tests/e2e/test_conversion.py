@@ -23,6 +23,7 @@ from moeconv.conversion import measuring
 from moeconv.conversion.additions import profile_paths
 from moeconv.conversion.settings import Settings
 from moeconv.errors import CalibrationError, ConversionError, SettingsError, TargetMissed, VerifyFailed
+from moeconv.matrices import matrices_of, read_expert
 from moeconv.measure.metrics import METRICS
 from moeconv.measure.scoring import Extent, build_scorer, load_tokenizer
 from moeconv.measure.workdir import WorkDir
@@ -249,7 +250,7 @@ def test_sixteen_bits_alone_need_no_text_and_lose_nothing(sources: dict[str, Pat
     assert done.report.bits_histogram == {16: len(done.manifest.experts) * 2}
     checkpoint, pack = Checkpoint.open(settings.model), Pack.open(settings.out)
     for key in done.manifest.model.expert_keys():
-        stored = pack.projections(key, pack.read_expert(key))
+        stored = matrices_of(pack, key, read_expert(pack, key))
         for name, weight in checkpoint.expert(key).items():
             assert np.array_equal(stored[name], weight)
 

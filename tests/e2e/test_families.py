@@ -18,14 +18,15 @@ from moeconv.packing.emit import Label, emit
 from moeconv.packing.packed import PackedModel, verify
 from moeconv.quantizers import QUANTIZERS
 from moeconv.quantizers.coder import ExpertCoder
+from moeconv.routes import build
 from moeconv.source.checkpoint import Checkpoint
+from moeconv.writer import add_to_pack
 from moert.engine.engine import Engine
 from moert.engine.generation import GenerationSettings
 from moert.experts.policy import EVICTION
 from moert.kernels.backend import opaque
-from moert.pack.paths import PATHS, build
+from moert.pack.paths import PATHS
 from moert.pack.reader import Pack
-from moert.pack.writer import add_to_pack
 from tests.kept_keys import WideKeys
 from tests.pairs import each, thinned
 from tests.parity.packs import open_model

@@ -16,11 +16,12 @@ from published import PUBLISHED
 
 from moeconv.source.archs import Description
 from moeconv.source.outline import Outline
+from moeconv.writer import choose_page_bytes
 from moert.kernels import REFERENCE, library, open_backend
 from moert.kernels.backend import Backend, Expert, ExpertView, Floats, ProjectionView, Stored
 from moert.models.model import Model, Weights
 from moert.pack.codec import F32, QuantizedMatrix, n_groups, row_bytes
-from moert.pack.layout import Coding, ExpertLayout, choose_page_bytes, expert_layout, group_of
+from moert.pack.layout import Coding, ExpertLayout, expert_layout, group_of
 from moert.pack.model_spec import Layer, LayerKey, ModelSpec, Stack
 from moert.pack.parts import Experts
 from tests.pairs import OTHERS

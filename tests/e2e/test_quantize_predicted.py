@@ -21,11 +21,12 @@ from moeconv.conversion.planning import plan
 from moeconv.conversion.taught import placed
 from moeconv.errors import ConversionError, SettingsError, TargetMissed
 from moeconv.foresight.neurons import NamedNeurons, NeuronCourse, PredictedNeurons
+from moeconv.order import NeuronOrder, load_order
 from moeconv.quantizers.coder import ORIGINAL
 from moeconv.report.page import result
 from moeconv.report.writer import read_report
 from moert.pack.layout import Neurons
-from moert.pack.learnt import PREDICTOR, NeuronOrder, NeuronPredictor, load_order
+from moert.pack.learnt import PREDICTOR, NeuronPredictor
 from moert.pack.model_spec import ExpertKey
 from moert.pack.reader import Pack
 

@@ -17,7 +17,9 @@ from tiny_packs import record_routes
 from moeconv.packing.emit import Label, emit
 from moeconv.quantizers import QUANTIZERS
 from moeconv.quantizers.coder import ExpertCoder
+from moeconv.routes import build
 from moeconv.source.checkpoint import Checkpoint
+from moeconv.writer import add_to_pack
 from moert.command import cli
 from moert.engine import engine as engine_module
 from moert.engine.budget import Budget
@@ -30,9 +32,8 @@ from moert.experts import streaming
 from moert.experts.names import EVICTIONS
 from moert.experts.store import IoSettings, is_direct, open_expert, read_into
 from moert.experts.streaming import CachedExperts
-from moert.pack.paths import PATHS, build
+from moert.pack.paths import PATHS
 from moert.pack.reader import Pack
-from moert.pack.writer import add_to_pack
 from tests.pairs import thinned
 
 PROMPTS = ("small", "of experts", "the router decides")

@@ -14,6 +14,7 @@ from command_line import Moert
 from random_predictor import NAMES_ALL, add_predictor, random_predictor
 from tiny_packs import DECODER_SHAPE, LATE, PROMPTS, SWITCH_SHAPE, run_greedy, write_pack
 
+from moeconv.matrices import biases_of, matrices_of, projection_weights, read_expert
 from moert.beside.flash.keeping import KEEPING
 from moert.engine.engine import Engine
 from moert.errors import PredictorMissing, SettingInvalid
@@ -24,7 +25,7 @@ from moert.pack.errors import FileTruncated, HashMismatch, HeaderInvalid
 from moert.pack.layout import Neurons
 from moert.pack.learnt import PREDICTOR, NeuronPredictor, PredictedLoss, load_predictor
 from moert.pack.model_spec import LayerKey
-from moert.pack.reader import Pack, projection_weights
+from moert.pack.reader import Pack
 from recipes.bench import sweeps
 from tests.alone import alone
 from tests.little_memory import smallest_memory
@@ -86,9 +87,9 @@ class Plainly:
         key, layer = at.expert(number), self._predictor.layers[at]
         scores = layer.heads[number].astype(np.float32) @ (layer.compress.astype(np.float32) @ x) + layer.bias[number]
         named, layout = scores >= layer.threshold[number], self._pack.neurons(key)
-        file = self._pack.read_expert(key)
-        of = {name: projection_weights(one) for name, one in self._pack.projections(key, file).items()}
-        biases = self._pack.biases(key, file)
+        file = read_expert(self._pack, key)
+        of = {name: projection_weights(one) for name, one in matrices_of(self._pack, key, file).items()}
+        biases = biases_of(self._pack, key, file)
         made = {name: of[name] @ x + biases.get(name, np.float32(0)) for name in of if name != "down"}
         fired = np.maximum(made["gate"], 0) * made["up"] if "gate" in made else np.maximum(made["up"], 0)
         for block in range(layout.n_blocks):

@@ -29,9 +29,9 @@ from moeconv.measure.scoring import Extent, build_scorer, load_tokenizer
 from moeconv.packing.packed import PackedModel, described
 from moeconv.progress import unseen
 from moeconv.source.archs.weights import parameter
+from moeconv.writer import add_files
 from moert.pack.learnt import HASH, HashFunction
 from moert.pack.reader import Pack
-from moert.pack.writer import add_files
 
 
 @pytest.fixture(scope="module")

@@ -27,11 +27,11 @@ from moeconv.measure.scoring import Extent, build_scorer, load_tokenizer
 from moeconv.packing.packed import PackedModel
 from moeconv.progress import unseen
 from moeconv.source.experts import Call
+from moeconv.writer import add_files
 from moert.pack.layout import Neurons
 from moert.pack.learnt import PREDICTOR, NeuronPredictor
 from moert.pack.model_spec import LayerKey
 from moert.pack.reader import Pack
-from moert.pack.writer import add_files
 
 FAMILIES = ("switch", "olmoe", "opt")
 

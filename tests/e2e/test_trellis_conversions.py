@@ -17,13 +17,14 @@ from moeconv.artifacts import Target
 from moeconv.command.present import conversion_table, plan_table
 from moeconv.conversion.planning import plan
 from moeconv.conversion.settings import Settings
+from moeconv.matrices import read_expert, stored_matrices
 from moeconv.packing.packed import PackedModel, verify
 from moeconv.report.writer import write_report
 from moeconv.source.checkpoint import Checkpoint
+from moeconv.writer import TRELLIS_MINOR
 from moert.engine.engine import Engine
-from moert.pack.manifest import TRELLIS_MINOR
+from moert.pack.codec import TrellisMatrix
 from moert.pack.reader import Pack
-from moert.pack.trellis import TrellisMatrix
 from tests.e2e.conversions import Done, settings_for
 from tests.kernels import needs_native
 
@@ -48,7 +49,7 @@ def test_one_width_without_text(sources: dict[str, Path], tmp_path: Path, family
     assert done.report.bits_histogram == {bits: sum(len(entry.bits) for entry in manifest.experts)}
     assert f"at {bits};" in conversion_table(done.report, "m.pack")
     key = manifest.model.expert_keys()[0]
-    kinds = {type(matrix) for matrix in pack.stored(key, pack.read_expert(key)).values()}
+    kinds = {type(matrix) for matrix in stored_matrices(pack, key, read_expert(pack, key)).values()}
     assert (kinds == {TrellisMatrix}) == (bits < 8)
     accepted(done)
 

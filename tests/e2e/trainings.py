@@ -38,7 +38,7 @@ def check_work_folders(trained: Train, pack: Path, other: Path) -> None:
 
 def check_read_only(trained: Train, pack: Path, ending: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """A pack that nothing can be added to is refused before any work."""
-    monkeypatch.setattr("moert.pack.writer.os.access", lambda path, mode: False)
+    monkeypatch.setattr("moeconv.writer.os.access", lambda path, mode: False)
     with pytest.raises(WriteFailed, match=r"nothing can be added to .*, which can't be written to"):
         trained(pack)
     assert not pack.with_name(f"{pack.name}.{ending}").exists()

@@ -13,14 +13,13 @@ from pathlib import Path
 
 import numpy as np
 
-from moert.pack.codec import QuantizedMatrix, Width, pack_codes
+from moeconv.matrices import Projection
+from moeconv.writer import PackWriter
+from moert.pack.codec import QuantizedMatrix, TrellisMatrix, Width, pack_codes, stream_bytes
 from moert.pack.layout import Neurons
 from moert.pack.manifest import LossEstimate, Quality, Quantization
 from moert.pack.model_spec import ExpertKey
 from moert.pack.parts import Act, Ffn
-from moert.pack.reader import Projection
-from moert.pack.trellis import TrellisMatrix, stream_bytes
-from moert.pack.writer import PackWriter
 from tests.shapes import Shape
 
 HERE = Path(__file__).parent

@@ -8,10 +8,10 @@ from pathlib import Path
 import numpy as np
 from golden_pack import FILES, NEURONS_SPEC, QUALITY, SPEC, WIDTHS, build, build_neurons, build_trellis, codes
 
-from moert.pack.codec import QuantizedMatrix, unpack_codes
+from moeconv.matrices import biases_of, matrices_of, projection_weights, read_expert
+from moert.pack.codec import QuantizedMatrix, TrellisMatrix, decoded, unpack_codes
 from moert.pack.model_spec import ExpertKey
-from moert.pack.reader import Pack, projection_weights
-from moert.pack.trellis import TrellisMatrix, decoded
+from moert.pack.reader import Pack
 
 TINY = Path(__file__).parent / "tiny.pack"
 NEURONS, TOGETHER = TINY.with_name("neurons.pack"), TINY.with_name("together.pack")
@@ -57,9 +57,9 @@ def test_blocks_of_neurons_by_hand() -> None:
     columns = body[3 * 4096 :]
     assert columns[:3] == bytes([0x70, 0x5E, 0x3C])  # down, column 0: 0 7 14 5 12 3
     assert columns[512:515] == bytes([0x3C, 0x1A, 0xF8])  # column 46: 12 3 10 1 8 15
-    projections = pack.projections(first, pack.read_expert(first))
+    projections = matrices_of(pack, first, read_expert(pack, first))
     assert projection_weights(projections["down"])[:, 0].tolist() == [-0.75, 1.0, 2.75, 0.5, 5.0, 0.5]
-    assert pack.biases(first, pack.read_expert(first))["gate"][:3].tolist() == [0, 0.25, 0.5]
+    assert biases_of(pack, first, read_expert(pack, first))["gate"][:3].tolist() == [0, 0.25, 0.5]
 
 
 def test_rows_together_by_hand() -> None:
@@ -75,7 +75,7 @@ def test_rows_together_by_hand() -> None:
     assert placed.rows_bytes % 8 == 0
     assert placed.rows_bytes < apart.neurons(first).rows_bytes < placed.rows_bytes + 512
     for key in (first, second):
-        ours, theirs = (one.projections(key, one.read_expert(key)) for one in (pack, apart))
+        ours, theirs = (matrices_of(one, key, read_expert(one, key)) for one in (pack, apart))
         for name in ours:
             assert projection_weights(ours[name]).tolist() == projection_weights(theirs[name]).tolist()
 
@@ -89,7 +89,7 @@ def test_trellis_codes_by_hand() -> None:
     """Of 3 bits, rows in steps of 6 bits. Bytes 0, 37, 74: windows of 0x500 and 0x894 from bits 0 and 6 on."""
     pack = Pack.open(TRELLIS)
     key = ExpertKey("decoder", 0, 1)
-    up = pack.projections(key, pack.read_expert(key))["up"]
+    up = matrices_of(pack, key, read_expert(pack, key))["up"]
     assert isinstance(up, TrellisMatrix)
     assert (pack.manifest.minor, up.bits, len(up.stream)) == (6, 3, 3 * 8 * 6 // 8 + 2)
     assert up.stream[:3].tolist() == [0, 37, 74]
@@ -105,7 +105,7 @@ def test_it_is_read_with_these_values() -> None:
     assert {name: pack.read_file(name) for name in pack.manifest.files} == FILES
     for expert, widths in WIDTHS.items():
         key = ExpertKey("decoder", 0, expert)
-        parts = pack.projections(key, pack.read_expert(key))
+        parts = matrices_of(pack, key, read_expert(pack, key))
         assert {name: part.bits if isinstance(part, QuantizedMatrix) else 16 for name, part in parts.items()} == widths
         for name, part in parts.items():
             if isinstance(part, QuantizedMatrix):
@@ -115,7 +115,7 @@ def test_it_is_read_with_these_values() -> None:
 
 def test_one_row_of_each_width_by_hand() -> None:
     pack = Pack.open(TINY)
-    first, second = (pack.projections(key, pack.read_expert(key)) for key in SPEC.expert_keys())
+    first, second = (matrices_of(pack, key, read_expert(pack, key)) for key in SPEC.expert_keys())
     # Two groups in a row of six: codes 0-3 with scale 1/4 and minimum -3/4, codes 4-5 with 1/2 and -1.
     rows = {
         "gate 2": (first["gate"], [0, 3, 2, 1, 0, 3]),

@@ -16,14 +16,14 @@ import pytest
 from dense_packs import dense_quantization, widened, write_dense_pack
 from random_packs import NEURON_SPECS, NEURONS, QUANTIZATION, SPECS, random_trellis, write_pack
 
+from moeconv.matrices import biases_of, matrices_of, projection_weights, read_expert
 from moert.models.backbone import load_backbone
-from moert.pack.codec import INT_WIDTHS, pack_codes
+from moert.pack.codec import CODES, INT_WIDTHS, dequantize_trellis, pack_codes
 from moert.pack.documents import plain
 from moert.pack.layout import Neurons
 from moert.pack.manifest import Dense
 from moert.pack.parts import ROLES
-from moert.pack.reader import Pack, projection_weights
-from moert.pack.trellis import CODES, dequantize_trellis
+from moert.pack.reader import Pack
 from tests.pairs import thinned
 
 SPEC = (Path(__file__).parents[2] / "moert" / "pack" / "SPEC.md").read_text(encoding="utf-8")
@@ -231,7 +231,7 @@ def check_blocks_against_our_reader(root: Path) -> None:
         else:
             of_rows, of_columns = pieces("rows", rows.nbytes), pieces("columns", columns.nbytes)
         key = next(expert.key for expert in pack.manifest.experts if list(expert.key) == entry["key"])
-        ours, biases = (read(key, pack.read_expert(key)) for read in (pack.projections, pack.biases))
+        ours, biases = (read(pack, key, read_expert(pack, key)) for read in (matrices_of, biases_of))
         for i in range(d_ff):
             for name in rows.widths:
                 found = rows.weights(of_rows[i // block], i % block, name, quantization["dtype16"])
@@ -278,7 +278,7 @@ def check_against_our_reader(root: Path) -> None:
         assert data_at % document["page_bytes"] == len(body) % document["page_bytes"] == 0
         table = json.loads(body[8:data_at])
         key = next(expert.key for expert in pack.manifest.experts if list(expert.key) == entry["key"])
-        ours, biases = (read(key, pack.read_expert(key)) for read in (pack.projections, pack.biases))
+        ours, biases = (read(pack, key, read_expert(pack, key)) for read in (matrices_of, biases_of))
         stack = model[entry["key"][0]]
         experts = stack["kinds"][stack["layers"][entry["key"][1]]]["ffn"]
         ffn, wide = experts["ffn"], (experts.get("narrow") or {"features": model["d_model"]})["features"]

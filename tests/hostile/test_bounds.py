@@ -326,7 +326,7 @@ def unknown_fields(pack: Path) -> None:
     body = text[: text.rindex(',\n "crc32"')].replace(
         '"HERE"', '["\U0001f600' + "a" * (24 << 20) + '"' + ",{}" * 1_000_000 + "]"
     )
-    from moert.pack.manifest import seal
+    from moeconv.writer import seal
 
     (pack / "manifest.json").write_text(seal(body))
 
@@ -346,7 +346,7 @@ def long_paths(pack: Path) -> None:
 
 
 def sized(pack: Path, name: str) -> None:
-    from moert.pack.writer import file_entry
+    from moeconv.writer import file_entry
 
     found = file_entry((pack / name).read_bytes())
     entry = {"nbytes": found.nbytes, "sha256": found.sha256, "crc32": found.crc32}

@@ -8,11 +8,11 @@ from typing import Any
 
 import pytest
 
+from moeconv.writer import add_to_pack
 from moert.pack.errors import ChatInvalid, FormatTooNew, HashMismatch, PackError, SizeOverflow
 from moert.pack.files import OpenedFile
 from moert.pack.reader import Pack
 from moert.pack.text import CHAT, MAX_CHAT_BYTES, ChatFormat, dump_chat, load_chat, parse_chat
-from moert.pack.writer import add_to_pack
 
 WHOLE = ChatFormat("{{ messages }}\n\té", {"bos_token": "<s>", "eos_token": "</s>\n"}, "{{ tools }}")
 

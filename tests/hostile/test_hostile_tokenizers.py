@@ -18,11 +18,11 @@ from tiny_packs import DECODER, write_pack
 
 from moeconv.errors import CalibrationError, SettingsError
 from moeconv.measure.scoring import load_tokenizer
+from moeconv.writer import add_to_pack
 from moert.engine.text import Text
 from moert.pack.reader import Pack
 from moert.pack.tensors import TOKENIZER
 from moert.pack.text import TokenizerUnfit, check_tokenizer
-from moert.pack.writer import add_to_pack
 from tests.charsmaps import charsmap
 
 ROOT = Path(__file__).resolve().parents[2]

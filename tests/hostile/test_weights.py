@@ -19,7 +19,7 @@ from random_packs import SPECS
 from safetensors.torch import load, save
 from tiny_packs import DECODER_SHAPE, MIXERS_SHAPE, write_pack
 
-from moeconv.packing.packed import verify
+from moeconv.packing.packed import check_backbone, verify
 from moert.engine.engine import Engine
 from moert.engine.generation import GenerationSettings
 from moert.errors import NotFinite
@@ -28,7 +28,7 @@ from moert.models.backbone import load_backbone
 from moert.pack.errors import HeaderInvalid
 from moert.pack.layout import Neurons
 from moert.pack.manifest import BACKBONE
-from moert.pack.reader import Pack, all_finite, check_backbone
+from moert.pack.reader import Pack, all_finite
 
 NUMBERS = {"nan": np.nan, "inf": np.inf, "-inf": -np.inf}
 

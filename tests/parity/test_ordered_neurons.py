@@ -16,18 +16,19 @@ from moeconv.artifacts import uniform
 from moeconv.conversion.taught import placed
 from moeconv.errors import VerifyFailed
 from moeconv.foresight.neurons import NamedNeurons
+from moeconv.order import NeuronOrder, load_order
 from moeconv.packing.emit import Label, emit
 from moeconv.packing.packed import PackedModel, verify
 from moeconv.quantizers import QUANTIZERS
 from moeconv.quantizers.coder import ExpertCoder
 from moeconv.source.checkpoint import Checkpoint
+from moeconv.writer import add_to_pack
 from moert.command.description import describe, description_lines
 from moert.engine.engine import Engine
 from moert.pack.codec import F32
 from moert.pack.layout import Neurons
-from moert.pack.learnt import ORDER, NeuronOrder, NeuronPredictor, load_order
+from moert.pack.learnt import ORDER, NeuronPredictor
 from moert.pack.reader import Pack
-from moert.pack.writer import add_to_pack
 from tests.unit.test_emit import Killed, Rounding
 
 FAMILIES = {

@@ -62,7 +62,7 @@ def test_embeddings_equal_the_hidden_states_of_transformers(family: str, tiny: T
     mine = scorer(tiny.pack(*plain))
     if mine._model.spec.encoder is not None:
         with pytest.raises(InputInvalid, match="reads with an encoder"):
-            mine.embedding([3, 4], "mean")
+            mine.embeddings([[3, 4]], "mean")
         return
     reference, heads = transformers_model(tiny.source(*plain)), list[torch.Tensor]()
     modules = reference if isinstance(reference, torch.nn.Module) else reference.model
@@ -76,7 +76,7 @@ def test_embeddings_equal_the_hidden_states_of_transformers(family: str, tiny: T
             reference(torch.tensor([ids]))
             hidden = heads[-1][0].double()
         for pooling, pooled in (("mean", hidden.mean(0)), ("last", hidden[-1])):
-            found = mine.embedding(ids, pooling)
+            (found,) = mine.embeddings([ids], pooling)
             assert np.linalg.norm(found) == pytest.approx(1, abs=1e-6)
             np.testing.assert_allclose(found, (pooled / pooled.norm()).numpy(), atol=5e-4)
 

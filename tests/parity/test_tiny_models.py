@@ -30,7 +30,7 @@ from moert.kernels.backend import opaque
 from moert.models.kv import state_bytes
 from moert.models.model import Model
 from moert.pack.codec import F32
-from moert.pack.parts import FixedState
+from moert.pack.mixers import FixedState
 from tests.kept_keys import WideKeys
 from tests.pairs import thinned
 

@@ -39,8 +39,15 @@ MOERT = [
 MOECONV = [
     ("moert.pack", "moert.described"),
     ("moeconv.errors", "moeconv.progress", "moeconv.tuned"),
-    ("moeconv.strict_json", "moeconv.sentencepiece"),
-    ("moeconv.artifacts", "moeconv.tokenizers"),
+    ("moeconv.strict_json", "moeconv.sentencepiece", "moeconv.matrices"),
+    (
+        "moeconv.artifacts",
+        "moeconv.tokenizers",
+        "moeconv.writer",
+        "moeconv.order",
+        "moeconv.routes",
+        "moeconv.eviction",
+    ),
     ("moeconv.dense",),
     ("moeconv.source", "moeconv.calibration", "moeconv.plan", "moeconv.report"),
     ("moeconv.quantizers",),
@@ -54,11 +61,9 @@ MOECONV = [
 # what a chat template may do, what its library does of a quantizer, which eviction policy finds most on a trace, where
 # programs remember things, and how described settings become options.
 ASKS = {
-    "moeconv.quantizers.gptq": {"moert.kernels.coding"},
-    "moeconv.quantizers.trellis": {"moert.kernels.coding"},
-    "moeconv.quantizers.viterbi": {"moert.kernels.coding"},
+    "moeconv.quantizers.coding": {"moert.kernels.backend", "moert.kernels.library"},
     "moeconv.conversion.room": {"moert.machine"},
-    "moeconv.conversion.additions": {"moert.experts.replay"},
+    "moeconv.eviction": {"moert.experts.policy", "moert.experts.replay"},
     "moeconv.measure.passes": {"moert.kernels.library"},
     "moeconv.source.hub": {"moert.machine"},
     "moeconv.calibration.rendering": {"moert.chat.sandbox"},
@@ -109,7 +114,7 @@ OTHER_PACKAGES = {
     "moert.kernels.build": {"setuptools"}, "moert.chat.sandbox": {"jinja2"}, "moert.hub.client": {"huggingface_hub"},
     **{f"moert.serve.{name}": {"starlette", "uvicorn"} for name in SERVER},
     **{name: {"torch"} for name in TORCH}, "moert.beside.gpu.triton_kernel": {"torch", "triton"},
-    "moert.beside.grammar": {"llguidance"},
+    "moert.beside.grammar": {"llguidance"}, "moert.beside.compiling": {"llguidance"},
 }  # fmt: skip
 RUNTIME_PACKAGES = {"numpy", "tokenizers", "tqdm", "typer", "click", "rich"}
 FOR_TYPES = "typing_extensions"
@@ -145,6 +150,7 @@ PURE = [
     "moert/experts/policy.py",
     "moert/experts/predictors.py",
     "moert/experts/replay.py",
+    "moeconv/eviction.py",
     "moert/beside/flash/keeping.py",
     "moert/engine/budget.py",
     "moert/beside/gpu/placement.py",
@@ -203,7 +209,7 @@ def imports_of(path: Path) -> set[str]:
 
 
 def modules(*where: str) -> Iterator[tuple[str, set[str]]]:
-    """Names, and what each imports."""
+    """Names, and the modules that each imports."""
     for path in sources(*where):
         yield module_name(path), imports_of(path)
 
@@ -347,7 +353,7 @@ def test_moert_needs_only_the_base_dependencies() -> None:
         assert roots <= RUNTIME_PACKAGES | OTHER_PACKAGES.get(name, set()), name
 
 
-@pytest.mark.parametrize("alone", ["moert.kernels.build", "moert.chat.sandbox"])
+@pytest.mark.parametrize("alone", ["moert.kernels.build", "moert.chat.sandbox", "moert.beside.compiling"])
 def test_nothing_imports_what_runs_by_itself(alone: str) -> None:
     """Another process that runs by itself may."""
     importing = [module_name(path) for path in sources("moert", "moeconv") if alone in imports_of(path)]

@@ -8,6 +8,7 @@ from typing import Any
 
 import anthropic
 import httpx
+import ollama
 import openai
 import pytest
 from chat_packs import ENDLESS, THINKING, write_chat_pack
@@ -45,6 +46,32 @@ def test_only_the_rest_is_written_in_each_interface(client: httpx.Client, pack: 
     lines = client.post(MESSAGES, json={**body, "stream": True}).text.splitlines()
     pieces = [json.loads(line.removeprefix("data: ")) for line in lines if line.startswith("data: ")]
     assert "".join(each["delta"]["text"] for each in pieces if each["type"] == "content_block_delta") == wanted
+
+
+def test_ollama_continues(server: Running, client: httpx.Client) -> None:
+    wanted = client.post(MESSAGES, json={"messages": begun(), "max_tokens": NEW}).json()["content"][0]["text"]
+    body = {"model": "tiny", "messages": begun(), "options": {"num_predict": NEW}}
+    found = client.post("/api/chat", json={**body, "stream": False}).json()
+    assert found["message"] == {"role": "assistant", "content": wanted}
+    pieces = [json.loads(line) for line in client.post("/api/chat", json=body).text.splitlines()]
+    assert "".join(each["message"]["content"] for each in pieces) == wanted
+    local = ollama.Client(host=server.url).chat("tiny", begun(), options={"num_predict": NEW})
+    assert (local.message.content, local.prompt_eval_count) == (wanted, found["prompt_eval_count"])
+    call = {"function": {"name": "a", "arguments": {}}}
+    called = {"messages": [*HELLO, {"role": "assistant", "content": "", "tool_calls": [call]}]}
+    for changes, words in ((called, "the last message calls tools"), ({"format": "json"}, "leave it out")):
+        refused = client.post("/api/chat", json={**body, **changes})
+        assert refused.status_code == 400
+        assert words in refused.json()["error"]
+
+
+def test_responses_close_a_last_message(client: httpx.Client) -> None:
+    """OpenAI's newer interface has no words for an answer that goes on: an item of the assistant is over."""
+    body = {"max_output_tokens": NEW, "store": False}
+    begin = client.post("/v1/responses", json={**body, "input": begun()}).json()
+    closed = client.post(CHAT, json={"messages": begun(), "max_tokens": NEW}).json()
+    assert begin["output"][0]["content"][0]["text"] == closed["choices"][0]["message"]["content"]
+    assert begin["usage"]["input_tokens"] == closed["usage"]["prompt_tokens"]
 
 
 def test_clients_continue(server: Running, client: httpx.Client) -> None:

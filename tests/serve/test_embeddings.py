@@ -16,6 +16,8 @@ from serving import Running, serving
 from tiny_packs import SWITCH, write_pack
 
 from moert.engine.engine import Engine
+from moert.engine.scoring import Pooling
+from moert.serve import openai as openai_interface
 
 TEXTS = ["hello", "one small step for the quick brown fox", "hello"]
 PATH = "/v1/embeddings"
@@ -97,8 +99,29 @@ def test_models_with_an_encoder_have_none(tmp_path: Path) -> None:
         assert "reads with an encoder" in found.json()["error"]["message"]
 
 
+def test_texts_share_passes_of_bounded_length(
+    client: httpx.Client, server: Running, wanted: dict[str, list[list[float]]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (worker,) = server.host.there.values()
+    passes, many = list[int](), worker.engine.embed_many
+
+    def counted(texts: list[list[int]], pooling: Pooling) -> Any:
+        passes.append(len(texts))
+        return many(texts, pooling)
+
+    monkeypatch.setattr(worker.engine, "embed_many", counted)
+    assert vectors(client.post(PATH, json={"input": TEXTS * 2})) == wanted["mean"] * 2
+    assert passes == [2 * len(TEXTS)]
+    monkeypatch.setattr(openai_interface, "_PASS_TOKENS", 45)  # the second text alone has as many as 38
+    assert vectors(client.post(PATH, json={"input": TEXTS * 2})) == wanted["mean"] * 2
+    assert passes[1:] == [2, 2, 2]
+    monkeypatch.setattr(openai_interface, "_PASS_TOKENS", 1)
+    assert vectors(client.post(PATH, json={"input": TEXTS})) == wanted["mean"]
+    assert passes[4:] == [1, 1, 1]
+
+
 def test_others_are_answered_meanwhile(client: httpx.Client, wanted: dict[str, list[list[float]]]) -> None:
-    """Embeddings run between answers, one text at a time."""
+    """Embeddings run between answers, some texts at a time."""
     body = {"prompt": "hello", "max_tokens": 200, "stream": True}
     with client.stream("POST", "/v1/completions", json=body) as answer:
         lines = answer.iter_lines()

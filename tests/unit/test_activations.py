@@ -16,22 +16,9 @@ from tiny_packs import SWITCH_SHAPE, with_shortcut
 from moert.kernels import library
 from moert.models.footprint import activation_bytes
 from moert.models.kv import state_bytes
+from moert.pack.mixers import FixedState, GatedDelta, Indexer, Mamba, Mamba2, Pooled, Pools, ShortConv
 from moert.pack.model_spec import Join, Layer, ModelSpec, stack_of
-from moert.pack.ngrams import GatedStreams
-from moert.pack.parts import (
-    Attention,
-    Experts,
-    FixedState,
-    GatedDelta,
-    Mamba,
-    Mamba2,
-    Narrow,
-    Norm,
-    Router,
-    ShortConv,
-    Streams,
-)
-from moert.pack.pools import Indexer, Pooled, Pools
+from moert.pack.parts import Attention, Experts, GatedStreams, Narrow, Norm, Router, Streams
 from recipes.bench.shaped import OLMOE_SHAPE, write_pack
 from tests.pairs import Case, each, thinned
 from tests.shapes import every

@@ -19,9 +19,10 @@ from transformers.models.t5.modeling_t5 import T5Attention
 
 from moert.engine.engine import Engine
 from moert.experts import streaming
+from moert.kernels import backend as backends
 from moert.kernels.backend import Backend, opaque
 from moert.kernels.pages import PageLayout, pages_of
-from moert.models import ffn, mixers, model
+from moert.models import mixers, model
 from moert.models.mixers import DistanceBias, Rotary
 from moert.pack.codec import F32
 from moert.pack.parts import Buckets, Rope
@@ -93,7 +94,7 @@ def test_pieces_change_nothing_but_rounding(
         engine.reserve(57, 40)
         whole = engine.model.forward_all(ids, targets)
         state, logits = engine.model.prefill(ids)
-        for module in (model, mixers, ffn, streaming):
+        for module in (backends, model, mixers, streaming):
             monkeypatch.setattr(module, "ROWS", rows)
         sizes = sizes_of_pieces(engine.backend, monkeypatch)
         found = engine.model.forward_all(ids, targets)

@@ -14,6 +14,7 @@ from dense_packs import GROUP, Tensors, dense_quantization, widened, write_dense
 from random_packs import SPECS, write_pack
 from tokenizers import Tokenizer, models, pre_tokenizers
 
+from moeconv.writer import add_to_pack
 from moert.engine.budget import Budget
 from moert.engine.engine import Engine
 from moert.engine.text import Text
@@ -23,7 +24,6 @@ from moert.models.backbone import load_backbone
 from moert.pack.codec import F32, unpack_codes
 from moert.pack.errors import HashMismatch, HeaderInvalid
 from moert.pack.reader import Pack
-from moert.pack.writer import add_to_pack
 from tests.refusing import one_line
 from tests.shapes import Shape, every, shapes_of
 

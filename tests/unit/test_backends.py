@@ -10,6 +10,7 @@ import pytest
 from native_problems import F64, FLOATS, Dtype, Projections, floats, normal, plain_expert
 from tiny_packs import DECODER, write_pack
 
+from moeconv.matrices import Projection, matrices_of, projection_weights, read_expert
 from moert.experts import cache as cache_module
 from moert.experts import streaming
 from moert.experts.cache import ExpertCache, Slot
@@ -24,7 +25,7 @@ from moert.kernels.native import NativeBackend
 from moert.kernels.reference import Plain, ReferenceBackend, ffn
 from moert.pack.codec import F32, QuantizedMatrix
 from moert.pack.model_spec import ExpertKey, LayerKey
-from moert.pack.reader import Pack, Projection, projection_weights
+from moert.pack.reader import Pack
 from moert.stats import ExpertCounters
 from tests.kernels import KERNELS, needs_native
 from tests.pairs import thinned
@@ -110,7 +111,7 @@ def test_a_layer_is_the_weighted_sum_of_its_experts_each_lent_once(
         for expert, weight in zip(places, share[row], strict=True):
             if expert >= 0:
                 key = ExpertKey("decoder", 1, expert)
-                parts = pack.projections(key, pack.read_expert(key))
+                parts = matrices_of(pack, key, read_expert(pack, key))
                 value, error = layer_of(name, parts, hidden[row : row + 1])
                 expected[row] += weight * value[0]
                 bound[row] += weight * error[0]
@@ -162,7 +163,7 @@ def test_an_expert_keeps_its_bytes_alive(pack: Pack, where: str) -> None:
     key, answers = ExpertKey("decoder", 0, 3), []
     views = ExpertStore(pack, backend, ExpertCounters(), IoSettings(True, 2))
     for _ in range(2):
-        arena, body = Arena(), pack.read_expert(key)
+        arena, body = Arena(), read_expert(pack, key)
         room = arena.allocate(len(body)) if where == "in an arena" else np.empty(len(body), np.uint8)
         room[:] = np.frombuffer(body, np.uint8)
         expert = views.expert(key, room)

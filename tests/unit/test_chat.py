@@ -16,6 +16,7 @@ from tiny_packs import DECODER, DECODER_SHAPE, MIXERS_SHAPE, SWITCH, write_pack
 from tokenizers import AddedToken, Tokenizer
 from tokenizers.models import WordLevel
 
+from moeconv.writer import add_to_pack
 from moert.chat.conversation import Part, Reply, Splitter, begins_with, marks_of
 from moert.command.description import describe, description_lines
 from moert.engine.engine import Engine
@@ -25,7 +26,6 @@ from moert.errors import Busy, ChatImpossible, InputInvalid, PromptTooLong, Sett
 from moert.pack.errors import ChatInvalid
 from moert.pack.reader import Pack
 from moert.pack.text import CHAT, ChatFormat, dump_chat
-from moert.pack.writer import add_to_pack
 from tests.kernels import NATIVE
 from tests.refusing import one_line
 

@@ -14,10 +14,10 @@ from chat_packs import ENDLESS, THINKING, write_chat_pack
 from command_line import Moert
 from tiny_packs import DECODER, SWITCH, write_pack
 
+from moeconv.writer import add_to_pack
 from moert.command import cli
 from moert.engine.engine import Engine
 from moert.pack.reader import Pack
-from moert.pack.writer import add_to_pack
 
 ROOT = Path(cli.__file__).parents[2]
 NEW = ("--max-new-tokens", "6")

@@ -10,9 +10,9 @@ from pathlib import Path
 import pytest
 from test_memory_limit import small_pack
 
+from moeconv.writer import add_to_pack
 from moert.pack.reader import Pack
 from moert.pack.text import CHAT, ChatFormat, dump_chat
-from moert.pack.writer import add_to_pack
 from tests.cgroups import Group, missing
 
 pytestmark = pytest.mark.skipif(missing() is not None, reason=str(missing()))

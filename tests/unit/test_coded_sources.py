@@ -32,6 +32,7 @@ from safetensors.torch import load_file
 from tiny import TINY, reconfigure
 
 from moeconv.artifacts import uniform
+from moeconv.matrices import matrices_of, read_expert
 from moeconv.packing.emit import Label, emit
 from moeconv.quantizers import QUANTIZERS
 from moeconv.quantizers.coder import ExpertCoder
@@ -71,7 +72,7 @@ def test_a_coded_checkpoint_gives_the_pack_of_its_numbers(
         assert Pack.open(coded_at.with_suffix(".pack")).manifest.quantization.mxfp4
         packs = [Pack.open(path.with_suffix(".pack")) for path in (coded_at, plain_at)]
         for key in packs[0].manifest.model.expert_keys():
-            mine, theirs = (pack.projections(key, pack.read_expert(key)) for pack in packs)
+            mine, theirs = (matrices_of(pack, key, read_expert(pack, key)) for pack in packs)
             assert all(np.array_equal(mine[name], theirs[name]) for name in ("gate", "up", "down"))
     ids = torch.arange(2, 30).view(2, 14)
     with torch.inference_mode():

@@ -16,6 +16,7 @@ from moeconv.conversion.material import Coding
 from moeconv.conversion.planning import Inputs as PlanInputs
 from moeconv.conversion.settings import BY_NEURONS, LAYOUTS, Settings, blocks_of, files_of, neurons_of
 from moeconv.errors import SettingsError, VerifyFailed
+from moeconv.matrices import matrices_of, read_expert, stored_matrices
 from moeconv.measure.codes import CodingJob, code_expert
 from moeconv.measure.trial import LoadedModel, Trial
 from moeconv.packing.emit import Label, emit
@@ -25,13 +26,13 @@ from moeconv.plan.problem import Storage, layout_bytes
 from moeconv.quantizers import QUANTIZERS
 from moeconv.quantizers.coder import ORIGINAL, ExpertCoder, KeptCodes, squared_errors
 from moeconv.source.checkpoint import Checkpoint
+from moeconv.writer import add_to_pack, checksums_to_bytes
 from moert.pack.codec import QuantizedMatrix, dequantize
 from moert.pack.errors import HashMismatch
 from moert.pack.layout import NEURONS, Neurons
 from moert.pack.manifest import Manifest
 from moert.pack.model_spec import ExpertKey
-from moert.pack.reader import Pack, checksums_to_bytes
-from moert.pack.writer import add_to_pack
+from moert.pack.reader import Pack
 from tests.pairs import each, thinned
 from tests.unit.test_emit import Killed, Rounding, mixed_widths
 from tests.unit.test_quantizers import PLAIN
@@ -69,7 +70,7 @@ def test_a_pack_gives_back_what_was_measured(
     trial = Trial(LoadedModel(source), coder)
     trial.assign(mixed_widths(source))
     for key, bits in mixed_widths(source).items():
-        stored, weights = pack.stored(key, pack.read_expert(key)), coder.weights(key, bits)
+        stored, weights = stored_matrices(pack, key, read_expert(pack, key)), coder.weights(key, bits)
         down = stored["down"]
         assert np.array_equal((dequantize(down) if isinstance(down, QuantizedMatrix) else down).T, weights["down"])
         read = PackedLayers._expert(_Only(pack), key)  # type: ignore[arg-type]
@@ -110,7 +111,7 @@ def test_another_layout_is_another_pack_of_the_same_weights(source: Checkpoint, 
         written(source, tmp_path / name, neurons)
         packs.append(Pack.open(tmp_path / name))
     for key in source.spec.expert_keys():
-        one, other = (pack.projections(key, pack.read_expert(key)) for pack in packs)
+        one, other = (matrices_of(pack, key, read_expert(pack, key)) for pack in packs)
         assert np.array_equal(one["down"], other["down"])
         assert packs[0].entry(key).sha256 != packs[1].entry(key).sha256
     assert packs[0].manifest.effective_bits() == packs[1].manifest.effective_bits()

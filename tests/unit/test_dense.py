@@ -27,9 +27,9 @@ from moeconv.source.archs.weights import fill_backbone, linears_of
 from moeconv.source.checkpoint import Checkpoint
 from moeconv.source.outline import CheckpointError
 from moert.models.backbone import load_backbone
+from moert.pack.codec import TrellisMatrix
 from moert.pack.manifest import Dense
 from moert.pack.reader import Pack
-from moert.pack.trellis import TrellisMatrix
 from tests.refusing import one_line
 from tests.shapes import shapes_of
 

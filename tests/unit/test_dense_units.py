@@ -16,8 +16,7 @@ from moeconv.dense import (
 )
 from moeconv.plan.dense import Beside
 from moeconv.plan.problem import Option, Problem, Unit
-from moert.pack.codec import n_groups, row_bytes
-from moert.pack.trellis import stream_bytes
+from moert.pack.codec import n_groups, row_bytes, stream_bytes
 from tests.tiny_packs import DECODER, SWITCH
 
 SPECS = {"decoder": DECODER, "switch": SWITCH}

@@ -10,18 +10,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from moert.bench import curve as module
+from moert.bench.curve import CHUNKS, IN_FLIGHT, Curve, DriveUnmeasurable, best_piece, curve_of
 from moert.bench.drive import Neurons, piece_times
 from moert.errors import RunError
-from moert.experts import probe as module
 from moert.experts import store as reading
-from moert.experts.probe import (
-    CHUNKS,
-    IN_FLIGHT,
-    Curve,
-    DriveUnmeasurable,
-    best_piece,
-    curve_of,
-)
 from moert.experts.store import PAGE_BYTES, IoSettings, Table, is_direct, open_expert, parse_io, read_into
 
 

@@ -14,6 +14,7 @@ from safetensors.torch import load_file
 from tiny import rewrite, tiny_olmoe
 
 from moeconv.artifacts import Bits, uniform
+from moeconv.matrices import matrices_of, projection_weights, read_expert
 from moeconv.packing.emit import Label, Profile, emit
 from moeconv.packing.packed import verify
 from moeconv.quantizers.coder import ExpertCoder
@@ -23,7 +24,7 @@ from moeconv.source.outline import CheckpointError
 from moert.pack.codec import F32, Codes, QuantizedMatrix, pack_codes
 from moert.pack.manifest import Manifest
 from moert.pack.model_spec import ExpertKey
-from moert.pack.reader import Pack, projection_weights
+from moert.pack.reader import Pack
 
 
 class Killed(BaseException):
@@ -89,7 +90,7 @@ def test_mixed_widths_come_back_within_their_error_and_as_they_were_tried(origin
     tried = ExpertCoder(checkpoint, Rounding(), None)
     for key, widths in mixed_widths(checkpoint).items():
         assert pack.entry(key).importance == importance.get(key)
-        stored, weights = pack.projections(key, pack.read_expert(key)), tried.weights(key, widths)
+        stored, weights = matrices_of(pack, key, read_expert(pack, key)), tried.weights(key, widths)
         for width, (projection, weight) in zip(widths, checkpoint.expert(key).items(), strict=True):
             found = projection_weights(stored[projection])
             assert np.array_equal(found, weights[projection])

@@ -13,6 +13,9 @@ from memory_store import read_ahead_at_once
 from random_hash import add_hash
 from tiny_packs import DECODER, PROMPTS, SPECS, damage_expert, record_routes, run_greedy, write_pack
 
+from moeconv.eviction import replay
+from moeconv.routes import build
+from moeconv.writer import add_to_pack
 from moert.engine.budget import Budget, CacheLimit
 from moert.engine.engine import Engine
 from moert.engine.generation import GenerationSettings
@@ -22,15 +25,13 @@ from moert.errors import BudgetTooSmall, InputInvalid, PathsMissing, SettingInva
 from moert.experts import store
 from moert.experts.names import Policies
 from moert.experts.policy import EVICTION, Demand
-from moert.experts.replay import replay
 from moert.experts.store import IoSettings, open_expert
 from moert.kernels import library, open_backend
 from moert.pack.codec import F32
 from moert.pack.errors import FileMissing, HashMismatch, HeaderInvalid
 from moert.pack.model_spec import ExpertKey, LayerKey
-from moert.pack.paths import PATHS, build
+from moert.pack.paths import PATHS
 from moert.pack.reader import Pack
-from moert.pack.writer import add_to_pack
 from recipes.bench.controls import Oracle
 from tests.alone import alone
 from tests.calls import fewest_calls

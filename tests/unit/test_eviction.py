@@ -9,6 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tiny_packs import DECODER_SHAPE as SHAPE
 
+from moeconv.routes import record
 from moert.experts import policy as policy_module
 from moert.experts.policy import (
     EVICTION,
@@ -24,7 +25,6 @@ from moert.experts.policy import (
     place_of,
 )
 from moert.pack.model_spec import ExpertKey, LayerKey, StackName
-from moert.pack.paths import record
 from recipes.bench.controls import FirstInFirstOut, LastInFirstOut
 from tests.kernels import needs_native
 

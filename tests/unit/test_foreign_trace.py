@@ -9,12 +9,13 @@ import numpy as np
 import pytest
 from tiny_packs import DECODER, PROMPTS, write_pack
 
+from moeconv.routes import record
+from moeconv.writer import add_to_pack
 from moert.engine.engine import Engine
 from moert.engine.generation import GenerationSettings
 from moert.pack.errors import HashMismatch
-from moert.pack.paths import TRACE, record
+from moert.pack.paths import TRACE
 from moert.pack.reader import Pack
-from moert.pack.writer import add_to_pack
 
 OTHER = record(3, [{"decoder": np.zeros((4, 1, 1), dtype=np.int64)}]).to_bytes()
 LATER = OTHER.replace(b'"version":"1"', b'"version":"2"')

@@ -22,6 +22,7 @@ from moeconv.artifacts import uniform
 from moeconv.conversion.conversion import Conversion
 from moeconv.conversion.settings import Settings
 from moeconv.errors import ConversionError
+from moeconv.matrices import projection_weights, read_expert, stored_matrices
 from moeconv.packing.emit import Label, emit
 from moeconv.packing.packed import verify
 from moeconv.progress import unseen
@@ -32,7 +33,7 @@ from moeconv.source.archs.deepseek import INDEXERS_LEFT_OUT
 from moeconv.source.checkpoint import Checkpoint
 from moeconv.source.gguf.tokenizer import CUTS, KEY
 from moeconv.source.outline import CheckpointError
-from moert.pack.reader import Pack, projection_weights
+from moert.pack.reader import Pack
 
 TEXTS = (
     "Hello world, it's 2024!! I've 12345 apples & they're GOOD. DON'T", "  two\n\n\n and\ttabs \t x  \n",
@@ -218,7 +219,7 @@ def test_experts_stay_as_they_are_where_their_width_is_asked_for(kind: str, aske
     assert ((how.quantizer, how.group_size, how.codes) == ("source", 32, "plain")) is stays
     assert any("bits in groups of 32 in the checkpoint: they are stored as they are" in line for line in said) is stays
     same = [
-        np.array_equal(weight, projection_weights(pack.stored(key, pack.read_expert(key))[name]))
+        np.array_equal(weight, projection_weights(stored_matrices(pack, key, read_expert(pack, key))[name]))
         for key in checkpoint.spec.expert_keys()
         for name, weight in checkpoint.expert(key).items()
     ]

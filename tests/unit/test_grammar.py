@@ -280,6 +280,25 @@ def test_hostile_expressions_are_one_line(bytes_engine: Engine, text: str) -> No
 
 
 @pytest.mark.parametrize(
+    ("body", "says"),
+    [
+        ("import os, signal; os.kill(os.getpid(), signal.SIGXCPU)", "compiling it takes more than 2 s"),
+        ("import os; os.abort()", "compiling it takes too much memory"),
+        ("raise SystemExit(3)", "the process that compiles it ended with status 3"),
+        ("import time; time.sleep(60)", "is not done after 0 s"),
+    ],
+)
+def test_a_process_that_compiles_says_how_it_ended(
+    body: str, says: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "ends.py").write_text(body)
+    monkeypatch.setattr(grammars, "_PROCESS", tmp_path / "ends.py")
+    monkeypatch.setattr(grammars, "_LONGEST_S", 60.0 if "sleep" not in body else 0.5)
+    with pytest.raises(SettingInvalid, match=re.escape(says)):
+        grammars.check_apart(Grammar("lark", 'start: "a"'))
+
+
+@pytest.mark.parametrize(
     ("changes", "says"),
     [
         ({"json_schema": True, "grammar": "start: /a/"}, "json_schema and grammar exclude each other"),

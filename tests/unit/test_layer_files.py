@@ -15,11 +15,12 @@ import pytest
 from random_packs import minor_of
 from tiny_packs import DECODER, SPECS, run_greedy, write_pack
 
+from moeconv import writer as writing
+from moeconv.matrices import read_expert
+from moeconv.writer import JOINED_MINOR, expert_path, seal
 from moert.engine.engine import Engine
-from moert.pack import writer as writing
 from moert.pack.documents import plain
 from moert.pack.errors import FileTruncated, HashMismatch, ManifestInvalid, PackError, SizeOverflow, WriteFailed
-from moert.pack.manifest import JOINED_MINOR, expert_path, seal
 from moert.pack.reader import MANIFEST, Pack
 
 FIRST, SECOND = DECODER.expert_keys()[:2]
@@ -56,7 +57,7 @@ def test_a_layers_file_has_its_experts_one_behind_the_other(tmp_path: Path, name
         f"{at}.experts" for at in spec.moe_layers()
     )
     for key in spec.expert_keys():
-        assert bytes(joined.read_expert(key)) == bytes(apart.read_expert(key))
+        assert bytes(read_expert(joined, key)) == bytes(read_expert(apart, key))
         assert joined.entry(key).sha256 == apart.entry(key).sha256
     assert len(list(joined.verify_hashes())) == len(spec.expert_keys()) + len(joined.manifest.files)
     assert all(joined.file(path).stat().st_size == nbytes for path, nbytes in joined.sizes().items())
@@ -90,9 +91,9 @@ def test_damage_is_found_in_the_expert_that_has_it(pack_dir: Path) -> None:
     body = bytearray(path.read_bytes())
     body[entry.offset + entry.file_bytes - 1] ^= 1
     path.write_bytes(body)
-    pack.read_expert(FIRST)
+    read_expert(pack, FIRST)
     with pytest.raises(HashMismatch):
-        pack.read_expert(SECOND)
+        read_expert(pack, SECOND)
     with pytest.raises(HashMismatch, match="sha256 differs"):
         list(pack.verify_hashes())
 

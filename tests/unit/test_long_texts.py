@@ -17,6 +17,7 @@ import pytest
 from tiny_packs import DECODER_SHAPE, write_pack
 from tokenizers import Regex, Tokenizer, models, normalizers, pre_tokenizers
 
+from moeconv.writer import add_to_pack
 from moert.command.prompts import Longest, Source, read_prompt, read_records
 from moert.engine import text as texts
 from moert.engine.engine import Engine
@@ -25,7 +26,6 @@ from moert.machine import held_bytes, return_freed
 from moert.pack.reader import Pack
 from moert.pack.tensors import TEXT_BYTES
 from moert.pack.text import CHAT, ChatFormat, check_tokenizer, dump_chat
-from moert.pack.writer import add_to_pack
 from tests.alone import alone
 from tests.cgroups import Group, missing
 from tests.pairs import each, thinned

@@ -15,19 +15,10 @@ from hypothesis import strategies as st
 from random_packs import DECODER, ENCODER_DECODER, NEURON_SPECS, QUANTIZATION, SPECS, sealed, write_pack
 
 from moeconv.source.archs import FAMILIES
+from moeconv.writer import dump_manifest, expert_path
 from moert.pack.errors import HashMismatch, ManifestInvalid, PackError
 from moert.pack.layout import NEURONS, Neurons, expert_layout
-from moert.pack.manifest import (
-    BACKBONE,
-    NGRAMS,
-    Dense,
-    ExpertEntry,
-    LossEstimate,
-    Quality,
-    dump_manifest,
-    expert_path,
-    parse_manifest,
-)
+from moert.pack.manifest import BACKBONE, NGRAMS, Dense, ExpertEntry, LossEstimate, Quality, parse_manifest
 from moert.pack.model_spec import ExpertKey, ModelSpec
 from moert.pack.reader import Pack
 from tests.shapes import shapes_of

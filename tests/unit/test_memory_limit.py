@@ -11,8 +11,8 @@ from pathlib import Path
 import pytest
 from tokenizers import Tokenizer, models, pre_tokenizers
 
+from moeconv.writer import add_to_pack
 from moert.pack.reader import Pack
-from moert.pack.writer import add_to_pack
 from recipes.bench.shaped import OLMOE_SHAPE, write_pack
 from tests.cgroups import Group, missing
 from tests.pairs import OTHERS

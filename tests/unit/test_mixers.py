@@ -34,8 +34,9 @@ from moert.models.kv import Fixed
 from moert.models.mixers import MIXES
 from moert.models.model import Builder
 from moert.pack.codec import F32
+from moert.pack.mixers import FixedState, GatedDelta, Mamba, Mamba2, ShortConv
 from moert.pack.model_spec import Join, Layer
-from moert.pack.parts import FixedState, GatedDelta, Mamba, Mamba2, Norm, ShortConv
+from moert.pack.parts import Norm
 
 D_MODEL, TOKENS = 24, 21
 _NORM = Norm(1e-5)

@@ -19,6 +19,7 @@ from command_line import Moert
 from random_hash import add_hash
 from tiny_packs import DECODER, DECODER_SHAPE, PROMPTS, SWITCH, SWITCH_SHAPE, damage_expert, write_pack
 
+from moeconv.writer import add_to_pack
 from moert import __version__
 from moert.beside.flash.keeping import DEFAULT_KEEPING
 from moert.beside.flash.runner import EXACT
@@ -41,7 +42,6 @@ from moert.models.model import Model
 from moert.pack.codec import F32
 from moert.pack.manifest import LossEstimate, Quality
 from moert.pack.reader import Pack
-from moert.pack.writer import add_to_pack
 from recipes.bench import sweeps
 
 ROOT = Path(cli.__file__).parent.parent

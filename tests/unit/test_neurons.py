@@ -31,29 +31,18 @@ from random_packs import (
 )
 from safetensors.numpy import load_file
 
+from moeconv.matrices import bias_of, columns_of, matrices_of, matrix_of, read_expert, rows_of, stored_matrices
+from moeconv.packing.packed import check_pieces
+from moeconv.writer import PackWriter, checksums, checksums_to_bytes, expert_body, place
 from moert.pack.codec import QuantizedMatrix, dequantize, n_groups, row_bytes
 from moert.pack.errors import FormatTooNew, HashMismatch, HeaderInvalid
 from moert.pack.layout import NEURONS as NEURONS_FILE
-from moert.pack.layout import (
-    Coding,
-    MatrixPlace,
-    NeuronLayout,
-    Neurons,
-    bias_of,
-    checksums,
-    columns_of,
-    expert_layout,
-    matrix_of,
-    neuron_layout,
-    place,
-    rows_of,
-)
+from moert.pack.layout import Coding, MatrixPlace, NeuronLayout, Neurons, expert_layout, neuron_layout
 from moert.pack.manifest import Quantization
 from moert.pack.model_spec import ModelSpec
 from moert.pack.parts import Experts, Ffn
-from moert.pack.reader import Pack, check_pieces, checksums_from_bytes, checksums_to_bytes
+from moert.pack.reader import Pack, checksums_from_bytes
 from moert.pack.tensors import to_bytes
-from moert.pack.writer import PackWriter, expert_body
 from tests.pairs import thinned
 
 BLOCKS = replace(QUANTIZATION, neurons=Neurons(512, bundled=False))
@@ -184,10 +173,10 @@ def test_what_goes_in_comes_out(
     pack = Pack.open(out)
     assert pack.manifest.minor == minor_of(spec, 4 if neurons.together else 3)
     assert pack.manifest.quantization == quantization
-    bodies = {key: pack.read_expert(key) for key in given}
-    assert flat_experts({key: pack.stored(key, body) for key, body in bodies.items()}) == flat_experts(given)
+    bodies = {key: read_expert(pack, key) for key in given}
+    assert flat_experts({key: stored_matrices(pack, key, body) for key, body in bodies.items()}) == flat_experts(given)
     for key, body in bodies.items():
-        down, found = given[key]["down"], pack.projections(key, body)
+        down, found = given[key]["down"], matrices_of(pack, key, body)
         wide = dequantize(down) if isinstance(down, QuantizedMatrix) else down
         assert found["down"].shape == spec.projection_shape("down")
         assert np.array_equal(found["down"], wide.T)
@@ -203,7 +192,7 @@ def test_the_file_is_safetensors(tmp_path: Path, neurons: Neurons) -> None:
     write_pack(tmp_path / "p", FIRING, replace(QUANTIZATION, neurons=neurons))
     pack = Pack.open(tmp_path / "p")
     for entry in pack.manifest.experts:
-        tensors, placed, body = load_file(pack.file(entry.path)), pack.neurons(entry.key), pack.read_expert(entry.key)
+        tensors, placed, body = load_file(pack.file(entry.path)), pack.neurons(entry.key), read_expert(pack, entry.key)
         if neurons.bundled:
             both = np.concatenate([rows_of(placed, body), columns_of(placed, body)], axis=1)
             assert np.array_equal(tensors["blocks"], both)
@@ -231,7 +220,7 @@ def test_each_piece_has_a_checksum(tmp_path: Path, neurons: Neurons, files: str)
         spans.append((placed.bias_at or 0, 4 * placed.d_model))
         spans += [(placed.rows_at, placed.together_bytes)] if neurons.together else []
         assert found[entry.key].tolist() == [zlib.crc32(body[at : at + nbytes]) for at, nbytes in spans]
-        check_pieces(entry.key, placed, pack.read_expert(entry.key), found[entry.key])
+        check_pieces(entry.key, placed, read_expert(pack, entry.key), found[entry.key])
 
 
 def test_a_wrong_checksum_of_a_piece_is_found(tmp_path: Path) -> None:
@@ -242,7 +231,7 @@ def test_a_wrong_checksum_of_a_piece_is_found(tmp_path: Path) -> None:
     for place_of in range(len(expected)):
         expected[place_of] ^= 1
         with pytest.raises(HashMismatch, match=f"a checksum of {key}"):
-            check_pieces(key, pack.neurons(key), pack.read_expert(key), expected)
+            check_pieces(key, pack.neurons(key), read_expert(pack, key), expected)
         expected[place_of] ^= 1
 
 
@@ -324,7 +313,7 @@ def test_checksums_are_written_and_read(firing: Pack) -> None:
     found = checksums_from_bytes(body, firing.manifest)
     assert checksums_to_bytes(found) == checksums_to_bytes(dict(reversed(found.items()))) == body
     key = FIRING.expert_keys()[1]
-    assert np.array_equal(found[key], checksums(firing.neurons(key), firing.read_expert(key)))
+    assert np.array_equal(found[key], checksums(firing.neurons(key), read_expert(firing, key)))
 
 
 @pytest.mark.parametrize(

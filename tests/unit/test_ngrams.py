@@ -19,26 +19,26 @@ from transformers.models.qwen4_exp.modeling_qwen4_exp import (
     Qwen4ExpTextNGramEmbedding,
 )
 
+from moeconv.packing.packed import check_backbone
 from moeconv.source.archs.qwen4 import _multipliers, _primes
 from moeconv.source.checkpoint import Checkpoint
 from moeconv.source.outline import CheckpointError
+from moeconv.writer import add_to_pack
 from moert.engine.engine import Engine
 from moert.kernels import library, open_backend
 from moert.kernels.backend import Floats
 from moert.kernels.reference import ReferenceBackend
-from moert.models.footprint import _ngrams_bytes
+from moert.models.footprint import _ngrams_bytes, activation_bytes
 from moert.models.model import Builder
 from moert.models.ngrams import NgramMixer
 from moert.models.streams import StreamGates
 from moert.pack.codec import F32
 from moert.pack.errors import FileTruncated, HeaderInvalid
 from moert.pack.manifest import NGRAMS
+from moert.pack.mixers import ShortConv
 from moert.pack.model_spec import Layer
-from moert.pack.ngrams import GatedStreams, Ngrams
-from moert.pack.parts import Norm, ShortConv
-from moert.pack.reader import Pack, check_backbone
-from moert.pack.tables import StoredRows, tables_of
-from moert.pack.writer import add_to_pack
+from moert.pack.parts import GatedStreams, Ngrams, Norm
+from moert.pack.reader import Pack, StoredRows, tables_of
 from tests.refusing import one_line
 from tests.tiny import rewrite, tiny_of
 
@@ -165,6 +165,17 @@ def test_the_bound_on_memory_is_above_the_peak_and_not_far(tokens: int, make: An
     finally:
         tracemalloc.stop()
     assert peak < bound < 4 * peak
+
+
+def test_the_memory_of_a_pass_has_room_for_tokens_together() -> None:
+    spec, wide = GATED, 1 << 14
+    kinds = tuple(
+        kind if kind.ngrams is None else replace(kind, ngrams=replace(kind.ngrams, dim=wide))
+        for kind in spec.decoder.kinds
+    )
+    spec = replace(spec, decoder=replace(spec.decoder, kinds=kinds))
+    most = max(_ngrams_bytes(spec.d_model, kind, 64) for kind in kinds)
+    assert activation_bytes(spec, 64, widened=False) > most > activation_bytes(GATED, 64, widened=False)
 
 
 @pytest.mark.parametrize(("n", "seed", "layer"), [(3, 1234, 0), (2, 7, 2), (4, 0, 1)])

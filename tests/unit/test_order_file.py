@@ -14,14 +14,15 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from random_packs import FIRING, NEURON_SPECS, QUANTIZATION, flat, random_biases, random_expert, write_pack
 
+from moeconv.order import NeuronOrder, load_order
+from moeconv.writer import add_to_pack
 from moert.pack.codec import QuantizedMatrix
 from moert.pack.errors import FormatTooNew, HashMismatch, HeaderInvalid, PackError
 from moert.pack.layout import U32, Neurons
-from moert.pack.learnt import ORDER, NeuronOrder, load_order
+from moert.pack.learnt import ORDER
 from moert.pack.model_spec import LayerKey, ModelSpec
 from moert.pack.reader import Pack
 from moert.pack.tensors import to_bytes
-from moert.pack.writer import add_to_pack
 
 FIRST, SECOND = LayerKey("encoder", 1), LayerKey("decoder", 0)
 BLOCKS = replace(QUANTIZATION, neurons=Neurons(512, bundled=False, together=True))

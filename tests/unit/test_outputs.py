@@ -21,11 +21,11 @@ from moeconv.command.cli import _exit_code
 from moeconv.conversion.additions import _others
 from moeconv.errors import ConversionError, SettingsError
 from moeconv.measure.workdir import WorkDir
+from moeconv.writer import PackWriter, check_addable
 from moert.pack.errors import WriteFailed
 from moert.pack.files import beside, placed
 from moert.pack.manifest import FORMAT_NAME
 from moert.pack.reader import MANIFEST, Pack, pack_around, strangers
-from moert.pack.writer import PackWriter, check_addable
 from recipes.bench.sweeps import DrawingImpossible, check_drawing
 
 ROOT = Path(moeconv.__file__).parents[1]

@@ -25,8 +25,8 @@ from moert.models.model import Builder
 from moert.models.pooled import PooledMixer
 from moert.pack.codec import F32
 from moert.pack.errors import HeaderInvalid
+from moert.pack.mixers import Indexer, Pooled, Pools
 from moert.pack.parts import Norm, Rope
-from moert.pack.pools import Indexer, Pooled, Pools
 from moert.pack.reader import Pack
 from tests.dense_packs import write_dense_pack
 

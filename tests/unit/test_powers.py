@@ -17,11 +17,13 @@ from safetensors.torch import load_file, save_file
 from tiny import tiny_olmoe, tiny_switch
 
 from moeconv.dense import dense_of
+from moeconv.matrices import matrices_of, projection_weights, read_expert
 from moeconv.packing.emit import Label, emit
 from moeconv.packing.packed import error_share, verify
 from moeconv.quantizers import QUANTIZERS
 from moeconv.quantizers.coder import DenseCoder, ExpertCoder
 from moeconv.source.checkpoint import Checkpoint
+from moeconv.writer import dump_manifest
 from moert.beside.gpu.torch_backend import TorchBackend
 from moert.beside.gpu.torch_matrices import TorchMemory
 from moert.engine.engine import Engine
@@ -34,8 +36,8 @@ from moert.models.backbone import load_backbone
 from moert.pack.codec import power_of
 from moert.pack.errors import ManifestInvalid, PackError
 from moert.pack.layout import Neurons
-from moert.pack.manifest import dump_manifest, parse_manifest
-from moert.pack.reader import MANIFEST, Pack, projection_weights
+from moert.pack.manifest import parse_manifest
+from moert.pack.reader import MANIFEST, Pack
 from tests.golden.test_spec import check_against_our_reader, check_blocks_against_our_reader
 
 PROMPT = list(range(5, 25))
@@ -108,7 +110,7 @@ def test_a_model_whose_weights_are_below_float16_gives_the_same_pack_and_answers
     assert (plain.manifest.minor, tiny.manifest.minor) == (0, 5)
     assert b"powers" not in (plain.root / MANIFEST).read_bytes()
     for key in plain.manifest.model.expert_keys():
-        one, other = (each.projections(key, each.read_expert(key)) for each in (plain, tiny))
+        one, other = (matrices_of(each, key, read_expert(each, key)) for each in (plain, tiny))
         for name, matrix in one.items():
             weights, expected = projection_weights(other[name]), projection_weights(matrix)
             expected = np.ldexp(expected, 0 if name == "down" else -24)
@@ -173,4 +175,4 @@ def test_a_pack_whose_powers_were_taken_away_is_refused(tmp_path: Path) -> None:
     bare = tuple(replace(entry, powers=None) for entry in pack.manifest.experts)
     (pack.root / MANIFEST).write_text(dump_manifest(replace(pack.manifest, experts=bare)))
     with pytest.raises(PackError, match="header"):
-        Pack.open(pack.root).read_expert(bare[0].key)
+        read_expert(Pack.open(pack.root), bare[0].key)

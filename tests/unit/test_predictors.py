@@ -7,10 +7,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from moeconv.routes import build
 from moert.experts.names import NEED_TABLES, PREDICTORS
 from moert.experts.predictors import GateAhead, Situation, Transitions, of_any_token, of_one_token, ranked
 from moert.pack.model_spec import LayerKey
-from moert.pack.paths import build
 from recipes.bench.controls import Oracle, Popularity, Shuffled
 
 EXPERTS = 5

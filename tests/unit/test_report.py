@@ -19,9 +19,9 @@ from moeconv.report.curves import path_shares, prediction, top_share
 from moeconv.report.page import Chart, duration, percent, result, size
 from moeconv.report.sections import marked
 from moeconv.report.writer import read_report, write_report
+from moeconv.routes import build
 from moert.pack.manifest import LossEstimate
 from moert.pack.model_spec import ExpertKey, LayerKey
-from moert.pack.paths import build
 from moert.pack.reader import Pack
 
 pytest.importorskip("matplotlib", reason="the report's figures need matplotlib")

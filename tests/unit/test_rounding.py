@@ -9,9 +9,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from moeconv.quantizers import QUANTIZERS, Inputs, gptq
+from moeconv.quantizers import QUANTIZERS, Inputs, coding, gptq
 from moeconv.quantizers.gptq import Hessian, Rounding
-from moert.kernels import coding, library
+from moert.kernels import library
 from moert.pack.codec import F32, dequantize, unpack_codes
 
 needs_library = pytest.mark.skipif(library.load() is None, reason="the native kernels were not built")

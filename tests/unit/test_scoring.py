@@ -12,7 +12,7 @@ from command_line import Moert
 from tiny_packs import EOS, SPECS, VOCAB, with_capacity, with_ends, write_pack
 
 from moert.engine.engine import Engine
-from moert.engine.scoring import Likelihood, windows
+from moert.engine.scoring import POOLINGS, Likelihood, windows
 from moert.errors import BudgetTooSmall, InputInvalid, PromptTooLong, SettingInvalid
 from moert.models.footprint import Footprint, Load
 
@@ -91,6 +91,35 @@ def test_an_embedding_depends_on_its_text_alone(engines: dict[str, Engine], name
         assert np.array_equal(other.embed(TEXT, "last"), last)
     with pytest.raises(SettingInvalid, match="pooling is 'cls': it should be one of mean, last"):
         engine.embed(TEXT, "cls")  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("name", ["decoder", "mixers"])
+def test_embeddings_of_one_pass_are_those_of_each_text(engines: dict[str, Engine], name: str) -> None:
+    """Bit for bit, also of a text that is longer than a piece of rows; each expert is read once for all of them."""
+    engine = engines[name]
+    texts = [TEXT, [5, 9] * 150, TEXT[:1], TEXT]
+    for pooling in POOLINGS:
+        assert np.array_equal(engine.embed_many(texts, pooling), [engine.embed(text, pooling) for text in texts])
+    before = engine.counters.requests
+    engine.embed_many([TEXT] * 5)
+    together, before = engine.counters.requests - before, engine.counters.requests
+    engine.embed(TEXT)
+    assert together == engine.counters.requests - before
+    assert engine.embed_many([]) == []
+    with pytest.raises(InputInvalid, match="give a list"):
+        engine.embed_many(TEXT)
+
+
+def test_embeddings_that_do_not_fit_together_take_several_passes(
+    packs: dict[str, Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    texts, passes = [[5, 9 + at] * 20 for at in range(7)], list[int]()
+    with Engine.open(packs["decoder"], threads=1) as engine:
+        wanted, hidden = engine.embed_many(texts), engine.model.hidden
+        monkeypatch.setattr(engine._admission, "together", lambda running, waiting: min(3, len(waiting)))
+        monkeypatch.setattr(engine.model, "hidden", lambda prompts: (passes.append(len(prompts)), hidden(prompts))[1])
+        assert np.array_equal(engine.embed_many(texts), wanted)
+    assert passes == [3, 3, 1]
 
 
 def test_an_embedding_fits_into_the_memory_or_is_refused(packs: dict[str, Path]) -> None:

@@ -12,20 +12,13 @@ import numpy as np
 import pytest
 from tiny_packs import DECODER, DECODER_SHAPE, SWITCH, SWITCH_SHAPE
 
-from moert.experts import replay as replay_module
+from moeconv import eviction as replay_module
+from moeconv.eviction import CONTESTANTS, best_eviction, hit_rates, replay, with_eviction
+from moeconv.routes import record
 from moert.experts.policy import EVICTION, EvictionPolicy, Succession, place_of
-from moert.experts.replay import (
-    CONTESTANTS,
-    DEFAULT,
-    best_eviction,
-    demands_of,
-    hit_rates,
-    replay,
-    replay_belady,
-    with_eviction,
-)
+from moert.experts.replay import DEFAULT, demands_of, replay_belady
 from moert.pack.model_spec import ExpertKey, LayerKey, ModelSpec
-from moert.pack.paths import Trace, record
+from moert.pack.paths import Trace
 from tests.shapes import every
 
 TRACES = Path(__file__).parent / "traces"

@@ -12,6 +12,8 @@ import pytest
 from safetensors.torch import save
 from tiny_packs import DECODER_SHAPE, PROMPTS, backbone, record_routes, run_greedy, with_shortcut, write_pack
 
+from moeconv.routes import build
+from moeconv.writer import add_to_pack
 from moert.engine.engine import Engine
 from moert.kernels import REFERENCE, library, open_backend
 from moert.kernels.backend import NO_NORM, Backend, Floats, RouterWeights
@@ -21,9 +23,8 @@ from moert.models.kv import Recent
 from moert.models.model import Builder
 from moert.pack.model_spec import Layer, LayerKey
 from moert.pack.parts import Act, Experts, Ffn, Norm, Router
-from moert.pack.paths import PATHS, build
+from moert.pack.paths import PATHS
 from moert.pack.reader import Pack
-from moert.pack.writer import add_to_pack
 from tests.unit.test_narrow_experts import D_FF, D_MODEL, TOKENS, PlainExperts
 
 AT, N, IDENTITIES = LayerKey("decoder", 0), 3, 2

@@ -20,11 +20,11 @@ from tiny_packs import DECODER, write_pack
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
 from moeconv.command import packs
+from moeconv.writer import add_to_pack
 from moert.command import console
 from moert.pack.messages import in_one_line, json_line, shown
 from moert.pack.reader import Pack
 from moert.pack.tensors import TOKENIZER
-from moert.pack.writer import add_to_pack
 
 ROOT = Path(__file__).resolve().parents[2]
 HIDDEN = {"Cc", "Cf", "Cs", "Zl", "Zp"}

@@ -14,11 +14,11 @@ from test_memory_limit import small_pack
 from tiny_packs import DECODER_SHAPE, SWITCH, write_pack
 from tokenizers import Tokenizer, models, pre_tokenizers
 
+from moeconv.writer import add_to_pack
 from moert.engine.regulator import TYPICAL
 from moert.machine import held_bytes, return_freed
 from moert.pack.reader import Pack
 from moert.pack.tensors import tokenizer_takes
-from moert.pack.writer import add_to_pack
 from tests.alone import alone
 from tests.cgroups import Group, missing
 from tests.random_hash import add_hash

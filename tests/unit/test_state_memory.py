@@ -17,9 +17,9 @@ from tiny_packs import DECODER_SHAPE, MIXERS, streaming, write_pack
 
 from moert.engine.engine import Engine
 from moert.models.kv import Fixed
+from moert.pack.mixers import FixedState, GatedDelta, Indexer, Mamba, Mamba2, Pooled, Pools, ShortConv
 from moert.pack.model_spec import ModelSpec
-from moert.pack.parts import FixedState, GatedDelta, Mamba, Mamba2, Norm, Rope, ShortConv
-from moert.pack.pools import Indexer, Pooled, Pools
+from moert.pack.parts import Norm, Rope
 from tests.cgroups import Group, missing
 from tests.pairs import each, thinned
 

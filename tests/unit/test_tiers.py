@@ -10,6 +10,8 @@ from typing import Any
 import numpy as np
 import pytest
 
+from moeconv.routes import record
+from moeconv.writer import add_to_pack
 from moert.beside.gpu.device import DeviceCounters, DeviceFull
 from moert.beside.gpu.placement import RULES
 from moert.beside.gpu.residents import KEEPS, Ranked, Residents, popularity
@@ -22,8 +24,7 @@ from moert.experts.policy import EVICTION, Demand
 from moert.kernels import library
 from moert.kernels.backend import ExpertView
 from moert.pack.model_spec import ExpertKey, LayerKey
-from moert.pack.paths import TRACE, Trace, record
-from moert.pack.writer import add_to_pack
+from moert.pack.paths import TRACE, Trace
 from tests.pairs import thinned
 from tests.tiny_packs import DECODER, SPECS, run_greedy, write_pack
 

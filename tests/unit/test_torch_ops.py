@@ -19,9 +19,8 @@ from moert.kernels.backend import Floats, ProjectionView
 from moert.kernels.reference import Plain
 from moert.kernels.reference import ffn as plain_ffn
 from moert.kernels.reference import weights as plain_weights
-from moert.pack.codec import F32, U8, QuantizedMatrix, Width, n_groups, row_bytes
+from moert.pack.codec import CODES, F32, U8, QuantizedMatrix, TrellisMatrix, Width, n_groups, row_bytes
 from moert.pack.parts import Act, Ffn
-from moert.pack.trellis import CODES, TrellisMatrix
 from tests.pairs import thinned
 from tests.random_packs import random_trellis
 

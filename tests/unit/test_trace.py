@@ -12,11 +12,12 @@ from hypothesis import strategies as st
 from safetensors.numpy import load, save
 from tiny_packs import SWITCH
 
+from moeconv import routes as paths_module
 from moeconv.measure.scorers import Routed
 from moeconv.packing.paths import trace_of
-from moert.pack import paths as paths_module
+from moeconv.routes import record
 from moert.pack.errors import FormatTooNew, HeaderInvalid, PackError
-from moert.pack.paths import DROPPED, MOST_ENTRIES, Trace, record
+from moert.pack.paths import DROPPED, MOST_ENTRIES, Trace
 
 EXPERTS = 5
 

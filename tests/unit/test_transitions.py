@@ -12,9 +12,10 @@ from safetensors.numpy import load, save
 
 from moeconv.packing import paths
 from moeconv.packing.paths import bounded
+from moeconv.routes import at_least, build
 from moert.pack.errors import FormatTooNew, HeaderInvalid, PackError
 from moert.pack.model_spec import LayerKey
-from moert.pack.paths import ContextCounts, TransitionTable, build
+from moert.pack.paths import ContextCounts, TransitionTable
 
 EXPERTS = 5
 
@@ -100,7 +101,7 @@ def test_chunks_of_a_long_trace_add_up(monkeypatch: pytest.MonkeyPatch) -> None:
     rng = np.random.default_rng(0)
     layers = [np.stack([rng.permutation(EXPERTS)[:2] for _ in range(50)]) for _ in range(3)]
     whole = build(EXPERTS, routed(decoder=layers)).to_bytes()
-    monkeypatch.setattr("moert.pack.paths._CHUNK_TOKENS", 7)
+    monkeypatch.setattr("moeconv.routes._CHUNK_TOKENS", 7)
     assert build(EXPERTS, routed(decoder=layers)).to_bytes() == whole
 
 
@@ -128,7 +129,7 @@ def entries_of(table: ContextCounts) -> dict[tuple[int, int], int]:
 @given(routes(), st.integers(1, 9))
 def test_a_cut_table_has_what_was_counted_often_enough_and_can_be_read_again(layers, least) -> None:
     table = build(EXPERTS, routed(decoder=layers))
-    cut = table.at_least(least)
+    cut = at_least(table, least)
     assert TransitionTable.from_bytes(cut.to_bytes()).to_bytes() == cut.to_bytes()
     for at, whole in table.layers.items():
         assert (cut.layers[at].frequency == whole.frequency).all()
@@ -149,14 +150,14 @@ def test_tables_take_no_more_of_a_pack_than_their_share(seed, top_k, pack_bytes)
         patch.setattr(paths, "MOST_SHARE", 0.5)
         patch.setattr(paths, "LEAST_BYTES", 100)
         kept = bounded(table, pack_bytes)
-    nothing = table.at_least(1 << 32)
+    nothing = at_least(table, 1 << 32)
     assert len(kept.table.to_bytes()) <= max(0.5 * pack_bytes, 100, len(nothing.to_bytes()))
-    assert kept.table.to_bytes() == table.at_least(kept.least).to_bytes()
+    assert kept.table.to_bytes() == at_least(table, kept.least).to_bytes()
     counts = [n for part in paths._tables(table) for n in entries_of(part).values()]
     assert kept.left_out == pytest.approx(sum(n for n in counts if n < kept.least) / sum(counts))
     if kept.least > 1:
         slack = 9 * 2 * 10 * len(tokens)
-        assert len(table.at_least(kept.least - 1).to_bytes()) + slack > max(0.5 * pack_bytes, 100)
+        assert len(at_least(table, kept.least - 1).to_bytes()) + slack > max(0.5 * pack_bytes, 100)
 
 
 def test_small_tables_stay_whole_and_counts_beyond_telling_apart_go_together(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -7,15 +7,16 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from moeconv.quantizers import QUANTIZERS, Inputs
+from moeconv.quantizers import QUANTIZERS, Inputs, coding
 from moeconv.quantizers import trellis as quantizer
 from moeconv.quantizers.trellis import TrellisQuantizer
-from moert.kernels import coding, library
-from moert.pack.codec import F32, dequantize
-from moert.pack.trellis import (
+from moert.kernels import library
+from moert.pack.codec import (
     CODES,
+    F32,
     block_bytes,
     decoded,
+    dequantize,
     dequantize_trellis,
     pack_windows,
     rows_of_blocks,

@@ -15,19 +15,20 @@ from native_problems import Natives, activations, all_natives, rounded, running
 from random_packs import NEURONS, QUANTIZATION, SPECS, minor_of, random_trellis, read_all, sealed, write_pack
 from tiny_packs import PROMPTS, run_greedy
 
+from moeconv.matrices import matrices_of, read_expert
+from moeconv.packing.packed import check_expert
+from moeconv.writer import ROWS_MINOR, TRELLIS_MINOR, width_of
 from moert.beside.gpu.torch_device import TorchDevice
 from moert.command.description import description_lines
 from moert.engine.engine import Engine
 from moert.kernels import library, reference
 from moert.kernels.backend import ExpertView, ProjectionView
 from moert.kernels.native import NativeMatrix
-from moert.pack.codec import F32, Width
-from moert.pack.errors import ManifestInvalid, PackError
-from moert.pack.manifest import ROWS_MINOR, TRELLIS_MINOR
-from moert.pack.reader import Pack, check_expert
-from moert.pack.trellis import (
+from moert.pack.codec import (
     CODES,
+    F32,
     TrellisMatrix,
+    Width,
     block_bytes,
     decoded,
     dequantize_trellis,
@@ -37,7 +38,8 @@ from moert.pack.trellis import (
     turned,
     turned_together,
 )
-from moert.pack.writer import width_of
+from moert.pack.errors import ManifestInvalid, PackError
+from moert.pack.reader import Pack
 from tests.fast_card import FAST
 from tests.kernels import needs_native
 
@@ -120,9 +122,9 @@ def test_what_is_written_is_read(tmp_path: Path, family: str) -> None:
     assert pack.manifest.minor == minor_of(spec, TRELLIS_MINOR)
     assert json.loads((root / "manifest.json").read_text())["quantization"]["codes"] == "trellis"
     for entry in pack.manifest.experts:
-        buffer = pack.read_expert(entry.key)
+        buffer = read_expert(pack, entry.key)
         check_expert(pack, entry.key, buffer)
-        found = pack.projections(entry.key, buffer)
+        found = matrices_of(pack, entry.key, buffer)
         assert entry.bits == {name: getattr(part, "bits", 16) for name, part in given[entry.key].items()}
         for name, part in found.items():
             theirs = given[entry.key][name]
@@ -258,7 +260,7 @@ def test_scales_that_are_not_finite_are_refused(tmp_path: Path) -> None:
     write_pack(tmp_path / "p", quantization=TRELLIS)
     pack = Pack.open(tmp_path / "p")
     entry = pack.manifest.experts[0]
-    buffer, layout = pack.read_expert(entry.key), pack.layout(entry.key)
+    buffer, layout = read_expert(pack, entry.key), pack.layout(entry.key)
     name = next(name for name, width in entry.bits.items() if width < 8)
     at = layout.data_offset + layout.slot(f"{name}.scale").start
     buffer[at : at + 2] = 0xFF, 0x7F

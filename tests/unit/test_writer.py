@@ -29,12 +29,13 @@ from random_packs import (
 )
 from safetensors import safe_open
 
+from moeconv.matrices import matrices_of, projection_weights, read_expert
+from moeconv.writer import PackWriter, add_files, add_to_pack, check_target
 from moert.pack.codec import QuantizedMatrix, dequantize
 from moert.pack.errors import FileMissing, WriteFailed
 from moert.pack.files import write_atomically
 from moert.pack.manifest import NGRAMS
-from moert.pack.reader import Pack, bits_histogram, projection_weights
-from moert.pack.writer import PackWriter, add_files, add_to_pack, check_target
+from moert.pack.reader import Pack, bits_histogram
 from tests.pairs import thinned
 
 
@@ -81,7 +82,7 @@ def test_expert_files_are_safetensors_on_pages(pack_dir: Path) -> None:
         assert len(body) % 4096 == 0
         assert (8 + int.from_bytes(body[:8], "little")) % 4096 == 0
         with safe_open(path, "np") as tensors:
-            for name, part in pack.projections(entry.key, pack.read_expert(entry.key)).items():
+            for name, part in matrices_of(pack, entry.key, read_expert(pack, entry.key)).items():
                 if isinstance(part, QuantizedMatrix):
                     np.testing.assert_array_equal(tensors.get_tensor(f"{name}.qweight"), part.qweight)
                     np.testing.assert_array_equal(tensors.get_tensor(f"{name}.min"), part.minimum)
@@ -95,13 +96,13 @@ def test_experts_are_read_into_a_given_buffer(pack_dir: Path) -> None:
     pack = Pack.open(pack_dir)
     entry = pack.manifest.experts[0]
     arena = np.full(entry.file_bytes + 100, 7, dtype=np.uint8)
-    buffer = pack.read_expert(entry.key, into=arena)
+    buffer = read_expert(pack, entry.key, into=arena)
     assert np.shares_memory(arena, buffer)
     assert buffer.tobytes() == (pack_dir / entry.path).read_bytes()
     assert (arena[entry.file_bytes :] == 7).all()
     assert all(
         np.shares_memory(part.qweight, arena)
-        for part in pack.projections(entry.key, buffer).values()
+        for part in matrices_of(pack, entry.key, buffer).values()
         if isinstance(part, QuantizedMatrix)
     )
 

@@ -13,9 +13,9 @@ from moeconv.source.archs.deepseek import MORE_PREDICTED
 from moeconv.source.archs.description import Description, Inside, Names, Place, decoder, named, rows
 from moeconv.source.archs.family import Family
 from moeconv.source.archs.kda import one_stream, places_of_streams, streams_of, within
+from moert.pack.mixers import Indexer, Pooled, Pools
 from moert.pack.model_spec import Layer, Tokens
 from moert.pack.parts import Experts, Norm, Router
-from moert.pack.pools import Indexer, Pooled, Pools
 
 if TYPE_CHECKING:
     from torch import Tensor, nn

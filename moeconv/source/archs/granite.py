@@ -22,8 +22,9 @@ from moeconv.source.archs.description import (
 )
 from moeconv.source.archs.family import Family
 from moert.pack.codec import F32
+from moert.pack.mixers import FixedState
 from moert.pack.model_spec import Head, Join, Layer, StackName, Tokens
-from moert.pack.parts import Attention, Experts, Ffn, FixedState, Norm, Rope, Router
+from moert.pack.parts import Attention, Experts, Ffn, Norm, Rope, Router
 
 if TYPE_CHECKING:
     from torch import nn

@@ -12,8 +12,9 @@ from moeconv.source.archs.dense import NO_ROUTERS, alone, of_network, put_alone
 from moeconv.source.archs.description import Description, Inside, Names, Place, decoder, named, rows
 from moeconv.source.archs.family import Family
 from moeconv.source.archs.granite import GraniteMoe
+from moert.pack.mixers import FixedState, Mamba, Mamba2, ShortConv
 from moert.pack.model_spec import ExpertKey, Layer, StackName, Tokens
-from moert.pack.parts import Act, Attention, Experts, Ffn, FixedState, Mamba, Mamba2, Narrow, Norm, Router, ShortConv
+from moert.pack.parts import Act, Attention, Experts, Ffn, Narrow, Norm, Router
 
 if TYPE_CHECKING:
     from torch import Tensor, nn

@@ -30,8 +30,9 @@ from moeconv.source.archs.description import (
     limited,
 )
 from moeconv.source.archs.family import Family
+from moert.pack.mixers import GatedDelta
 from moert.pack.model_spec import Layer, StackName, Tokens
-from moert.pack.parts import Experts, Ffn, GatedDelta, Latent, Norm, Streams
+from moert.pack.parts import Experts, Ffn, Latent, Norm, Streams
 
 if TYPE_CHECKING:
     from torch import nn

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from moert.pack.ngrams import DIGITS
+from moert.pack.parts import DIGITS
 
 # Torch modules that take the place of a loaded model's own.
 

@@ -23,8 +23,9 @@ from moeconv.source.archs.description import (
     rows,
 )
 from moeconv.source.archs.family import Family
+from moert.pack.mixers import GatedDelta
 from moert.pack.model_spec import Layer, Tokens
-from moert.pack.parts import Act, Attention, Experts, Ffn, GatedDelta, Norm, Router
+from moert.pack.parts import Act, Attention, Experts, Ffn, Norm, Router
 
 _QWEN2_INSIDE = {
     "shared_gate": "mlp.shared_expert_gate",

@@ -17,9 +17,9 @@ from moeconv.source.archs.deepseek import IMAGES_LEFT_OUT, INDEXERS_LEFT_OUT
 from moeconv.source.archs.description import Description, Inside, Place, Source, decoder, limited
 from moeconv.source.archs.kda import one_stream
 from moeconv.source.archs.qwen import SEES, Qwen35MoeText, attention_inside, delta_of, gated_experts
+from moert.pack.mixers import GatedDelta
 from moert.pack.model_spec import Layer, Tokens, stack_of
-from moert.pack.ngrams import GatedStreams, Ngrams
-from moert.pack.parts import Attention, GatedDelta, Norm
+from moert.pack.parts import Attention, GatedStreams, Ngrams, Norm
 
 if TYPE_CHECKING:
     from torch import nn

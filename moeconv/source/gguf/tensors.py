@@ -21,8 +21,9 @@ from moeconv.source.gguf.families import ARCHS, INSIDE, LONG, OUTSIDE, ROPE, SHO
 from moeconv.source.outline import CheckpointError, line
 from moeconv.source.tensors import Digest, Shape, Tensors, add_file
 from moert.pack.codec import F32
+from moert.pack.mixers import GatedDelta
 from moert.pack.model_spec import MOST_LAYERS, ExpertKey, ModelSpec
-from moert.pack.parts import Attention, GatedDelta, Latent
+from moert.pack.parts import Attention, Latent
 
 if TYPE_CHECKING:
     import torch

@@ -17,9 +17,8 @@ from moert.kernels import library
 from moert.kernels.backend import I32, Backend, ExpertView, ProjectionView
 from moert.kernels.speed import WIDTHS, kernel_speeds
 from moert.machine import DAMAGED, cache_file, entries, remember
-from moert.pack.codec import F32, QuantizedMatrix, n_groups, row_bytes
+from moert.pack.codec import F32, QuantizedMatrix, n_groups, row_bytes, stream_bytes
 from moert.pack.parts import Act, Ffn
-from moert.pack.trellis import stream_bytes
 from moert.stats import size
 
 

@@ -41,9 +41,8 @@ from moert.kernels.backend import (
 )
 from moert.kernels.pages import KEYS, KeptPage, Page, PageLayout
 from moert.kernels.reference import SCORES
-from moert.pack.codec import F32, U8
+from moert.pack.codec import F32, ROWS, U8, TrellisMatrix
 from moert.pack.parts import Act, Attention, Ffn, Latent
-from moert.pack.trellis import ROWS, TrellisMatrix
 
 TILE = 1 << 22
 """Weights that are made floats at once: 16 MiB of them."""

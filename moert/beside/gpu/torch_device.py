@@ -54,9 +54,8 @@ from moert.beside.gpu.torch_matrices import (
 from moert.errors import said
 from moert.kernels.backend import I32, Backend, BackendOf, Expert, ExpertView, ProjectionView, opaque
 from moert.kernels.pages import PageLayout
-from moert.pack.codec import F32, n_groups, row_bytes
+from moert.pack.codec import CODES, F32, n_groups, row_bytes, stream_bytes
 from moert.pack.parts import Act, Attention, Ffn
-from moert.pack.trellis import CODES, stream_bytes
 
 _ROWS, _COLS, _GROUP, _TOKENS = 1024, 1024, 64, 64
 _COPIED = 8 << 20

@@ -16,13 +16,19 @@ from torch import Tensor
 
 from moert.beside.gpu.device import STAGING_BUFFERS, DeviceFull
 from moert.kernels.backend import Floats, ProjectionView, Stored
-from moert.pack.codec import E2M1, F32, MX_GROUP, U8, QuantizedMatrix, n_groups, row_bytes
-from moert.pack.trellis import (
+from moert.pack.codec import (
+    E2M1,
+    F32,
+    MX_GROUP,
     ROWS,
     TAIL,
+    U8,
     WINDOW,
+    QuantizedMatrix,
     TrellisCode,
     block_bytes,
+    n_groups,
+    row_bytes,
     rows_of_blocks,
     signs,
     stream_bytes,
@@ -370,7 +376,7 @@ def _magnitudes(device: torch.device) -> Tensor:
 
 
 def _trellis(matrix: TorchMatrix, code: TrellisCode, first: int, stop: int | None) -> Tensor:
-    """Returns rows first to stop - 1 of trellis codes [rows, cols]; see moert.pack.trellis.dequantize_trellis. The
+    """Returns rows first to stop - 1 of trellis codes [rows, cols]; see moert.pack.codec.dequantize_trellis. The
     numbers of the table are turned by a product, which is exact."""
     assert matrix.scale is not None
     scale, cols, together = matrix.scale[first:stop], matrix.cols, turned_together(matrix.cols)

@@ -12,7 +12,7 @@ import triton.language as tl
 from torch import Tensor
 
 from moert.beside.gpu.torch_matrices import TorchMatrix, table_of, turning
-from moert.pack.trellis import EVEN_ROWS, ROWS, TURNED, TrellisCode, block_bytes, turned_together
+from moert.pack.codec import EVEN_ROWS, ROWS, TURNED, TrellisCode, block_bytes, turned_together
 
 _ROWS, _COLS, _TOKENS = 8, 256, 4
 PROGRAMS, _WARPS = 512, 4
@@ -97,7 +97,7 @@ def _multiply_coded(  # type: ignore[no-untyped-def]
     T: tl.constexpr, R: tl.constexpr, P: tl.constexpr,
 ):  # fmt: skip
     """One block of R rows of trellis codes by T tokens, for the `part` pairs of inputs of one program; see
-    moert.pack.trellis for where codes lie. The inputs of P pairs are turned at a time."""
+    moert.pack.codec for where codes lie. The inputs of P pairs are turned at a time."""
     within, among = tl.arange(0, R), tl.arange(0, P)
     row = tl.program_id(0) * R + within
     first = tl.program_id(2) * part

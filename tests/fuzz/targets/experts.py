@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import numpy as np
 
+from moeconv.matrices import biases_of, matrices_of, projection_weights, read_expert
 from moert.pack.errors import PackError
 from moert.pack.model_spec import ExpertKey
-from moert.pack.reader import Pack, projection_weights
+from moert.pack.reader import Pack
 from tests.fuzz.target import Target
 from tests.fuzz.targets.packs import IN_BLOCKS, IN_TRELLIS, WHOLE, pack_of
 
@@ -29,9 +30,9 @@ def read(body: bytes) -> None:
     buffer[: len(whole)] = whole
     pack.check_expert(key, buffer, lambda _: entry.crc32)
     with np.errstate(all="ignore"):
-        for projection in pack.projections(key, buffer).values():
+        for projection in matrices_of(pack, key, buffer).values():
             projection_weights(projection)
-    pack.biases(key, buffer)
+    biases_of(pack, key, buffer)
 
 
 def seeds() -> list[bytes]:
@@ -39,7 +40,7 @@ def seeds() -> list[bytes]:
     found = []
     for number in range(3 * _EXPERTS):
         pack, key = _place(number)
-        body, start = pack.read_expert(key).tobytes().rstrip(b"\0"), pack.layout(key).data_offset
+        body, start = read_expert(pack, key).tobytes().rstrip(b"\0"), pack.layout(key).data_offset
         found += [bytes([number]) + body] if number in (0, _EXPERTS) else []
         found.append(bytes([number | _KEEPS_HEADER]) + body[start:])
     return found

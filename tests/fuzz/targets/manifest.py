@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import json
 
+from moeconv.writer import seal
 from moert.engine.budget import Budget
 from moert.pack.errors import PackError
-from moert.pack.manifest import parse_manifest, seal
+from moert.pack.manifest import parse_manifest
 from tests.fuzz.target import Target
 from tests.fuzz.targets.packs import IN_BLOCKS, IN_TRELLIS, manifest_text
 from tests.random_packs import SPECS

@@ -1,11 +1,12 @@
-"""paths.safetensors: read, held against the model, and asked what follows."""
+"""paths.safetensors: read, held against the model, and asked for the experts that follow."""
 
 from __future__ import annotations
 
 import numpy as np
 
+from moeconv.routes import at_least, build
 from moert.pack.errors import PackError
-from moert.pack.paths import TransitionTable, build
+from moert.pack.paths import TransitionTable
 from tests.fuzz.described import described, file_of
 from tests.fuzz.target import Target
 from tests.random_packs import DECODER, ENCODER_DECODER
@@ -17,7 +18,7 @@ def read(body: bytes) -> None:
     table = TransitionTable.from_bytes(file_of(body))
     for at in table.layers:
         table.probabilities(at, _BEFORE, _BEFORE)
-    table.at_least(2)
+    at_least(table, 2)
     table.check(DECODER)
 
 

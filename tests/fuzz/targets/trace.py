@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import numpy as np
 
-from moert.experts.replay import best_eviction
+from moeconv.eviction import best_eviction
+from moeconv.routes import record
 from moert.pack.errors import PackError
-from moert.pack.paths import Trace, record
+from moert.pack.paths import Trace
 from tests.fuzz.described import described, file_of
 from tests.fuzz.target import Target
 from tests.random_packs import DECODER, ENCODER_DECODER

@@ -7,22 +7,26 @@ import hashlib
 import json
 import os
 import shutil
+import weakref
 import zlib
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import replace
 from itertools import accumulate
 from mmap import ACCESS_READ, mmap
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import numpy.typing as npt
 
+from moeconv.matrices import Projection, columns_of, rows_of
 from moert.pack.codec import (
     F32,
+    U8,
     Form16,
     QuantizedMatrix,
+    TrellisMatrix,
     Width,
     power_of_halves,
     times_two,
@@ -31,48 +35,31 @@ from moert.pack.codec import (
 )
 from moert.pack.documents import parsed, plain, read
 from moert.pack.errors import PackError, WriteFailed
-from moert.pack.files import DirectoryLock, atomic_write, beside, fsync, placed, write_atomically, write_in_order
-from moert.pack.layout import (
-    NEURONS,
-    U32,
-    ExpertLayout,
-    checksums,
-    choose_page_bytes,
-    place,
-)
+from moert.pack.files import atomic_write, beside, fsync, placed, write_atomically, write_in_order
+from moert.pack.layout import DOWN, NEURONS, U32, ExpertLayout, NeuronLayout
 from moert.pack.manifest import (
     BACKBONE,
-    EXTENDED_MINOR,
-    JOINED_MINOR,
-    MATRICES_MINOR,
-    NEURONS_MINOR,
+    FORMAT_NAME,
+    MAJOR,
     NGRAMS,
-    NGRAMS_MINOR,
-    PARALLEL_MINOR,
-    PLAIN_MINOR,
-    POOLS_MINOR,
-    POWERS_MINOR,
-    PREFERRING_MINOR,
-    ROWS_MINOR,
-    STREAMS_MINOR,
-    TOGETHER_MINOR,
-    TRELLIS_MINOR,
+    SEAL,
     ExpertEntry,
     FileEntry,
-    Files,
     Manifest,
     Preference,
     Quality,
     Quantization,
-    dump_manifest,
-    expert_path,
-    layer_path,
 )
 from moert.pack.model_spec import ExpertKey, LayerKey, ModelSpec
-from moert.pack.ngrams import GatedStreams
-from moert.pack.reader import MANIFEST, Projection, checksums_to_bytes, is_pack, pack_around, strangers
-from moert.pack.trellis import TrellisMatrix
+from moert.pack.parts import GatedStreams
+from moert.pack.reader import CHECKSUMS, MANIFEST, is_pack, pack_around, strangers
 
+try:
+    import fcntl
+except ImportError:  # not a Unix: no lock
+    fcntl = None  # type: ignore[assignment]
+
+Array = npt.NDArray[Any]
 Matrix = QuantizedMatrix | TrellisMatrix | F32
 """A matrix as it is stored; float32 stands for 16 bits."""
 
@@ -120,6 +107,54 @@ def _tensors(name: str, part: Matrix, quantization: Quantization) -> dict[str, n
     return {"weight": times_two(part, -power_of_halves(part)).astype(np.float16)}
 
 
+def place(
+    layout: NeuronLayout, buffer: U8, tensors: Mapping[str, tuple[Array, ...]], biases: Mapping[str, F32]
+) -> None:
+    """Puts matrices [d_ff, d_model] into their places in `buffer`, each as its codes, scales and minima or its weights;
+    and biases. Raises ValueError where one is missing or has another size."""
+    for name, matrix in layout.matrices:
+        pieces = columns_of(layout, buffer) if name == DOWN else rows_of(layout, buffer)
+        given = tensors.get(name, ())
+        if len(given) != len(matrix.places):
+            raise ValueError(f"{name} is not given, or of another width")
+        for at, nbytes, array in zip(matrix.places, matrix.neuron_bytes(layout.d_model), given, strict=True):
+            _put(layout, pieces, at, nbytes, array, name)
+        if matrix.bias_place is not None:
+            _put(layout, pieces, matrix.bias_place, 4, _given(biases, name)[:, None], f"{name}.bias")
+    if layout.bias_at is not None:
+        bias = _given(biases, DOWN)
+        if bias.shape != (layout.d_model,):
+            raise ValueError(f"{DOWN}.bias: {bias.shape} given, the layout has {layout.d_model}")
+        buffer[layout.bias_at :][: bias.nbytes] = bias.view(np.uint8)
+
+
+def _put(layout: NeuronLayout, pieces: U8, at: int, nbytes: int, array: Array, what: str) -> None:
+    """Writes an array of all neurons [d_ff, ...], `nbytes` a neuron, into the pieces, from byte `at` of each on. Raises
+    ValueError for another size."""
+    if len(array) != layout.d_ff or array.nbytes != layout.d_ff * nbytes:
+        raise ValueError(f"{what}: {array.nbytes} bytes in {len(array)} rows, the layout has {layout.d_ff} of {nbytes}")
+    rows = np.zeros((layout.n_blocks * layout.per_block, nbytes), np.uint8)
+    rows[: layout.d_ff] = np.ascontiguousarray(array).view(np.uint8).reshape(layout.d_ff, nbytes)
+    pieces[:, at : at + layout.per_block * nbytes] = rows.reshape(layout.n_blocks, -1)
+
+
+def _given(biases: Mapping[str, F32], name: str) -> F32:
+    if name not in biases:
+        raise ValueError(f"{name}.bias is not given")
+    return np.ascontiguousarray(biases[name], np.float32)
+
+
+def checksums(layout: NeuronLayout, buffer: U8, crc32: Callable[[memoryview], int] = zlib.crc32) -> U32:
+    """Returns the CRC-32 of each rows piece, each columns piece, the biases of down (0 without), and rows that lie
+    together: [n_checksums]."""
+    pieces = [*rows_of(layout, buffer), *columns_of(layout, buffer)]
+    found = [crc32(piece.data) for piece in pieces]
+    found.append(0 if layout.bias_at is None else crc32(buffer[layout.bias_at :][: 4 * layout.d_model].data))
+    if layout.together_bytes:
+        found.append(crc32(buffer[layout.rows_at :][: layout.together_bytes].data))
+    return np.array(found, np.uint32)
+
+
 def powers_of(projections: Mapping[str, Matrix], quantization: Quantization) -> dict[str, int] | None:
     """Returns for each projection that is multiplied with a power of two this power; None if there are none."""
     found = {name: power_stored(part, quantization.form16) for name, part in projections.items()}
@@ -139,6 +174,17 @@ def power_stored(part: Matrix, form16: Form16) -> int:
     return power_of_halves(part) if form16 == "F16" else 0
 
 
+Files = Literal["expert", "layer"]
+"""The unit that has a file of its own: each expert, or all experts of a layer."""
+
+
+PLAIN_MINOR, PREFERRING_MINOR, JOINED_MINOR, NEURONS_MINOR, TOGETHER_MINOR, POWERS_MINOR, TRELLIS_MINOR = range(7)
+MATRICES_MINOR, PARALLEL_MINOR, EXTENDED_MINOR, STREAMS_MINOR, POOLS_MINOR, NGRAMS_MINOR, ROWS_MINOR = range(7, 14)
+"""The minor version of a pack with none of these, with preferences, with several experts in a file, with experts in
+blocks of neurons, with rows of neurons that lie together, with matrices that are multiplied with a power of two, with
+trellis codes; of one whose dense matrices have widths of their own, with parallel layers, with fields of parts that
+these name in LEFT_OUT, with several streams, with attention to pools, with streams that gates mix, with trellis codes
+of the head or the embedding."""
 _JOURNAL = "experts.jsonl"
 _PIECE = 1 << 20  # bytes that are copied at once
 
@@ -429,6 +475,73 @@ def check_target(out: Path) -> None:
                 raise WriteFailed(f"{path} is there and is not a pack: it would be lost; choose another --out")
             if path.is_dir() and not ours and any(path.iterdir()):
                 raise WriteFailed(f"{path} holds files that are not a pack: they would be lost; choose another --out")
+
+
+def expert_path(key: ExpertKey) -> str:
+    """Returns the path of an expert's own file in the pack: experts/D03/E005.safetensors."""
+    return f"experts/{key}.safetensors"
+
+
+def layer_path(at: LayerKey) -> str:
+    """Returns the path of the file that all experts of a layer share, one behind the other: experts/D03.experts."""
+    return f"experts/{at}.experts"
+
+
+def dump_manifest(manifest: Manifest) -> str:
+    """Returns the manifest as JSON text, one expert a line so that a diff can be read; its last field is its own
+    checksum."""
+    document = plain(manifest)
+    minor, experts = document.pop("minor"), document.pop("experts")
+    head = {"format": FORMAT_NAME, "major": MAJOR, "minor": minor, **document}
+    lines = [json.dumps(expert, separators=(",", ":"), allow_nan=False) for expert in experts]
+    text = json.dumps(head, indent=1, allow_nan=False)
+    return seal(text[: text.rindex("\n}")] + ',\n "experts": [\n  ' + ",\n  ".join(lines) + "\n ]")
+
+
+def seal(body: str) -> str:
+    """Returns the text of a manifest (a JSON object without its closing brace), ended with the checksum of the text so
+    far."""
+    return f"{body}{SEAL}{zlib.crc32(body.encode())}\n}}\n"
+
+
+SMALL_PAGE, LARGE_PAGE = 4096, 16384
+_LARGE_EXPERT_BYTES = 1 << 20
+
+
+def choose_page_bytes(spec: ModelSpec) -> int:
+    """Returns the page size [bytes]: 16 KiB for experts of a MiB and more at 4 bits, 4 KiB below, where padding would
+    outweigh the weights."""
+    return LARGE_PAGE if spec.weights_per_expert() // 2 >= _LARGE_EXPERT_BYTES else SMALL_PAGE
+
+
+def checksums_to_bytes(of: Mapping[ExpertKey, U32]) -> bytes:
+    """Returns the file's content; equal checksums give equal bytes."""
+    return CHECKSUMS.body({str(key): of[key] for key in sorted(of)})
+
+
+class DirectoryLock:
+    """A lock on a directory, held until `release` is called or the object is gone, at the latest when the process ends,
+    killed or not.
+
+    The lock follows the directory when it is renamed. Where the system or the file system knows no locks, every lock is
+    granted.
+    """
+
+    def __init__(self, path: Path) -> None:
+        """Takes the lock. Raises BlockingIOError if another holder has it, OSError if the directory does not exist."""
+        descriptor = os.open(path, os.O_RDONLY)
+        self.release = weakref.finalize(self, os.close, descriptor)
+        try:
+            if fcntl is not None:
+                fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            self.release()
+            raise
+        except OSError:
+            return
+        if not path.exists() or not os.path.samestat(os.fstat(descriptor), path.stat()):
+            self.release()
+            raise BlockingIOError(f"{path} was renamed by another process just now")
 
 
 def partial_of(out: Path) -> Path:
