@@ -18,7 +18,7 @@ from moeconv.calibration import Sample
 from moeconv.errors import CalibrationError, SettingsError
 from moeconv.measure.metrics import F64, Metric, likeliest
 from moeconv.source.archs import Family
-from moeconv.source.experts import Call, ExpertCalls
+from moeconv.source.experts import Call, ExpertCalls, linear
 from moeconv.strict_json import bounded
 from moert.pack.fence import Broken, Unfinished, fenced, locked
 from moert.pack.model_spec import LayerKey, ModelSpec, StackName
@@ -155,7 +155,6 @@ class Head:
         self._original: Tensor | None = None  # the head of the unquantized model, where logits are bounded
         a_row = 4 * len(self.weight)
         self.chunk = max(16, min(LOGIT_BYTES // a_row, max(_LEAST_ROWS, _CACHED_BYTES // a_row)))
-        self._product = _onednn_product()
 
     def reference(self, hidden: Tensor, judged_head: Tensor | None = None) -> ReferenceRows:
         """Returns the figures to keep of the unquantized model. `judged_head` [vocab_size, d_model]: the head of the
@@ -222,18 +221,8 @@ class Head:
         return torch.log_softmax(self._logits(hidden), dim=1)
 
     def _logits(self, hidden: Tensor, weight: Tensor | None = None) -> Tensor:
-        whole = len(hidden) == self.chunk and not torch.is_grad_enabled()  # oneDNN prepares for each number of rows
-        product = self._product if whole else nn.functional.linear
-        logits = product(hidden * self.scale, self.weight if weight is None else weight)
+        logits = linear(hidden * self.scale, self.weight if weight is None else weight)
         return self._bounded(logits if self.bias is None else logits.add_(self.bias))
-
-
-def _onednn_product() -> Callable[[Tensor, Tensor], Tensor]:
-    """Returns the function that multiplies states [rows, d_model] with a head [vocab, d_model]: oneDNN's where there is
-    AVX-512, which MKL leaves unused on some processors that have it, else torch's own."""
-    if torch.backends.cpu.get_cpu_capability() != "AVX512" or not hasattr(torch.ops.mkldnn, "_linear_pointwise"):
-        return nn.functional.linear
-    return lambda states, head: torch.ops.mkldnn._linear_pointwise(states, head, None, "none", [], "")
 
 
 def _lse(logits: Tensor) -> Tensor:
