@@ -184,18 +184,18 @@ class TextScorer:
 
     @torch.inference_mode()
     def refer(self) -> None:
-        if self.original is None:
-            self.original = self._states("unquantized")
+        self._refer(self._states("unquantized") if self.original is None else self.original)
+
+    def _refer(self, original: Tensor) -> None:
+        self.original = original if self.subject.layers is None else None  # layers keep their states on disk
         with self._present_head() as head:
-            self.reference = head.reference(self.original, self.subject.stored_head)
+            self.reference = head.reference(original, self.subject.stored_head)
 
     @torch.inference_mode()
     def score(self, *, as_reference: bool = False) -> Scores:
+        hidden = self._states("unquantized" if as_reference else "a plan")
         if as_reference:
-            self.original = None
-            self.refer()
-        hidden = self.original if as_reference else self._states("a plan")
-        assert hidden is not None
+            self._refer(hidden)
         with self._present_head() as head:
             against = None if as_reference else self.reference
             nats, kls = head.judge(hidden, self.texts.targets()[self.texts.scored], against)

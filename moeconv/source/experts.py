@@ -288,8 +288,8 @@ def _substituted(chosen: Tensor, substitute: Substitute, num_experts: int) -> Te
     return torch.where(chosen == substitute.expert_of_probe[probe], num_experts + probe, chosen)
 
 
-# Products with matrices. Where there is AVX-512, oneDNN's take half the time of torch's own, whose library leaves it unused
-# on some processors.
+# Products with matrices. Where there is AVX-512, oneDNN's take half the time of torch's own, whose library leaves it
+# unused on some of the processors that have it.
 
 _MUCH = 1 << 26  # multiplications: with fewer, oneDNN's preparation for one more shape may take longer than it saves
 _ONEDNN: Any = (
