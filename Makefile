@@ -24,6 +24,7 @@ FUZZER := $(PY) -m pip install --quiet --disable-pip-version-check --only-binary
 FUZZ_S ?= 600
 # Where programs of others are that the server is tried with, and where real JSON schemas come from.
 CLIENTS := build/clients
+SOAK_S ?= 7200
 SCHEMAS ?= https://github.com/guidance-ai/jsonschemabench
 ARM_CC := aarch64-linux-gnu-gcc
 ARM_PACKAGES := gcc-aarch64-linux-gnu libc6-dev-arm64-cross qemu-user
@@ -34,7 +35,7 @@ export PYTHONDONTWRITEBYTECODE :=
 include recipes/bench/peers.mk
 
 .DEFAULT_GOAL := help
-.PHONY: help setup native demo talk test test-slow unchanged test-clients test-cuda check-gpu test-anywhere test-native test-sanitize test-sanitize-python test-arm fuzz-few fuzz lint data recipes recipes-ci report bench-sweep bench-gradients bench-plans bench-quant bench-mixed bench-hash bench-beforehand bench-flash bench-promise bench-kernels bench-peers bench-rounding bench-stream bench-ahead bench-drafts bench-less bench-size bench-workers bench-large bench-many bench-serve bench-outlook bench-devices peers-there peers bench-smoke keep-results tables golden-old readme wheel test-wheel sbom clean
+.PHONY: help setup native demo talk test test-slow unchanged test-clients soak test-cuda check-gpu test-anywhere test-native test-sanitize test-sanitize-python test-arm fuzz-few fuzz lint data recipes recipes-ci report bench-sweep bench-gradients bench-plans bench-quant bench-mixed bench-hash bench-beforehand bench-flash bench-promise bench-kernels bench-peers bench-rounding bench-stream bench-ahead bench-drafts bench-less bench-size bench-workers bench-large bench-many bench-serve bench-outlook bench-devices peers-there peers bench-smoke keep-results tables golden-old readme wheel test-wheel sbom clean
 
 help:  ## list the targets
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## (.*)/\1 \2/' | \
@@ -73,6 +74,9 @@ unchanged: setup  ## record in build/unchanged what a change of structure must l
 test-clients: $(CLIENTS)/.installed  ## the server with programs of others, real schemas, and requests made up from its description (15 minutes)
 	$(CLIENTS)/bin/python -m pytest -p no:randomly tests/serve/test_client_programs.py
 	PYTHONPATH=.:tests $(CLIENTS)/bin/python tests/serve/schemas.py $(CLIENTS)/schemas $(SCHEMAS)
+
+soak: setup  ## the server with 16 clients that leave, and send nonsense, for two hours (SOAK_S=7200 seconds)
+	SOAK_S=$(SOAK_S) $(PY) -m pytest -s -n 0 tests/serve/test_server_soak.py
 
 # An environment on top of .venv, so that nothing that these programs need changes what all other tests run with.
 $(CLIENTS)/.installed: tests/serve/clients.txt tests/serve/clients.json | setup

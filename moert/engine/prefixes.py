@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
@@ -12,7 +13,7 @@ from moert.models.kv import State, written_bytes
 
 @dataclass(eq=False)
 class _Entry:
-    ids: list[int]
+    ids: array[int]
     state: State
     used: int = field(default=0)
 
@@ -68,7 +69,7 @@ class Prefixes:
         length = 0 if state is None else state.reach(len(ids))
         if state is None or not length or not state.cut(length):
             return
-        entry = _Entry(list(ids[:length]), state)
+        entry = _Entry(array("i", ids[:length]), state)
         self._entries = [each for each in self._entries if not _covers(entry, each)]
         self._entries.append(entry)
         self._use(entry)
@@ -97,9 +98,9 @@ class Prefixes:
 
     def _longest(self, prompt_ids: Sequence[int]) -> tuple[_Entry | None, int]:
         """Returns the entry with the longest beginning of the prompt that one can go back to, and its length."""
-        best, length = None, 0
+        best, length, asked = None, 0, array("i", prompt_ids)
         for entry in self._entries:
-            alike = min(common_beginning(entry.ids, prompt_ids), len(prompt_ids) - 1)
+            alike = min(common_beginning(entry.ids, asked), len(prompt_ids) - 1)
             if alike > length and (reach := entry.state.reach(alike)) > length:
                 best, length = entry, reach
         return best, length

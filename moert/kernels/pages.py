@@ -49,10 +49,9 @@ class PageLayout:
         return self.kv * self.places[-1]
 
     def pages(self, count: int) -> list[KeptPage]:
-        """Returns `count` new pages that follow one another in memory, all zeros: numbers behind the last key are
-        multiplied too, and must be finite."""
-        room, size = _aligned(count * self.nbytes), self.nbytes
-        return [Page(self, room[at * size :][:size]) for at in range(count)]
+        """Returns `count` new pages, all zeros: numbers behind the last key are multiplied too, and must be finite.
+        Each has memory of its own, so that none holds others in memory that nobody needs."""
+        return [Page(self, _aligned(self.nbytes)) for _ in range(count)]
 
 
 class KeptPage(Protocol):
@@ -73,13 +72,31 @@ class Page:
     bits, times the steps of their tokens, `key_steps` and `value_steps` [kv, KEYS]. The arrays of a head lie
     together."""
 
+    __slots__ = ("address", "buffer", "layout")
+
     def __init__(self, layout: PageLayout, buffer: U8) -> None:
         self.layout, self.buffer = layout, buffer
         self.address = int(buffer.ctypes.data)
-        number = np.int8 if layout.bits == 8 else np.float16
-        self.keys = self._part(0, number, layout.dim, KEYS)
-        self.values = self._part(1, number, KEYS, layout.value_dim)
-        self.key_steps, self.value_steps = (self._part(at, np.float32, KEYS) for at in (2, 3))
+
+    @property
+    def keys(self) -> npt.NDArray[Any]:
+        return self._part(0, self._number, self.layout.dim, KEYS)
+
+    @property
+    def values(self) -> npt.NDArray[Any]:
+        return self._part(1, self._number, KEYS, self.layout.value_dim)
+
+    @property
+    def key_steps(self) -> npt.NDArray[Any]:
+        return self._part(2, np.float32, KEYS)
+
+    @property
+    def value_steps(self) -> npt.NDArray[Any]:
+        return self._part(3, np.float32, KEYS)
+
+    @property
+    def _number(self) -> type[np.generic]:
+        return np.int8 if self.layout.bits == 8 else np.float16
 
     def copy(self) -> Page:
         twin = Page(self.layout, _aligned(self.layout.nbytes))

@@ -80,7 +80,7 @@ class Kept:
             return False
         left = pages_of(length)
         free = max(left, self._own, pages_of(self._read))  # no other cache has the pages from here on
-        self._room = [*self.pages[free:], *self._room]
+        self._room = [*self.pages[free:], *self._room][: max(0, pages_of(expected) - left)]
         del self.pages[left:]
         self.length, self._expected, self.place = length, expected, None
         return True

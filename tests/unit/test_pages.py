@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import tracemalloc
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -113,10 +114,23 @@ def test_what_an_encoder_made_is_shared_whole() -> None:
     assert written_bytes([state, twin]) == written_bytes([state])
 
 
+def test_room_for_tokens_that_never_came_is_given_back() -> None:
+    """A client that leaves early had asked for thousands of tokens: its first page may stay in memory, and no other."""
+    tracemalloc.start()
+    kept = Kept(PART, 5000)
+    kept.extend(3)
+    expected = tracemalloc.get_traced_memory()[0]
+    assert kept.cut(3, 0)
+    left = tracemalloc.get_traced_memory()[0]
+    tracemalloc.stop()
+    assert kept.nbytes == kept.layout.nbytes
+    assert left < expected / 20
+
+
 def test_pages_after_a_cut_are_used_again() -> None:
     kept = filled(5 * KEYS)
     before = list(kept.pages)
-    assert kept.cut(2 * KEYS + 1, 0)
+    assert kept.cut(2 * KEYS + 1, 5 * KEYS)
     kept.extend(3 * KEYS - 1)
     assert kept.pages == before
     twin = kept.copy()
