@@ -112,7 +112,7 @@ def test_an_expert_computes_what_the_runtime_does(gated: bool, limit: float | No
 def test_large_products_are_those_of_torch(
     shape: tuple[int, ...], biased: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """oneDNN's, on a processor where they are taken; with gradients torch's own."""
+    """Products by oneDNN, where the processor has AVX-512, and by torch where gradients are on."""
     chance = torch.Generator().manual_seed(2)
     x, weight = torch.randn(shape, generator=chance), torch.randn(40, 24, generator=chance)
     bias = torch.randn(40, generator=chance) if biased else None
@@ -397,7 +397,7 @@ def test_a_reference_is_taken_without_writing_texts_again(
 
 @pytest.mark.parametrize("family", ["switch_transformers", "olmoe"])
 def test_a_reference_is_taken_again_without_running_a_layer(family: str, tiny_model: TinyModel) -> None:
-    """As for another head of the models that are judged: here for the same, so that it must be the same reference."""
+    """The reference for another head needs the same final states: for the same head it is the same reference."""
     trial = trial_of(tiny_model(family, "all layers sparse" if family == "switch_transformers" else "plain"))
     [scorer] = scorers(trial, pairs(9, 4) if family == "switch_transformers" else running(5), "token_perplexity")
     scorer.score(as_reference=True)
