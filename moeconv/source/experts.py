@@ -291,7 +291,7 @@ def _substituted(chosen: Tensor, substitute: Substitute, num_experts: int) -> Te
 # Products with matrices. Where there is AVX-512, oneDNN's take half the time of torch's own, whose library leaves it
 # unused on some of the processors that have it.
 
-_MUCH = 1 << 26  # multiplications: with fewer, oneDNN's preparation for one more shape may take longer than it saves
+_MUCH = 1 << 24  # multiplications: with fewer, oneDNN's preparation for one more shape may take longer than it saves
 _ONEDNN: Any = (
     getattr(torch.ops.mkldnn, "_linear_pointwise", None)
     if torch.backends.cpu.get_cpu_capability() == "AVX512"

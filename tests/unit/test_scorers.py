@@ -125,9 +125,7 @@ def test_large_products_are_those_of_torch(
     assert torch.allclose(x.grad, weight.sum(0).expand_as(x), rtol=1e-5, atol=1e-5)
 
 
-def test_a_model_that_multiplies_otherwise_scores_alike(
-    tiny_model: TinyModel, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_model_that_multiplies_otherwise_scores_alike(tiny_model: TinyModel, monkeypatch: pytest.MonkeyPatch) -> None:
     def scores() -> Any:
         [scorer] = scorers(trial_of(tiny_model("olmoe", "plain")), running(5), "token_perplexity")
         return scorer.score(as_reference=True).nats
