@@ -18,7 +18,7 @@ from moeconv.calibration import Sample
 from moeconv.errors import CalibrationError, SettingsError
 from moeconv.measure.metrics import F64, Metric, likeliest
 from moeconv.source.archs import Family
-from moeconv.source.experts import Call, ExpertCalls
+from moeconv.source.experts import Call, ExpertCalls, linear
 from moeconv.strict_json import bounded
 from moert.pack.fence import Broken, Unfinished, fenced, locked
 from moert.pack.model_spec import LayerKey, ModelSpec, StackName
@@ -118,7 +118,7 @@ class Scorer(Protocol):
 
     def refer(self) -> None:
         """Takes the model, which is the unquantized one now, for the one that later divergences are measured from: as
-        `score` does, without its scores."""
+        `score` does, without its scores. Its final states are computed once."""
         ...
 
 
@@ -128,7 +128,8 @@ class Scorer(Protocol):
 # for each position in place of a whole distribution, and the divergence costs no more than the nats. The rows are those
 # of q, also where its head is another than that of p.
 
-LOGIT_BYTES = 64 << 20
+LOGIT_BYTES = 64 << 20  # of logits at once, at most
+_CACHED_BYTES, _LEAST_ROWS = 8 << 20, 128  # of logits that stay in a cache; rows for which it pays to read the head
 
 
 @dataclass(frozen=True)
@@ -152,7 +153,8 @@ class Head:
         self.weight, self.bias = cast("tuple[Tensor, Tensor | None]", (self.output.weight, self.output.bias))
         self.scale, self.softcap = spec.head.scale, spec.head.softcap
         self._original: Tensor | None = None  # the head of the unquantized model, where logits are bounded
-        self.chunk = max(16, LOGIT_BYTES // (4 * len(self.weight)))
+        a_row = 4 * len(self.weight)
+        self.chunk = max(16, min(LOGIT_BYTES // a_row, max(_LEAST_ROWS, _CACHED_BYTES // a_row)))
 
     def reference(self, hidden: Tensor, judged_head: Tensor | None = None) -> ReferenceRows:
         """Returns the figures to keep of the unquantized model. `judged_head` [vocab_size, d_model]: the head of the
@@ -222,7 +224,7 @@ class Head:
         hidden = hidden * self.scale
         if weight is None and self.bias is None and type(self.output) is nn.Linear:
             return self._bounded(self.output(hidden))  # so that listeners to the module see its inputs
-        logits = hidden @ (self.weight if weight is None else weight).T
+        logits = linear(hidden, self.weight if weight is None else weight)
         return self._bounded(logits if self.bias is None else logits.add_(self.bias))
 
 

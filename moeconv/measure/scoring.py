@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 import unicodedata
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
@@ -176,27 +176,40 @@ class TextScorer:
         self.metric = metric
         self.stack = StackRunner(subject.model, subject.family, "decoder")
         self.reference: ReferenceRows | None = None  # of the scored places, row by row
+        self.original: Tensor | None = None  # the unquantized model's final states of these places
 
     @property
     def n_samples(self) -> int:
         return len(self.texts.samples) or len(self.texts.ids)
 
+    @torch.inference_mode()
     def refer(self) -> None:
-        self.score(as_reference=True)
+        self._refer(self._states("unquantized") if self.original is None else self.original)
+
+    def _refer(self, original: Tensor) -> None:
+        self.original = original if self.subject.layers is None else None  # layers keep their states on disk
+        with self._present_head() as head:
+            self.reference = head.reference(original, self.subject.stored_head)
 
     @torch.inference_mode()
     def score(self, *, as_reference: bool = False) -> Scores:
-        layers, what = self.subject.layers, "unquantized" if as_reference else "a plan"
-        if layers is None:
-            hidden = torch.cat([self.run(batch)[self.texts.scored[batch]] for batch in self.batches()])
-        else:
-            hidden = layers.finals(self.texts.ids, self.texts.real, self.texts.scored, what)
-        with nullcontext(self.head) if layers is None else layers.head() as head:
-            if as_reference:
-                self.reference = head.reference(hidden, self.subject.stored_head)
+        hidden = self._states("unquantized" if as_reference else "a plan")
+        if as_reference:
+            self._refer(hidden)
+        with self._present_head() as head:
             against = None if as_reference else self.reference
             nats, kls = head.judge(hidden, self.texts.targets()[self.texts.scored], against)
         return self.scores_of(self.per_row(nats), self.per_row(kls))
+
+    def _states(self, what: str) -> Tensor:
+        """Returns the final states of the scored places [places, d_model]."""
+        if self.subject.layers is not None:
+            return self.subject.layers.finals(self.texts.ids, self.texts.real, self.texts.scored, what)
+        return torch.cat([self.run(batch)[self.texts.scored[batch]] for batch in self.batches()])
+
+    def _present_head(self) -> AbstractContextManager[Head]:
+        layers = self.subject.layers
+        return nullcontext(self.head) if layers is None else layers.head()
 
     @cached_property
     def head(self) -> Head:
@@ -387,6 +400,7 @@ class GeneratedScorer:
         self._lay_out()
         self.max_new_tokens = max_new_tokens
         self.reference: ReferenceRows | None = None
+        self.original: Tensor | None = None  # the unquantized model's final states of all targets
 
     @property
     def n_samples(self) -> int:
@@ -402,14 +416,17 @@ class GeneratedScorer:
                 written += self.model.write(encoded, bucket.mask, [()] * len(bucket.rows), self.max_new_tokens)
         states, targets = torch.cat(hidden), torch.cat([bucket.targets[bucket.targets >= 0] for bucket in self.buckets])
         if as_reference:
-            self.reference = self.model.head.reference(states, self.subject.stored_head)
+            self.original = states
+            self.refer()
         nats, kls = self.model.head.judge(states, targets, None if as_reference else self.reference)
         return self.scores_of(self.per_item(nats), self.per_item(kls), written)
 
     @torch.inference_mode()
     def refer(self) -> None:
-        states = [self.target_states(bucket, self.encode(bucket))[bucket.targets >= 0] for bucket in self.buckets]
-        self.reference = self.model.head.reference(torch.cat(states), self.subject.stored_head)
+        if self.original is None:
+            parts = [self.target_states(bucket, self.encode(bucket))[bucket.targets >= 0] for bucket in self.buckets]
+            self.original = torch.cat(parts)
+        self.reference = self.model.head.reference(self.original, self.subject.stored_head)
 
     def encode(self, bucket: Bucket) -> Tensor:
         return self.model.encode({"input_ids": bucket.inputs}, bucket.mask)

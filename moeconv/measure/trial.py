@@ -23,7 +23,7 @@ from moeconv.quantizers.coder import ORIGINAL, DenseCoder, ExpertCoder, Form, ba
 from moeconv.source.archs.config import transformers_model
 from moeconv.source.archs.weights import fill_backbone
 from moeconv.source.checkpoint import Checkpoint
-from moeconv.source.experts import ExpertCalls, Weights
+from moeconv.source.experts import ExpertCalls, Weights, multiplied_by_linear
 from moeconv.source.routers import Preferring
 from moert.pack.manifest import Preference
 from moert.pack.model_spec import ExpertKey, LayerKey
@@ -42,6 +42,7 @@ class LoadedModel:
         transformers.utils.logging.disable_progress_bar()  # type: ignore[no-untyped-call]
         with transformers_model(checkpoint.path):
             self.model: Any = checkpoint.model(torch.float32).requires_grad_(False)
+        multiplied_by_linear(self.model)
         self.calls = ExpertCalls(self.model, self.family, self.spec)
         self._stored: dict[str, Form] = {}
         """The present forms of the matrices outside the experts; none for originals."""

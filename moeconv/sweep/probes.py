@@ -174,7 +174,7 @@ def batches(rewrites: Sequence[Rewrite]) -> Iterator[list[Rewrite]]:
 
 # Probes on running text and on choices, for decoder-only models.
 
-BATCH_TOKENS = 8192
+BATCH_TOKENS = 4096
 Leaving = Callable[[Tensor, Pairs], Tensor]
 """(states that leave the changed layer in the base, pairs) → states that leave it in each pair [pairs, tokens,
 d_model]."""

@@ -119,6 +119,7 @@ class SweepWorker:
         else:
             self.trial.restore()
             self._references[block] = self._timed("unquantized", lambda: scorer.score(as_reference=True))
+            scorer.original = None  # no other head follows
             if self.job.blocks > 1:
                 assert scorer.reference is not None
                 self._files[block] = _written(scorer.reference)

@@ -1,4 +1,4 @@
-"""Probes: what they answer is what a full evaluation of the changed model says, for a fraction of the work."""
+"""Probes: their answers are those of a full evaluation of the changed model, for a fraction of the work."""
 
 from __future__ import annotations
 

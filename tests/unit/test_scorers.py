@@ -35,6 +35,7 @@ from moeconv.measure.scoring import (
     windows_of,
 )
 from moeconv.measure.trial import Trial
+from moeconv.source import experts
 from moeconv.source.checkpoint import Checkpoint
 from moeconv.source.experts import Call, Substitute, expert_ffn
 from moert.kernels.reference import Plain, ffn
@@ -104,6 +105,34 @@ def test_an_expert_computes_what_the_runtime_does(gated: bool, limit: float | No
     unlimited = expert_ffn(x, weights, replace(spec, act=replace(spec.act, limit=None)), biases)
     near = torch.allclose(unlimited, expected, rtol=0, atol=1e-2 * size)
     assert near == (limit is None), "the limit was never reached: nothing was tested"
+
+
+@pytest.mark.parametrize("biased", [False, True])
+@pytest.mark.parametrize("shape", [(70, 24), (3, 7, 24), (0, 24)])
+def test_large_products_are_those_of_torch(
+    shape: tuple[int, ...], biased: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Products by oneDNN, where the processor has AVX-512, and by torch where gradients are on."""
+    chance = torch.Generator().manual_seed(2)
+    x, weight = torch.randn(shape, generator=chance), torch.randn(40, 24, generator=chance)
+    bias = torch.randn(40, generator=chance) if biased else None
+    expected = x @ weight.T + (0 if bias is None else bias)
+    monkeypatch.setattr(experts, "_MUCH", 0)
+    with torch.inference_mode():
+        assert torch.allclose(experts.linear(x, weight, bias), expected, rtol=1e-5, atol=1e-5)
+    experts.linear(x.requires_grad_(), weight, bias).sum().backward()
+    assert x.grad is not None
+    assert torch.allclose(x.grad, weight.sum(0).expand_as(x), rtol=1e-5, atol=1e-5)
+
+
+def test_a_model_that_multiplies_otherwise_scores_alike(tiny_model: TinyModel, monkeypatch: pytest.MonkeyPatch) -> None:
+    def scores() -> Any:
+        [scorer] = scorers(trial_of(tiny_model("olmoe", "plain")), running(5), "token_perplexity")
+        return scorer.score(as_reference=True).nats
+
+    expected = scores()
+    monkeypatch.setattr(experts, "_MUCH", 0)
+    assert np.allclose(scores(), expected, rtol=1e-5)
 
 
 @torch.inference_mode()
@@ -354,7 +383,7 @@ def test_a_reference_is_taken_without_writing_texts_again(
     trial.assign(dict.fromkeys(trial.spec.expert_keys()[:3], (2, 2)))
     expected = scorer.score()
     trial.restore()
-    scorer.reference = None
+    scorer.reference = scorer.original = None
     with monkeypatch.context() as patch:
         patch.setattr(scorer.model, "write", lambda *given: pytest.fail("texts are written"))
         scorer.refer()
@@ -362,6 +391,25 @@ def test_a_reference_is_taken_without_writing_texts_again(
     again = scorer.score()
     assert np.array_equal(again.kls, expected.kls)
     assert np.array_equal(again.nats, expected.nats)
+
+
+@pytest.mark.parametrize("family", ["switch_transformers", "olmoe"])
+def test_a_reference_is_taken_again_without_running_a_layer(family: str, tiny_model: TinyModel) -> None:
+    """The reference for another head needs the same final states: for the same head it is the same reference."""
+    trial = trial_of(tiny_model(family, "all layers sparse" if family == "switch_transformers" else "plain"))
+    [scorer] = scorers(trial, pairs(9, 4) if family == "switch_transformers" else running(5), "token_perplexity")
+    scorer.score(as_reference=True)
+    first = scorer.reference
+    trial.assign(dict.fromkeys(trial.spec.expert_keys(), (2,) * len(trial.spec.moe.ffn.projections)))
+    scorer.score()
+    trial.restore()
+    rows = trial.calls.rows
+    scorer.refer()
+    assert trial.calls.rows == rows
+    assert first is not None
+    assert scorer.reference is not None
+    assert torch.equal(scorer.reference.mean_row, first.mean_row)
+    assert torch.equal(scorer.reference.negentropy, first.negentropy)
 
 
 @torch.inference_mode()
