@@ -3,15 +3,16 @@ settings of the engine as JSON, it prints its address as `moert serve` does and 
 
 from __future__ import annotations
 
+import argparse
 import json
 import signal
-import sys
 from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
 
 from moert.engine.settings import EngineSettings
+from recipes.bench.program import as_program
 from recipes.bench.routing import Guesses, ReplayedRouting, Routing
 from tests.serving import serving
 
@@ -39,8 +40,11 @@ class ReplayedStreams(ReplayedRouting):
 
 
 def main() -> None:
-    pack, routes, settings = sys.argv[1:]
-    with serving(Path(pack), engine=EngineSettings(**json.loads(settings))) as running, np.load(routes) as recorded:
+    parser = argparse.ArgumentParser(description=__doc__)
+    for name in ("pack", "routes", "settings"):
+        parser.add_argument(name, type=json.loads if name == "settings" else Path)
+    given = parser.parse_args()
+    with serving(given.pack, engine=EngineSettings(**given.settings)) as running, np.load(given.routes) as recorded:
         engine = next(iter(running.host.there.values())).engine
         streams = ReplayedStreams(recorded["streams"], recorded["guesses"])
         streams.replace(engine.model.routers, engine.spec.moe_layers())
@@ -50,4 +54,4 @@ def main() -> None:
 
 if __name__ == "__main__":
     signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM, signal.SIGINT})
-    main()
+    as_program(main)
