@@ -37,7 +37,9 @@ def fetch(folder: Path, source: str) -> None:
     folder.mkdir(parents=True, exist_ok=True)
     if subprocess.run([*git, "cat-file", "-e", COMMIT], capture_output=True).returncode != 0:
         subprocess.run([*git, "init", "--quiet"], check=True)
-        subprocess.run([*git, "fetch", "--quiet", "--depth", "1", source, COMMIT], check=True)
+        got = subprocess.run([*git, "fetch", "--quiet", "--depth", "1", source, COMMIT])
+        if got.returncode != 0:
+            sys.exit(f"schemas.py: no schemas from {source}: name another copy of that repository, SCHEMAS=FOLDER")
 
 
 def schemas(folder: Path, count: int) -> Iterator[tuple[str, Any]]:
