@@ -29,10 +29,19 @@ class Rotary:
 
     def turns(self, start: int, tokens: int) -> F32:
         """Returns cosines and sines of positions from `start` on, [tokens, 2, dims / 2]."""
-        if start + tokens > len(self._turns):
-            angles = np.arange(rounded(start + tokens), dtype=np.float32)[:, None] * self._frequencies
-            self._turns = np.stack((np.cos(angles), np.sin(angles)), axis=1) * self._factor
+        self.reach(start + tokens)
         return self._turns[start : start + tokens]
+
+    def reach(self, tokens: int) -> None:
+        """Makes the table for so many positions, if it has fewer. Whoever has a part of the table before holds all of
+        that in memory."""
+        if tokens > len(self._turns):
+            made = np.empty((rounded(tokens), 2, len(self._frequencies)), np.float32)
+            angles = np.multiply(np.arange(len(made), dtype=np.float32)[:, None], self._frequencies, out=made[:, 0])
+            np.sin(angles, out=made[:, 1])
+            np.cos(angles, out=made[:, 0])
+            made *= self._factor
+            self._turns = made
 
 
 def query_scales(stretch: Stretch, start: int, tokens: int) -> F32:

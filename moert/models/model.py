@@ -400,6 +400,8 @@ class _Tower:
         assert layer.mutual is not None
         end, prefix = 0, prefix if layer.attention.causal else len(rows)
         assert not (prefix and kept.length)
+        if layer.rope is not None and len(rows) > ROWS:
+            self.ropes[layer.rope].reach(kept.length + len(rows))
         while end < len(rows):
             first, mutual = end, end < prefix
             end = prefix if mutual else min(first + ROWS, len(rows))

@@ -14,7 +14,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from kept_keys import WideKeys
-from tiny_packs import SPECS, write_pack
+from tiny_packs import DECODER_SHAPE, SPECS, write_pack
 from transformers.models.t5.modeling_t5 import T5Attention
 
 from moert.engine.engine import Engine
@@ -76,6 +76,23 @@ def test_turns_are_those_of_each_position(pieces: list[tuple[int, int]], factor:
         angles = np.arange(start, start + tokens)[:, None] * frequencies(12).astype(np.float64)
         expected = factor * np.stack((np.cos(angles), np.sin(angles)), 1)
         np.testing.assert_allclose(found, expected, atol=5e-5)  # float32 angles of up to 700
+
+
+def test_positions_of_a_long_prompt_are_of_one_table(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each piece of a prompt keeps its part of the table, and with it all of the table, until all layers have run."""
+    made, plain = list[int](), Rotary.reach
+
+    def reach(self: Rotary, tokens: int) -> None:
+        before = len(self._turns)
+        plain(self, tokens)
+        made.extend([len(self._turns)] * (len(self._turns) > before))
+
+    monkeypatch.setattr(Rotary, "reach", reach)
+    pack = write_pack(tmp_path / "a.pack", DECODER_SHAPE.but(max_positions=1000).spec, paths=False)
+    with Engine.open(pack, predict="none", threads=1) as engine:
+        engine.reserve(900, 1)
+        engine.model.prefill([3 + at % 11 for at in range(900)])
+    assert made == [1024]
 
 
 # Pieces
