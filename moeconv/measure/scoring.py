@@ -184,19 +184,20 @@ class TextScorer:
 
     @torch.inference_mode()
     def refer(self) -> None:
-        self._refer(self._states("unquantized") if self.original is None else self.original)
-
-    def _refer(self, original: Tensor) -> None:
-        self.original = original if self.subject.layers is None else None  # layers keep their states on disk
+        original = self._states("unquantized") if self.original is None else self.original
         with self._present_head() as head:
-            self.reference = head.reference(original, self.subject.stored_head)
+            self._refer(head, original)
+
+    def _refer(self, head: Head, original: Tensor) -> None:
+        self.original = original if self.subject.layers is None else None  # layers keep their states on disk
+        self.reference = head.reference(original, self.subject.stored_head)
 
     @torch.inference_mode()
     def score(self, *, as_reference: bool = False) -> Scores:
         hidden = self._states("unquantized" if as_reference else "a plan")
-        if as_reference:
-            self._refer(hidden)
         with self._present_head() as head:
+            if as_reference:
+                self._refer(head, hidden)
             against = None if as_reference else self.reference
             nats, kls = head.judge(hidden, self.texts.targets()[self.texts.scored], against)
         return self.scores_of(self.per_row(nats), self.per_row(kls))
