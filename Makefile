@@ -95,7 +95,7 @@ test-cuda: setup  ## the tests that need a GPU with CUDA; without one they are s
 check-gpu: setup  ## on a GPU, 8 minutes: test-cuda, a pack there beside the processor, and measured what bench-devices simulates
 	$(PY) -m recipes.bench.card
 
-test-anywhere: setup  ## the tests in three orders, as an ordinary user, holding 2 GB, on one core (an hour; PROOFS=core: one)
+test-anywhere: setup  ## the tests in three orders, as an ordinary user, holding 2 GB, on one core, beside others (90 minutes; PROOFS=core: one)
 	$(PY) -m tests.anywhere $(PROOFS)
 
 test-native: $(NATIVE)  ## the native library beside plain arithmetic, on each instruction set that runs here

@@ -95,6 +95,11 @@ _NAMES = {
 }  # fmt: skip
 
 
+def drawn_seed() -> int:
+    """Returns the seed of a request that names none."""
+    return secrets.randbits(62)
+
+
 def settings_of(
     found: Mapping[str, Any], defaults: GenerationSettings, count: int = 1, **more: Any
 ) -> list[GenerationSettings]:
@@ -109,7 +114,7 @@ def settings_of(
     base = defaults.but(**changes, **more)
     if base.temperature == 0.0:
         return [base] * count
-    seed = found["seed"] & ((1 << 62) - 1) if "seed" in found else secrets.randbits(62)
+    seed = found["seed"] & ((1 << 62) - 1) if "seed" in found else drawn_seed()
     return [base.but(seed=seed + number) for number in range(count)]
 
 

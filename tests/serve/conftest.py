@@ -2,13 +2,23 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 
 import httpx
 import pytest
 from chat_packs import ENDLESS, write_chat_pack
 from serving import Running, serving
+
+from moert.serve import openai
+
+
+@pytest.fixture(autouse=True)
+def seed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Draws the same seeds in each run for the requests of a test that name none."""
+    monkeypatch.setattr(openai, "drawn_seed", partial(next, itertools.count(1)))
 
 
 @pytest.fixture(scope="module")

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import http.client
 import json
 import socket
 import time
@@ -126,15 +128,18 @@ def test_who_leaves_ends_the_answer(server: Running) -> None:
     body = {"prompt": "hello", "max_tokens": 1 << 20, "stream": True}
     worker = server.host.there["tiny"]
     with httpx.stream("POST", f"{server.url}/v1/completions", json=body, timeout=60) as answer:
-        next(answer.iter_text())
+        pieces = answer.iter_text()
+        next(pieces)
         assert worker.unfinished == 1
     until(lambda: worker.unfinished == 0)
 
 
 def test_who_leaves_before_the_answer_ends_it_too(server: Running) -> None:
-    worker = server.host.there["tiny"]
-    with pytest.raises(httpx.ReadTimeout):
-        httpx.post(f"{server.url}/v1/completions", json={"prompt": "a", "max_tokens": 1 << 20}, timeout=0.3)
+    worker, body = server.host.there["tiny"], json.dumps({"prompt": "a", "max_tokens": 1 << 20})
+    connection = http.client.HTTPConnection(server.url.removeprefix("http://"))
+    with contextlib.closing(connection):
+        connection.request("POST", "/v1/completions", body)
+        until(lambda: worker.unfinished == 1)
     until(lambda: worker.unfinished == 0)
 
 

@@ -291,11 +291,17 @@ def test_a_place_is_not_held_without_a_request(sent: bytes, pack: Path, monkeypa
 
 
 def test_an_answer_may_take_longer_than_a_place_is_held(pack: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(server, "IDLE_S", 0.05)
-    with serving(pack) as running:
-        body = {"prompt": "hello", "max_tokens": 2000}
-        found = httpx.post(f"{running.url}/v1/completions", json=body, timeout=60)
-    assert found.json()["usage"]["completion_tokens"] == 2000
+    connections = list[server._Connection]()
+    monkeypatch.setattr(server._Connection, "_wait", lambda connection: connections.append(connection))
+    body = {"prompt": "hello", "max_tokens": 2000, "stream": True}
+    with (
+        serving(pack) as running,
+        httpx.stream("POST", f"{running.url}/v1/completions", json=body, timeout=60) as answer,
+    ):
+        pieces = answer.iter_text()
+        next(pieces)
+        connections[0].loop.call_soon_threadsafe(connections[0]._close)  # as when its time is over
+        assert '"finish_reason":"length"' in "".join(pieces)
 
 
 def test_a_slow_body_is_not_waited_for(server: Running, monkeypatch: pytest.MonkeyPatch) -> None:
