@@ -6,8 +6,10 @@ import re
 import signal
 import socket
 import stat
+import struct
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -65,6 +67,22 @@ def test_it_answers_and_ends_cleanly(pack: Path, sent: signal.Signals, status: i
         _, errors = process.communicate(timeout=60)
         assert process.returncode == status
         assert "Traceback" not in errors
+
+
+def test_a_client_that_leaves_in_the_middle_ends_no_server(pack: Path) -> None:
+    """What it did not read waits in the server, which sees its half of the connection closed and writes on."""
+    with started(pack) as (_, url):
+        host, port = url.removeprefix("http://").split(":")
+        for _ in range(3):
+            with socket.socket() as client:
+                client.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 2048)
+                client.connect((host, int(port)))
+                client.sendall(b"GET /openapi.json HTTP/1.1\r\nHost: here\r\n\r\n" * 200)
+                assert client.recv(1)
+                client.shutdown(socket.SHUT_WR)
+                time.sleep(0.2)  # for the server to see it
+                client.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))  # a reset follows
+            assert httpx.get(f"{url}/health", timeout=60).json()["status"] == "ok"
 
 
 @pytest.mark.parametrize("sent", [signal.SIGINT, signal.SIGTERM])
