@@ -41,8 +41,8 @@ def prepare() -> None:
 
 def exit_code(command: Callable[[], Any], arguments: Sequence[str] | None = None) -> int:
     """Runs the command and returns its exit status: 0, 2 for a user's mistake, which is one line on stderr and with
-    --json among the `arguments` (None: those of the process) an object on stdout, 130 after Ctrl-C, 141 where the reader
-    of stdout went away. Other errors are raised."""
+    --json among the `arguments` (None: those of the process) an object on stdout, 130 after Ctrl-C, 141 where the
+    reader of stdout went away. Other errors are raised."""
     try:
         with command_line(OPTIONS), owned_stderr():
             code = command()  # 130 after Ctrl-C
