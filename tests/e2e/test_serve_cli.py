@@ -20,6 +20,7 @@ from cgroups import Group, missing
 from chat_packs import ENDLESS, write_chat_pack
 
 from moert.engine.engine import Engine
+from moert.pack.reader import Pack
 
 HELLO = [{"role": "user", "content": "hello"}]
 
@@ -63,6 +64,14 @@ def test_it_answers_and_ends_cleanly(pack: Path, sent: signal.Signals, status: i
         found = httpx.post(f"{url}/v1/chat/completions", json=body, timeout=60).json()
         with Engine.open(pack) as engine:
             assert found["choices"][0]["message"]["content"] == engine.chat(HELLO, max_new_tokens=8).text
+        for wrong, named in (
+            ({"stop": [""]}, "stop has an empty"),
+            ({"logit_bias": {"9999": 1}}, "logit_bias has the id"),
+        ):
+            refused = httpx.post(f"{url}/v1/chat/completions", json={**body, **wrong}, timeout=60).json()
+            assert refused["error"]["message"].startswith(named), "clients have no options"
+        (listed,) = httpx.get(f"{url}/api/tags").json()["models"]
+        assert listed["size"] == Pack.open(pack).manifest.nbytes()
         process.send_signal(sent)
         _, errors = process.communicate(timeout=60)
         assert process.returncode == status
