@@ -158,7 +158,8 @@ def _loaded(calib: str, heldout: str | None, seed: int, fields: Mapping[str, str
     text = _read(calib, fields, render)
     if heldout is not None:
         return _pair(calib, text, _read(heldout, fields, render), None)
-    _require(text.name, len(text.samples), 2 * MIN_SAMPLES if text.seq2seq else 2, ALONE)
+    alone = f"{ALONE}; blank lines divide it into samples" if Path(calib).suffix.lower() == ".txt" else ALONE
+    _require(text.name, len(text.samples), 2 * MIN_SAMPLES if text.seq2seq else 2, alone)
     try:
         samples, why = with_documents(text.samples, running=not text.seq2seq)
         splits = Splits(calib, text.seq2seq, *divide(samples, text.seq2seq, 0.5, seed), why=why)
