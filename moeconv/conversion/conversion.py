@@ -151,6 +151,9 @@ class Conversion:
         written) or a PackError."""
         say = self.account.say
         check_target(self.settings.out)
+        out, work = placed(self.settings.out), placed(self.settings.work)
+        if out in (work, *work.parents):
+            raise SettingsError(f"--work {self.settings.work}: --out {self.settings.out} holds it: give another --work")
         checkpoint = Checkpoint.open(self.settings.model)
         self.settings, stored_note = as_stored(self.settings, checkpoint)
         settings, coding = self.settings, Coding.of(checkpoint, self.settings)
