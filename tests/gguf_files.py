@@ -72,9 +72,13 @@ def _odd(name: str) -> bool:
     return not name.endswith(("weight", "_proj", "_blocks", "_scales")) or "norm" in name.rsplit(".", 2)[-2]
 
 
-def write_gguf(folder: Path, file: Path, kind: str | None = None, **metadata: Any) -> Path:
+def write_gguf(
+    folder: Path, file: Path, kind: str | None = None, more: Mapping[str, np.ndarray] | None = None, **metadata: Any
+) -> Path:
     """Writes a checkpoint's GGUF file. `kind`: the type of matrices other than routers, as the package calls it (None:
-    as they are); `metadata`: more keys, or other values (None: without the key)."""
+    as they are); `more`: other tensors, or more of them, bytes as NVFP4; `metadata`: more keys, or other values (None:
+    without the key)."""
+    more = more or {}
     config = _config(folder)
     known = gguf.MODEL_ARCH_NAMES[_arch(config)]
     writer = gguf.GGUFWriter(file, NEWER.get(config["model_type"], known))
@@ -82,11 +86,16 @@ def write_gguf(folder: Path, file: Path, kind: str | None = None, **metadata: An
     for key, value in {**_metadata(config), **_tokenizer(tokens), **metadata}.items():
         _add(writer, key.replace("ARCH", writer.arch), value)
     for name, tensor in sorted(_stored(config, load_file(folder / "model.safetensors"))):
+        if name in more:
+            continue
         array, wanted = tensor.contiguous().numpy(), None if kind is None else gguf.GGMLQuantizationType[kind]
         if wanted is not None and tensor.dim() > 1 and tensor.dtype == torch.float16 and not name.endswith(_ALWAYS_F32):
             writer.add_tensor(name, gguf.quants.quantize(array.astype(np.float32), wanted), raw_dtype=wanted)
         else:
             writer.add_tensor(name, array)
+    for name, array in more.items():
+        coded = array.dtype == np.uint8
+        writer.add_tensor(name, array, raw_dtype=gguf.GGMLQuantizationType.NVFP4 if coded else None)
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
