@@ -54,6 +54,7 @@ class GgufTensors(Tensors):
         arch = ARCHS.get(str(container.metadata.values.get("general.architecture")))
         own = tuple(name for name in arch.names.values() if name.endswith(_SCALE)) if arch is not None else ()
         found = {name: name.removesuffix(".weight") + _SCALE for name in self._kinds if name.endswith(".weight")}
+        self.of_activations = [name for name in self._kinds if name.endswith(OF_ACTIVATIONS)]
         self._scales = {name: by for name, by in found.items() if by in self._kinds and not by.endswith(own)}
         known = {*_PLAIN, *(kind.name for kind in quants._type_traits)}
         if (strange := next((name for name, kind in self._kinds.items() if kind not in known), None)) is not None:
@@ -84,10 +85,6 @@ class GgufTensors(Tensors):
                 continue
             found[name + _LOG if name.endswith(".ssm_a") else name] = None
         return found.keys()
-
-    @property
-    def of_activations(self) -> list[str]:
-        return [name for name in self.container.tensors if name.endswith(OF_ACTIVATIONS)]
 
     @property
     def types(self) -> str:
@@ -168,7 +165,9 @@ class GgufTensors(Tensors):
         if len(found) == 1:
             return found
         if len(shape) != 3 or len(found) != shape[0]:
-            raise CheckpointError(f"{self.path}: {self._scales[name]} has {len(found):,} numbers for a tensor of {shape}")
+            raise CheckpointError(
+                f"{self.path}: {self._scales[name]} has {len(found):,} numbers for a tensor of {shape}"
+            )
         return found[:, None, None] if index is None else found[index]
 
     def _data(self, place: Place, index: int | None) -> Bytes:
