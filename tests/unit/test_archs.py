@@ -90,7 +90,7 @@ def check_frequencies(described: Description, model: Any) -> None:
     ours = [value for name, value in described.computed.items() if name.startswith("rope.")]
     theirs = [
         (_in_order(module, b), module.config.rope_parameters.get("short_mscale") or _factor(module, name))
-        for module in (of_layers if "GraniteMoeSWA" in type(model).__name__ else modules.values())
+        for module in (of_layers if "SWA" in type(model).__name__ else modules.values())
         for name, b in module.named_buffers() if not name.endswith("original_inv_freq")
     ]  # fmt: skip
     assert len(described.spec.ropes) == len(ours) == len(theirs)

@@ -29,7 +29,7 @@ from moeconv.source.archs.family import Family
 from moeconv.source.archs.gemma4 import Gemma4, Gemma4Text
 from moeconv.source.archs.gpt_oss import GptOss
 from moeconv.source.archs.gptsan_japanese import GptsanJapanese
-from moeconv.source.archs.granite import GraniteMoe, GraniteMoeShared, GraniteMoeSwa
+from moeconv.source.archs.granite import GraniteMoe, GraniteMoeShared, GraniteMoeSwa, GraniteSwa
 from moeconv.source.archs.hybrids import GraniteMoeHybrid, Jamba, Lfm2Moe, NemotronH
 from moeconv.source.archs.kda import BailingHybrid, Glm5Next, KimiLinear
 from moeconv.source.archs.llama4 import Llama4, Llama4Text
@@ -78,7 +78,7 @@ FAMILIES: Mapping[str, Family] = {
         SolarOpen(), HyV3(), Afmoe(), Ernie45VlMoe(), Cohere2Vision(), Step3p5(), Step3p7(), Glm4vMoe(),
         DeepseekV32(), GlmMoeDsa(), MiMoV2Flash(), MiniMaxM3Vl(), Cohere2(), Cohere2Moe(),
         Qwen3Vl(), Qwen35(), Qwen35Text(), KimiLinear(), BailingHybrid(), Glm5Next(), LongcatFlash(),
-        GraniteMoeSwa(), DeepseekV4(), Qwen4Exp(), Qwen4ExpText(),
+        GraniteMoeSwa(), GraniteSwa(), DeepseekV4(), Qwen4Exp(), Qwen4ExpText(),
     )
 }  # fmt: skip
 """model_type of config.json → its family."""
