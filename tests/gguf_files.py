@@ -29,11 +29,36 @@ ARCHS = {
     "qwen3_vl": "QWEN3VL", "qwen3_5_text": "QWEN35",
     "cohere2": "COHERE2", "mistral4": "MISTRAL4", "glm_moe_dsa": "GLM_DSA", "deepseek_v32": "GLM_DSA", "hy_v3": "DOTS1",
     "qwen3_5_moe_text": "QWEN35MOE", "granitemoehybrid": "GRANITE_HYBRID", "nemotron_h": "NEMOTRON_H_MOE",
-    "kimi_linear": "KIMI_LINEAR", "step3p5": "STEP35",
+    "kimi_linear": "KIMI_LINEAR", "step3p5": "STEP35", "deepseek_v4": "DEEPSEEK2",
 }  # fmt: skip
 """model_type → the architecture's name in the package."""
-NEWER = {"deepseek_v32": "deepseek32", "hy_v3": "hy_v3"}
-"""model_type → the name of an architecture that the package lacks: its tensors have the names of the one in ARCHS."""
+NEWER = {"deepseek_v32": "deepseek32", "hy_v3": "hy_v3", "deepseek_v4": "deepseek4"}
+"""model_type → the name of an architecture that the package lacks: its tensors have the names of the one in ARCHS, or
+those in OWN."""
+_COMPRESSOR = {"wkv.weight": "kv", "wgate.weight": "gate", "ape": "ape", "norm.weight": "norm"}
+_STREAMS = ("fn", "base", "scale")
+OWN: Mapping[str, Mapping[str, str]] = {
+    "deepseek_v4": {
+        "model.embed_tokens.weight": "token_embd.weight", "head.weight": "output.weight",
+        "model.norm.weight": "output_norm.weight", "attn.attn_sink": "attn_sinks.weight",
+        **{f"model.hc_head.hc_{each}": f"output_hc_{each}.weight" for each in _STREAMS},
+        **{f"hc_{half}_{each}": f"hc_{half}_{each}.weight" for half in ("attn", "ffn") for each in _STREAMS},
+        **{f"{half}_norm.weight": f"{half}_norm.weight" for half in ("attn", "ffn")},
+        **{f"attn.{name}.weight": f"attn_{called}.weight" for name, called in (
+            ("wq_a", "q_a"), ("q_norm", "q_a_norm"), ("wq_b", "q_b"), ("wkv", "kv"), ("norm", "kv_a_norm"),
+            ("wo_a", "output_a"), ("wo_b", "output_b"))},
+        **{f"attn.compressor.{name}": f"attn_compressor_{called}.weight" for name, called in _COMPRESSOR.items()},
+        **{f"attn.indexer.compressor.{name}": f"indexer_compressor_{called}.weight"
+           for name, called in _COMPRESSOR.items()},
+        "attn.indexer.wq_b.weight": "indexer.attn_q_b.weight",
+        "attn.indexer.weights_proj.weight": "indexer.proj.weight",
+        "ffn.gate.weight": "ffn_gate_inp.weight", "ffn.gate.bias": "exp_probs_b.bias",
+        "ffn.gate.tid2eid": "ffn_gate_tid2eid.weight",
+        **{f"ffn.shared_experts.{w}.weight": f"ffn_{part}_shexp.weight"
+           for w, part in (("w1", "gate"), ("w2", "down"), ("w3", "up"))},
+    },
+}  # fmt: skip
+"""model_type → the names of tensors, within a layer or outside → those in a file."""
 RELATIVES = {
     "kimi_k2": "deepseek_v3", "kimi_k25": "deepseek_v3", "glm4_moe_lite": "deepseek_v3", "solar_open": "glm4_moe",
     "mistral": "llama",
@@ -46,6 +71,10 @@ AS_LLAMA_CPP: Mapping[str, dict[str, Any]] = {
     "cohere2": {"sliding_window_pattern": 4, "num_hidden_layers": 5},
     "afmoe": {"mup_enabled": True, "global_attn_every_n_layers": 4},
     "glm4_moe_lite": {"first_k_dense_replace": 1},
+    "deepseek_v4": {
+        "mlp_layer_types": ["hash_moe", "moe", "moe", "moe"],
+        "compress_rates": {"compressed_sparse_attention": 4, "heavily_compressed_attention": 128},
+    },
     "lfm2_moe": {"routed_scaling_factor": 1.0}, "nemotron_h": {"head_dim": 8},
 }  # fmt: skip
 """Settings of tiny models that llama.cpp takes for granted, so that no file says them."""
@@ -154,7 +183,7 @@ def _tokenizer(table: dict[str, Any]) -> dict[str, Any]:
 def _metadata(config: Config) -> dict[str, Any]:
     get, kind = config.get, config["model_type"]
     rope = get("rope_parameters") or {}
-    whole = rope.get("full_attention", rope)
+    whole = rope.get("full_attention", rope.get("compress", rope))
     layers, heads, d_model = _layers(config), config["num_attention_heads"], config["hidden_size"]
     named = ("n_routed_experts", "num_local_experts", "num_experts", "moe_num_experts")
     experts = next((config[name] for name in named if name in config), None)
@@ -182,6 +211,25 @@ def _qwen(c: Config) -> Config:
         "expert_feed_forward_length": c["moe_intermediate_size"],
         "expert_shared_feed_forward_length": c.get("shared_expert_intermediate_size"),
     }
+
+
+def _deepseek4(c: Config) -> Config:
+    every = {"sliding_attention": 0, **c["compress_rates"]}
+    limits, rope = [c["swiglu_limit"]] * c["num_hidden_layers"], c["rope_parameters"]
+    return {
+        "rope.dimension_count": c["qk_rope_head_dim"], "attention.q_lora_rank": c["q_lora_rank"],
+        "attention.output_lora_rank": c["o_lora_rank"], "attention.output_group_count": c["o_groups"],
+        "attention.compress_ratios": [*(every[kind] for kind in c["layer_types"]), 0],
+        "attention.compress_rope_freq_base": rope["compress"]["rope_theta"],
+        "rope.freq_base": rope["main"]["rope_theta"],
+        "expert_feed_forward_length": c["moe_intermediate_size"], "expert_shared_count": c["n_shared_experts"],
+        "expert_weights_scale": c["routed_scaling_factor"], "expert_weights_norm": True, "expert_gating_func": 4,
+        "hash_layer_count": c["mlp_layer_types"].count("hash_moe"), "nextn_predict_layers": 1,
+        "swiglu_clamp_exp": limits, "attention.sliding_window": c["sliding_window"],
+        "attention.indexer.head_count": c["index_n_heads"], "attention.indexer.key_length": c["index_head_dim"],
+        "attention.indexer.top_k": c["index_topk"], "hyper_connection.count": c["hc_mult"],
+        "hyper_connection.sinkhorn_iterations": c["hc_sinkhorn_iters"], "hyper_connection.epsilon": c["hc_eps"],
+    }  # fmt: skip
 
 
 def _sees(c: Config) -> Config:
@@ -332,7 +380,7 @@ _OF_FAMILY: Mapping[str, Callable[[Config], Config]] = {
     "gpt_oss": lambda c: {"attention.sliding_window": c["sliding_window"],
                           "expert_feed_forward_length": c["intermediate_size"]},
     "deepseek_v2": _deepseek, "deepseek_v3": _deepseek, "mistral4": _deepseek, "glm_moe_dsa": _indexed,
-    "deepseek_v32": _indexed, "kimi_linear": _kimi_linear, "step3p5": _step,
+    "deepseek_v32": _indexed, "deepseek_v4": _deepseek4, "kimi_linear": _kimi_linear, "step3p5": _step,
     "hy_v3": lambda c: {
         "expert_feed_forward_length": c["moe_intermediate_size"], "expert_weights_norm": True, "expert_gating_func": 2,
         "expert_shared_feed_forward_length": c["moe_intermediate_size"] * c["num_shared_experts"],
@@ -428,6 +476,8 @@ def _stored(config: Config, tensors: Tensors) -> Iterator[tuple[str, Tensor]]:
             yield f"{at}exp_probs_b", tensor
         elif name.endswith("in_proj_qkvz.weight"):
             yield from _apart(config, at, tensor)
+        elif (own := OWN.get(kind, {}).get(name if layer is None else name[layer.end() :])) is not None:
+            yield at + own, tensor.int() if tensor.dtype == torch.int64 else tensor
         elif not (config.get("tie_word_embeddings") and name == "lm_head.weight"):
             yield _mapped(names, name), _changed(config, name, tensor)
     for name, each in experts.items():

@@ -106,6 +106,8 @@ VARIANTS = [
     ("nemotron_h", "no experts"),
     ("kimi_linear", "queries with a rank"),
     ("kimi_linear", "two shared"),
+    ("deepseek_v4", "yarn"),
+    ("deepseek_v4", "no pools"),
 ]
 
 
@@ -121,6 +123,19 @@ def test_a_variant_has_the_settings_of_its_safetensors(family: str, variant: str
     for key in theirs.spec.expert_keys():
         matrices = theirs.expert(key)
         assert all(np.array_equal(matrices[name], weight) for name, weight in ours.expert(key).items())
+
+
+@pytest.mark.parametrize(("key", "value", "words"), [
+    ("attention.compress_ratios", [0, 8, 0, 0], "should have one of 0, 4, 128 for each of 4 layers"),
+    ("attention.compress_ratios", [0, 4], "should have one of 0, 4, 128 for each of 4 layers"),
+    ("swiglu_clamp_exp", [1.0, 1.0, 1.0, 2.0], "should be the same number for all layers"),
+    ("swiglu_clamp_shexp", [3.0] * 4, "should be the same number for all layers"),
+    ("swiglu_clamp_exp", None, "should be the same number for all layers"),
+    ("expert_gating_func", 7, "scoring_func 'number 7'"),
+])  # fmt: skip
+def test_settings_that_no_deepseek_v4_has_are_refused(key: str, value: Any, words: str, tmp_path: Path) -> None:
+    with pytest.raises(CheckpointError, match=words):
+        Checkpoint.open(file_of("deepseek_v4", tmp_path / "m", **{f"ARCH.{key}": value}))
 
 
 def test_positions_of_llama3_in_half_of_each_head(tmp_path: Path) -> None:

@@ -65,11 +65,14 @@ class Facts:
 
     @property
     def layers(self) -> int:
-        """The layers without those behind the last one that predict tokens after the next."""
+        """The layers without those behind the last one that predict tokens after the next, of which some files say how
+        many the model has, and count none."""
         key = "nextn_predict_layers"
         if not 0 <= (more := self.count(key, 0)) < self.blocks:
             raise self.container.metadata.wrong(f"{self.arch}.{key}", f"is {more} of {self.blocks} layers")
-        return self.blocks - more
+        at, tensors = f"blk.{self.blocks - more}.", self.container.tensors
+        usual = f"{at}attn_norm.weight" in tensors and f"{at}nextn.eh_proj.weight" not in tensors
+        return self.blocks if usual else self.blocks - more
 
     def has(self, tensor: str) -> list[bool]:
         """Returns for each layer whether it has a tensor."""
