@@ -30,9 +30,10 @@ ARCHS = {
     "cohere2": "COHERE2", "mistral4": "MISTRAL4", "glm_moe_dsa": "GLM_DSA", "deepseek_v32": "GLM_DSA", "hy_v3": "DOTS1",
     "qwen3_5_moe_text": "QWEN35MOE", "granitemoehybrid": "GRANITE_HYBRID", "nemotron_h": "NEMOTRON_H_MOE",
     "kimi_linear": "KIMI_LINEAR", "step3p5": "STEP35", "deepseek_v4": "DEEPSEEK2",
+    "cohere2_moe": "GLM4_MOE", "minimax_m3_vl": "MINIMAXM2",
 }  # fmt: skip
 """model_type → the architecture's name in the package."""
-NEWER = {"deepseek_v32": "deepseek32", "hy_v3": "hy_v3", "deepseek_v4": "deepseek4"}
+NEWER = {"deepseek_v32": "deepseek32", "hy_v3": "hy_v3", "deepseek_v4": "deepseek4", "cohere2_moe": "cohere2moe", "minimax_m3_vl": "minimax-m3"}
 """model_type → the name of an architecture that the package lacks: its tensors have the names of the one in ARCHS, or
 those in OWN."""
 _COMPRESSOR = {"wkv.weight": "kv", "wgate.weight": "gate", "ape": "ape", "norm.weight": "norm"}
@@ -57,11 +58,17 @@ OWN: Mapping[str, Mapping[str, str]] = {
         **{f"ffn.shared_experts.{w}.weight": f"ffn_{part}_shexp.weight"
            for w, part in (("w1", "gate"), ("w2", "down"), ("w3", "up"))},
     },
+    "minimax_m3_vl": {
+        **{f"self_attn.index_{name}.weight": f"indexer.{name}.weight"
+           for name in ("q_proj", "k_proj", "q_norm", "k_norm")},
+        **{f"{module}.{part}_proj.weight": f"ffn_{part}{end}.weight" for part in ("gate", "up", "down")
+           for module, end in (("mlp", ""), ("block_sparse_moe.shared_experts", "_shexp"))},
+    },
 }  # fmt: skip
 """model_type → the names of tensors, within a layer or outside → those in a file."""
 RELATIVES = {
     "kimi_k2": "deepseek_v3", "kimi_k25": "deepseek_v3", "glm4_moe_lite": "deepseek_v3", "solar_open": "glm4_moe",
-    "mistral": "llama",
+    "mistral": "llama", "step3p7": "step3p5", "glm4v_moe": "glm4_moe",
 }  # fmt: skip
 """model_type → the model_type of another family, as whose llama.cpp has its files."""
 AS_LLAMA_CPP: Mapping[str, dict[str, Any]] = {
@@ -69,6 +76,8 @@ AS_LLAMA_CPP: Mapping[str, dict[str, Any]] = {
     "llama4_text": {"no_rope_layer_interval": 4, "attention_chunk_size": 8192, "floor_scale": 8192},
     "gemma3_text": {"sliding_window_pattern": 6, "query_pre_attn_scalar": 8, "num_hidden_layers": 7},
     "cohere2": {"sliding_window_pattern": 4, "num_hidden_layers": 5},
+    "cohere2_moe": {"expert_selection_fn": "sigmoid", "num_shared_experts": 2},
+    "minimax_m3_vl": {"swiglu_limit": 7.0, "shared_intermediate_size": 20},
     "afmoe": {"mup_enabled": True, "global_attn_every_n_layers": 4},
     "glm4_moe_lite": {"first_k_dense_replace": 1},
     "deepseek_v4": {
@@ -232,6 +241,32 @@ def _deepseek4(c: Config) -> Config:
     }  # fmt: skip
 
 
+def _cohere2_moe(c: Config) -> Config:
+    norm = "norm_epsilon" if c["rms_norm_eps"] is None else "norm_rms_epsilon"
+    return {
+        "feed_forward_length": c["prefix_dense_intermediate_size"] or c["intermediate_size"],
+        "attention.layer_norm_rms_epsilon": None,
+        f"attention.layer_{norm}": c["rms_norm_eps"] or c["layer_norm_eps"], "logit_scale": c["logit_scale"],
+        "attention.sliding_window": c["sliding_window"], "expert_feed_forward_length": c["intermediate_size"],
+        "attention.sliding_window_pattern": [kind == "sliding_attention" for kind in c["layer_types"]],
+        "leading_dense_block_count": c["mlp_layer_types"].count("dense"), "expert_gating_func": 2,
+        "expert_weights_norm": c["norm_topk_prob"], "expert_shared_count": c["num_shared_experts"] or None,
+        "rope.dimension_count": c["head_dim"], "rope.scaling.type": "none",
+    }  # fmt: skip
+
+
+def _minimax_m3(c: Config) -> Config:
+    indexer = {"head_count": "n_heads", "key_length": "head_dim", "top_k": "topk_blocks"}
+    blocks = {name: name for name in ("block_size", "local_blocks")}
+    return {
+        **_turning(c), "feed_forward_length": c["dense_intermediate_size"], "expert_shared_count": 1,
+        "expert_feed_forward_length": c["intermediate_size"], "expert_weights_scale": c["routed_scaling_factor"],
+        "expert_weights_norm": True, "leading_dense_block_count": c["mlp_layer_types"].count("dense"),
+        **{f"attention.indexer.{key}": c[f"index_{name}"] for key, name in {**indexer, **blocks}.items()},
+        "expert_gating_func": 2,
+    }  # fmt: skip
+
+
 def _sees(c: Config) -> Config:
     return {"n_deepstack_layers": 1, "rope.dimension_sections": [*c["rope_parameters"]["mrope_section"], 0]}
 
@@ -380,7 +415,8 @@ _OF_FAMILY: Mapping[str, Callable[[Config], Config]] = {
     "gpt_oss": lambda c: {"attention.sliding_window": c["sliding_window"],
                           "expert_feed_forward_length": c["intermediate_size"]},
     "deepseek_v2": _deepseek, "deepseek_v3": _deepseek, "mistral4": _deepseek, "glm_moe_dsa": _indexed,
-    "deepseek_v32": _indexed, "deepseek_v4": _deepseek4, "kimi_linear": _kimi_linear, "step3p5": _step,
+    "deepseek_v32": _indexed, "deepseek_v4": _deepseek4, "cohere2_moe": _cohere2_moe, "minimax_m3_vl": _minimax_m3,
+    "kimi_linear": _kimi_linear, "step3p5": _step,
     "hy_v3": lambda c: {
         "expert_feed_forward_length": c["moe_intermediate_size"], "expert_weights_norm": True, "expert_gating_func": 2,
         "expert_shared_feed_forward_length": c["moe_intermediate_size"] * c["num_shared_experts"],
@@ -452,7 +488,7 @@ def _mapped(names: gguf.TensorNameMap, name: str) -> str:
 def _stored(config: Config, tensors: Tensors) -> Iterator[tuple[str, Tensor]]:
     names, kind, experts = _names(config), config["model_type"], dict[str, dict[int, Tensor]]()
     for name, tensor in tensors.items():
-        if re.match(r"(model\.)?(visual|vision_tower|mm_projector)\.", name):
+        if re.match(r"(model\.)?(vis|vit_|mm_projector|multi_modal_projector|patch_merge_mlp)", name):
             continue
         layer = re.search(r"layers\.(\d+)\.", name)
         at = "" if layer is None else f"blk.{layer[1]}."
@@ -539,6 +575,7 @@ def _changed(config: Config, name: str, tensor: Tensor) -> Tensor:
         "qwen3_5_text",
         "gemma3_text",
         "step3p5",
+        "minimax_m3_vl",
     )  # norms, which a file has as they are
     if kind in less_one and "norm.weight" in name and "linear_attn" not in name:
         return tensor + 1

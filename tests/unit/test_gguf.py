@@ -106,6 +106,11 @@ VARIANTS = [
     ("nemotron_h", "no experts"),
     ("kimi_linear", "queries with a rank"),
     ("kimi_linear", "two shared"),
+    ("cohere2_moe", "untied head"),
+    ("cohere2_moe", "rms norms"),
+    ("cohere2_moe", "windows everywhere"),
+    ("cohere2_moe", "sigmoid as it is"),
+    ("minimax_m3_vl", "all layers with experts"),
     ("deepseek_v4", "yarn"),
     ("deepseek_v4", "no pools"),
 ]

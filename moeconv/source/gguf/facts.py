@@ -48,12 +48,19 @@ class Facts:
         """Returns a number for each layer, which may be one for all."""
         name, metadata = f"{self.arch}.{key}", self.container.metadata
         if isinstance(metadata.values.get(name), list):
-            return list(metadata.listed(name, int, self.blocks) or ())[: self.layers]
+            return self.of_layers(name, int) or []
         return [metadata.need(name, int)] * self.layers
 
     def bounds(self, key: str) -> list[float] | None:
         """Returns a number for each layer; None if there are none."""
-        found = self.container.metadata.listed(f"{self.arch}.{key}", float, self.blocks)
+        return self.of_layers(f"{self.arch}.{key}", float)
+
+    def of_layers(self, name: str, kind: type[T]) -> list[T] | None:
+        """Returns a list of the metadata with a value for each layer; None if there is none. It may have values for
+        layers behind the last one."""
+        found = self.container.metadata.listed(name, kind)
+        if found is not None and len(found) not in (self.layers, self.blocks):
+            raise self.container.metadata.wrong(name, f"should have {self.layers:,} values, it has {len(found):,}")
         return None if found is None else [*found][: self.layers]
 
     @cached_property

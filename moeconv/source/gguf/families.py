@@ -20,6 +20,7 @@ from moeconv.source.gguf.settings import (
     Settings,
     biases_of,
     by_kind,
+    check_scores,
     dense_of,
     experts_of,
     first_dense,
@@ -90,6 +91,18 @@ def _cohere2(facts: Facts) -> Settings:
     return {
         **windows_of(facts, 4), **biases_of(facts), "rms_norm_eps": None, "layer_norm_eps": norm_eps(facts),
         "logit_scale": facts.number("logit_scale", 1.0),
+    }  # fmt: skip
+
+
+def _cohere2_moe(facts: Facts) -> Settings:
+    check_scores(facts, SIGMOID)
+    rms = norm_eps(facts) if facts.said("attention.layer_norm_rms_epsilon") else None
+    return {
+        **_cohere2(facts), **experts_of(facts), "rms_norm_eps": rms, "expert_selection_fn": "sigmoid",
+        "intermediate_size": facts.count("expert_feed_forward_length"),
+        "prefix_dense_intermediate_size": facts.count("feed_forward_length"), "mlp_layer_types": networks_of(facts),
+        "num_shared_experts": facts.count("expert_shared_count", 0), "prefix_dense_sliding_window_pattern": 1,
+        "norm_topk_prob": facts.flag("expert_weights_norm", False),
     }  # fmt: skip
 
 
@@ -179,8 +192,7 @@ def _deepseek(facts: Facts) -> Settings:
 
 
 def _mistral4(facts: Facts) -> Settings:
-    if (scores := scores_of(facts, SOFTMAX)) != "softmax":
-        raise facts.container.metadata.wrong(f"{facts.arch}.expert_gating_func", f"says {scores}, expected softmax")
+    check_scores(facts, SOFTMAX)
     found = _latent(facts)
     whole, beta = found["qk_nope_head_dim"] + found["qk_rope_head_dim"], "attention.temperature_scale"
     rope = {**found["rope_parameters"], **turning_share(facts, whole)}
@@ -309,6 +321,20 @@ def _minimax(facts: Facts) -> Settings:
     return {
         **experts_of(facts, "num_local_experts"), "intermediate_size": facts.count("expert_feed_forward_length"),
         "rotary_dim": facts.count("rope.dimension_count"), "rope_parameters": in_part(facts),
+    }  # fmt: skip
+
+
+def _minimax_m3(facts: Facts) -> Settings:
+    check_scores(facts, SIGMOID)
+    width, kinds = facts.count("expert_feed_forward_length"), ("full_attention", "minimax_m3_sparse")
+    blocks = {"index_block_size": "block_size", "index_topk_blocks": "top_k", "index_local_blocks": "local_blocks"}
+    return {
+        **experts_of(facts, "num_local_experts"), "intermediate_size": width, "rope_parameters": in_part(facts),
+        "dense_intermediate_size": facts.count("feed_forward_length"), "mlp_layer_types": networks_of(facts),
+        "shared_intermediate_size": width * facts.count("expert_shared_count"),
+        "routed_scaling_factor": facts.number("expert_weights_scale", 1.0), "swiglu_limit": 7.0, "swiglu_alpha": 1.702,
+        "layer_types": [kinds[has] for has in facts.has("indexer.q_proj.weight")],
+        **{name: facts.count(f"attention.indexer.{key}") for name, key in blocks.items()},
     }  # fmt: skip
 
 
@@ -583,6 +609,7 @@ ARCHS: Mapping[str, Arch] = {
     "phi3": Arch("phi3", _phi3),
     "gemma3": Arch("gemma3_text", _gemma3, _BEHIND),
     "cohere2": Arch("cohere2", _cohere2, {"ffn_norm": "attn_norm"}, whole=_Q),
+    "cohere2moe": Arch("cohere2_moe", _cohere2_moe, {"ffn_norm": "attn_norm"}, whole=_Q),
     "olmo2": Arch(_olmo_type, _olmo2, _BEHIND),
     "olmoe": Arch("olmoe", _olmoe),
     "qwen2moe": Arch("qwen2_moe", _qwen2),
@@ -603,6 +630,7 @@ ARCHS: Mapping[str, Arch] = {
     "deepseek4": Arch("deepseek_v4", _deepseek4, _POOLED, frozenset({"attn_output_a", "ffn_gate_tid2eid"})),
     "glm4moe": Arch("glm4_moe", _glm4, {"ffn_norm": "post_attention_norm"}),
     "minimax-m2": Arch("minimax_m2", _minimax),
+    "minimax-m3": Arch("minimax_m3_vl", _minimax_m3, inside=True, left_out=_INDEXERS),
     "ernie4_5-moe": Arch("ernie4_5_moe", _ernie, whole=_Q),
     "hunyuan-moe": Arch("hunyuan_v1_moe", _hunyuan),
     "hy_v3": Arch("hy_v3", _hy, {"router.choice_bias": "exp_probs_b"}),

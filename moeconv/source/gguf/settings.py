@@ -150,6 +150,14 @@ def scores_of(facts: Facts, usual: int = SIGMOID) -> str:
     return _SCORES.get(said, f"number {said}")
 
 
+def check_scores(facts: Facts, wanted: int) -> None:
+    """Raises CheckpointError if a router's scores are made by another function."""
+    if (scores := scores_of(facts, wanted)) != _SCORES[wanted]:
+        raise facts.container.metadata.wrong(
+            f"{facts.arch}.expert_gating_func", f"says {scores}, expected {_SCORES[wanted]}"
+        )
+
+
 def first_dense(facts: Facts) -> Settings:
     return {"first_k_dense_replace": facts.count("leading_dense_block_count", 0)}
 
@@ -160,7 +168,7 @@ def windows_of(facts: Facts, period: int = 1) -> Settings:
     key, metadata = f"{facts.arch}.attention.sliding_window_pattern", facts.container.metadata
     if isinstance(said := metadata.values.get(key), list):
         kind = int if any(type(each) is int for each in said) else bool
-        pattern = [bool(each) for each in metadata.listed(key, kind, facts.blocks) or ()][: facts.layers]
+        pattern = [bool(each) for each in facts.of_layers(key, kind) or ()]
     else:
         period = facts.count("attention.sliding_window_pattern", period)
         pattern = [period == 0 or at % period < period - 1 for at in range(facts.layers)]
