@@ -30,10 +30,13 @@ ARCHS = {
     "cohere2": "COHERE2", "mistral4": "MISTRAL4", "glm_moe_dsa": "GLM_DSA", "deepseek_v32": "GLM_DSA", "hy_v3": "DOTS1",
     "qwen3_5_moe_text": "QWEN35MOE", "granitemoehybrid": "GRANITE_HYBRID", "nemotron_h": "NEMOTRON_H_MOE",
     "kimi_linear": "KIMI_LINEAR", "step3p5": "STEP35", "deepseek_v4": "DEEPSEEK2",
-    "cohere2_moe": "GLM4_MOE", "minimax_m3_vl": "MINIMAXM2",
+    "cohere2_moe": "GLM4_MOE", "minimax_m3_vl": "MINIMAXM2", "bailing_hybrid": "KIMI_LINEAR",
 }  # fmt: skip
 """model_type → the architecture's name in the package."""
-NEWER = {"deepseek_v32": "deepseek32", "hy_v3": "hy_v3", "deepseek_v4": "deepseek4", "cohere2_moe": "cohere2moe", "minimax_m3_vl": "minimax-m3"}
+NEWER = {
+    "deepseek_v32": "deepseek32", "hy_v3": "hy_v3", "deepseek_v4": "deepseek4", "cohere2_moe": "cohere2moe",
+    "minimax_m3_vl": "minimax-m3", "bailing_hybrid": "bailingmoe3",
+}  # fmt: skip
 """model_type → the name of an architecture that the package lacks: its tensors have the names of the one in ARCHS, or
 those in OWN."""
 _COMPRESSOR = {"wkv.weight": "kv", "wgate.weight": "gate", "ape": "ape", "norm.weight": "norm"}
@@ -57,6 +60,16 @@ OWN: Mapping[str, Mapping[str, str]] = {
         "ffn.gate.tid2eid": "ffn_gate_tid2eid.weight",
         **{f"ffn.shared_experts.{w}.weight": f"ffn_{part}_shexp.weight"
            for w, part in (("w1", "gate"), ("w2", "down"), ("w3", "up"))},
+    },
+    "bailing_hybrid": {
+        **{f"attention.{name}_proj.weight": f"attn_{name}.weight" for name in "qkv"},
+        **{f"attention.{name}_conv1d.weight": f"ssm_conv1d_{name}.weight" for name in "qkv"},
+        "attention.A_log": "ssm_a", "attention.dt_bias": "ssm_dt.bias",
+        "attention.b_proj.weight": "ssm_beta.weight", "attention.f_proj.weight": "ssm_f_a.weight",
+        "attention.o_norm.weight": "ssm_norm.weight", "attention.dense.weight": "attn_output.weight",
+        "attention.kv_a_proj_with_mqa.weight": "attn_kv_a_mqa.weight",
+        "attention.kv_a_layernorm.weight": "attn_kv_a_norm.weight",
+        "mlp.gate.expert_bias": "exp_probs_b.bias",
     },
     "minimax_m3_vl": {
         **{f"self_attn.index_{name}.weight": f"indexer.{name}.weight"
@@ -295,6 +308,19 @@ def _kimi_linear(c: Config) -> Config:
     }  # fmt: skip
 
 
+def _bailing3(c: Config) -> Config:
+    n = {"first_k_dense_replace": c["mlp_layer_types"].count("dense"), "norm_topk_prob": c["moe_renormalize"]}
+    return {
+        **_deepseek({**c, **n, "q_lora_rank": None}), "context_length": c["model_max_length"],
+        "attention.head_count_kv": [int(kind == "full_attention") for kind in c["layer_types"]],
+        "ssm.conv_kernel": c["linear_conv_kernel_dim"], "kda.head_dim": c["linear_head_dim"],
+        "kda.gate_lower_bound": c["kda_lower_bound"], "kda.safe_gate": c["kda_safe_gate"],
+        "expert_shared_feed_forward_length": c["moe_intermediate_size"] * c["num_shared_experts"],
+        "expert_used_count": c["num_experts_per_token"], "expert_group_count": c["num_expert_group"],
+        "expert_group_used_count": c["topk_group"], "swiglu_clamp_exp": [0.0] * c["num_hidden_layers"],
+    }  # fmt: skip
+
+
 def _step(c: Config) -> Config:
     slides = [kind == "sliding_attention" for kind in c["layer_types"]]
     heads = [c["num_sliding_attention_heads"] if each else c["num_attention_heads"] for each in slides]
@@ -416,7 +442,7 @@ _OF_FAMILY: Mapping[str, Callable[[Config], Config]] = {
                           "expert_feed_forward_length": c["intermediate_size"]},
     "deepseek_v2": _deepseek, "deepseek_v3": _deepseek, "mistral4": _deepseek, "glm_moe_dsa": _indexed,
     "deepseek_v32": _indexed, "deepseek_v4": _deepseek4, "cohere2_moe": _cohere2_moe, "minimax_m3_vl": _minimax_m3,
-    "kimi_linear": _kimi_linear, "step3p5": _step,
+    "kimi_linear": _kimi_linear, "bailing_hybrid": _bailing3, "step3p5": _step,
     "hy_v3": lambda c: {
         "expert_feed_forward_length": c["moe_intermediate_size"], "expert_weights_norm": True, "expert_gating_func": 2,
         "expert_shared_feed_forward_length": c["moe_intermediate_size"] * c["num_shared_experts"],
@@ -513,7 +539,9 @@ def _stored(config: Config, tensors: Tensors) -> Iterator[tuple[str, Tensor]]:
         elif name.endswith("in_proj_qkvz.weight"):
             yield from _apart(config, at, tensor)
         elif (own := OWN.get(kind, {}).get(name if layer is None else name[layer.end() :])) is not None:
-            yield at + own, tensor.int() if tensor.dtype == torch.int64 else tensor
+            yield at + own, tensor.int() if tensor.dtype == torch.int64 else _changed(config, name, tensor)
+        elif name.endswith(".attention.g_proj.weight"):
+            yield f"{at}{'attn_gate' if len(tensor) == config['num_attention_heads'] else 'ssm_g_a'}.weight", tensor
         elif not (config.get("tie_word_embeddings") and name == "lm_head.weight"):
             yield _mapped(names, name), _changed(config, name, tensor)
     for name, each in experts.items():
@@ -558,12 +586,12 @@ def _changed(config: Config, name: str, tensor: Tensor) -> Tensor:
     if kind in _PERMUTED and (found := re.search(r"\.([qk])_proj\.(weight|bias)$", name)):
         heads = config["num_attention_heads" if found[1] == "q" else "num_key_value_heads"]
         tensor = tensor.unflatten(0, (heads, 2, -1)).transpose(1, 2).flatten(0, 2)
-    if kind == "kimi_linear" and "conv1d.weight" in name:
+    if kind in ("kimi_linear", "bailing_hybrid") and "conv1d.weight" in name:
         return tensor[None]
     if "conv1d.weight" in name or "conv.conv.weight" in name:
         tensor = tensor.squeeze(1)
     if name.endswith("A_log"):
-        tensor = -tensor.exp()
+        tensor = tensor.exp() if kind == "bailing_hybrid" else -tensor.exp()
     if kind in ("granitemoehybrid", "nemotron_h"):
         if name.endswith(("A_log", ".D")):
             return tensor[:, None]

@@ -111,6 +111,8 @@ VARIANTS = [
     ("cohere2_moe", "windows everywhere"),
     ("cohere2_moe", "sigmoid as it is"),
     ("minimax_m3_vl", "all layers with experts"),
+    ("bailing_hybrid", "not normed"),
+    ("bailing_hybrid", "attention first, all layers with experts"),
     ("deepseek_v4", "yarn"),
     ("deepseek_v4", "no pools"),
 ]
@@ -563,6 +565,9 @@ def test_unknown_architectures_and_types_are_refused_by_name(mixtral: Path, tmp_
     body = file.read_bytes()
     file.write_bytes(body.replace(b"llama", b"lamma"))
     with pytest.raises(CheckpointError, match="the architecture 'lamma' is not supported; supported: llama, qwen2"):
+        Checkpoint.open(file)
+    write_gguf(mixtral, file, None, None, **{"general.architecture": "kimi-k3"})
+    with pytest.raises(CheckpointError, match="'kimi-k3' is not supported: transformers lacks it"):
         Checkpoint.open(file)
 
 

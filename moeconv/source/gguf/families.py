@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
+from moeconv.source.archs import NOT_COMPARED
 from moeconv.source.archs.deepseek import INDEXERS_LEFT_OUT
 from moeconv.source.gguf.facts import Facts
 from moeconv.source.gguf.settings import (
@@ -200,16 +201,34 @@ def _mistral4(facts: Facts) -> Settings:
     return {**found, "head_dim": whole, "rope_interleave": True, "rope_parameters": rope}
 
 
-def _kimi_linear(facts: Facts) -> Settings:
+def _by_feature(facts: Facts) -> Settings:
+    """Returns the settings of layers with delta rules by feature, and of others with latent attention."""
     found, linear = _latent(facts), [not has for has in facts.has("attn_kv_a_mqa.weight")]
-    groups = {"num_expert_group": found.pop("n_group"), "topk_group": found.pop("topk_group")}
-    names = {"n_routed_experts": "num_experts", "n_shared_experts": "num_shared_experts"}
+    names = {
+        "n_routed_experts": "num_experts", "n_shared_experts": "num_shared_experts", "n_group": "num_expert_group",
+    }  # fmt: skip
     found = {names.get(name, name): value for name, value in found.items() if name != "first_k_dense_replace"}
     return {
-        **found, **groups, "rope_parameters": None, "moe_renormalize": True, "mlp_layer_types": networks_of(facts),
+        **found, "mlp_layer_types": networks_of(facts),
         "layer_types": ["linear_attention" if each else "full_attention" for each in linear],
         "linear_head_dim": facts.count("kda.head_dim"), "linear_num_heads": rows_of(facts, "ssm_beta.weight") or 1,
         "linear_conv_kernel_dim": facts.count("ssm.conv_kernel"),
+    }  # fmt: skip
+
+
+def _kimi_linear(facts: Facts) -> Settings:
+    return {**_by_feature(facts), "rope_parameters": None, "moe_renormalize": True}
+
+
+def _bailing3(facts: Facts) -> Settings:
+    check_scores(facts, SIGMOID)
+    for key in ("swiglu_clamp_exp", "swiglu_clamp_shexp"):
+        if any(facts.bounds(key) or ()):
+            raise facts.container.metadata.wrong(f"{facts.arch}.{key}", "bounds gates, which transformers does not do")
+    found = _by_feature(facts)
+    return {
+        **found, "moe_renormalize": found.pop("norm_topk_prob"), "kda_safe_gate": facts.flag("kda.safe_gate", True),
+        "kda_lower_bound": facts.number("kda.gate_lower_bound"),
     }  # fmt: skip
 
 
@@ -584,6 +603,10 @@ def _llama_type(facts: Facts) -> str:
     return "mixtral" if facts.count("expert_count", 0) else "llama"
 
 
+_BY_FEATURE = {
+    **{f"mixer.{name}": f"attn_{name}" for name in "qkv"}, "mixer.conv": "ssm_conv1d_q", "mixer.b": "ssm_beta",
+    "mixer.out": "attn_output",
+}  # fmt: skip
 _POOLED = {
     "mixer.q_a": "attn_q_a", "mixer.q_norm": "attn_q_a_norm", "mixer.q": "attn_q_b", "mixer.kv": "attn_kv",
     "mixer.kv_norm": "attn_kv_a_norm", "mixer.sinks": "attn_sinks.weight", "mixer.out": "attn_output_b",
@@ -620,9 +643,11 @@ ARCHS: Mapping[str, Arch] = {
     "deepseek2": Arch(deepseek_type, _deepseek, whole=_LATENT),
     "mistral4": Arch("mistral4", _mistral4, whole=_LATENT),
     "kimi-linear": Arch("kimi_linear", _kimi_linear, {
-        **{f"mixer.{name}": f"attn_{name}" for name in "qkv"}, "mixer.conv": "ssm_conv1d_q", "mixer.b": "ssm_beta",
-        "mixer.a_narrow": "ssm_f_a", "mixer.a": "ssm_f_b", "mixer.z_narrow": "ssm_g_a", "mixer.z": "ssm_g_b",
-        "mixer.out": "attn_output",
+        **_BY_FEATURE, "mixer.a_narrow": "ssm_f_a", "mixer.a": "ssm_f_b", "mixer.z_narrow": "ssm_g_a",
+        "mixer.z": "ssm_g_b",
+    }, whole=_LATENT),
+    "bailingmoe3": Arch("bailing_hybrid", _bailing3, {
+        **_BY_FEATURE, "mixer.a": "ssm_f_a", "mixer.z": "ssm_g_a", "attn.gate": "attn_gate",
     }, whole=_LATENT),
     "step35": Arch("step3p5", _step, {"attn.gate": "attn_gate"}),
     "glm-dsa": Arch("glm_moe_dsa", _indexed, whole=_LATENT, left_out=_INDEXERS),
@@ -664,3 +689,9 @@ ARCHS: Mapping[str, Arch] = {
     }, frozenset({"ffn_gate_inp.scale"}), alone={"ffn_norm": "ffn_norm"}),
 }  # fmt: skip
 """llama.cpp's name → its family here."""
+
+_DIFFER = "converters differ in their layout: take the model's safetensors files"
+REFUSED: Mapping[str, str] = {
+    "glm5next": _DIFFER, "qwen4exp": _DIFFER, **dict.fromkeys(("bailingmoe", "bailingmoe2", "kimi-k3"), NOT_COMPARED),
+}  # fmt: skip
+"""llama.cpp's name of a known architecture whose files can't be read → the reason."""

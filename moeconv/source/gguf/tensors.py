@@ -42,7 +42,7 @@ _OF_CONFIG = re.compile(rf"(blk\.\d+\.)?({re.escape(ROPE)}|{re.escape(LONG)}|{re
 
 class GgufTensors(Tensors):
     """The tensors of a model by their names in the file; in place of some a tensor NAME.log, the logarithm of the
-    opposite. A tensor NAME.weight beside NAME.scale is multiplied by it: by one number, or by one for each expert."""
+    magnitude. A tensor NAME.weight beside NAME.scale is multiplied by it: by one number, or by one for each expert."""
 
     as_saved = False
 
@@ -156,7 +156,7 @@ class GgufTensors(Tensors):
                 found = torch.from_numpy(quants.dequantize(data, GGMLQuantizationType(place.kind))).reshape(shape)
         if stem in self._scales:
             found = found.float() * self._scale(stem, index)
-        return _log(-found.float()) if name.endswith(_LOG) else found
+        return _log(found.float().abs()) if name.endswith(_LOG) else found
 
     def _scale(self, name: str, index: int | None) -> torch.Tensor:
         """Returns the numbers by which a tensor, or one index of it, is multiplied. Raises CheckpointError."""
