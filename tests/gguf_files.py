@@ -31,11 +31,13 @@ ARCHS = {
     "qwen3_5_moe_text": "QWEN35MOE", "granitemoehybrid": "GRANITE_HYBRID", "nemotron_h": "NEMOTRON_H_MOE",
     "kimi_linear": "KIMI_LINEAR", "step3p5": "STEP35", "deepseek_v4": "DEEPSEEK2",
     "cohere2_moe": "GLM4_MOE", "minimax_m3_vl": "MINIMAXM2", "bailing_hybrid": "KIMI_LINEAR",
+    "glm5_next": "KIMI_LINEAR", "granite_swa": "GRANITE", "granitemoe_swa": "GRANITE_MOE",
 }  # fmt: skip
 """model_type → the architecture's name in the package."""
 NEWER = {
     "deepseek_v32": "deepseek32", "hy_v3": "hy_v3", "deepseek_v4": "deepseek4", "cohere2_moe": "cohere2moe",
-    "minimax_m3_vl": "minimax-m3", "bailing_hybrid": "bailingmoe3",
+    "minimax_m3_vl": "minimax-m3", "bailing_hybrid": "bailingmoe3", "glm5_next": "glm5-next",
+    "granite_swa": "granite_swa", "granitemoe_swa": "granite_swa",
 }  # fmt: skip
 """model_type → the name of an architecture that the package lacks: its tensors have the names of the one in ARCHS, or
 those in OWN."""
@@ -60,6 +62,20 @@ OWN: Mapping[str, Mapping[str, str]] = {
         "ffn.gate.tid2eid": "ffn_gate_tid2eid.weight",
         **{f"ffn.shared_experts.{w}.weight": f"ffn_{part}_shexp.weight"
            for w, part in (("w1", "gate"), ("w2", "down"), ("w3", "up"))},
+    },
+    "glm5_next": {
+        **{f"hc_{half}_{each}": f"hc_{half}_{each}.weight" for half in ("attn", "ffn") for each in _STREAMS},
+        **{f"self_attn.indexer.{name}": f"indexer.{called}" for name, called in (
+            ("k_norm.weight", "k_norm.weight"), ("k_norm.bias", "k_norm.bias"), ("wk.weight", "attn_k.weight"),
+            ("weights_proj.weight", "proj.weight"), ("wq_b.weight", "attn_q_b.weight"))},
+        **{f"self_attn.indexer.index_kpool_compress_{each}": f"indexer_compressor_{each}.weight"
+           for each in ("ape", "gate")},
+    },
+    "granite_swa": {"self_attn.sinks": "attn_sinks.weight"},
+    "granitemoe_swa": {
+        "self_attn.sinks": "attn_sinks.weight", "block_sparse_moe.router.weight": "ffn_gate_inp.weight",
+        "shared_mlp.input_linear.weight": "ffn_up_shexp.weight",
+        "shared_mlp.output_linear.weight": "ffn_down_shexp.weight",
     },
     "bailing_hybrid": {
         **{f"attention.{name}_proj.weight": f"attn_{name}.weight" for name in "qkv"},
@@ -89,6 +105,8 @@ AS_LLAMA_CPP: Mapping[str, dict[str, Any]] = {
     "llama4_text": {"no_rope_layer_interval": 4, "attention_chunk_size": 8192, "floor_scale": 8192},
     "gemma3_text": {"sliding_window_pattern": 6, "query_pre_attn_scalar": 8, "num_hidden_layers": 7},
     "cohere2": {"sliding_window_pattern": 4, "num_hidden_layers": 5},
+    "glm5_next": {"linear_num_heads": 4},
+    **dict.fromkeys(("granite_swa", "granitemoe_swa"), {"layer_rope_theta": [0, 500.0, 500.0]}),
     "cohere2_moe": {"expert_selection_fn": "sigmoid", "num_shared_experts": 2},
     "minimax_m3_vl": {"swiglu_limit": 7.0, "shared_intermediate_size": 20},
     "afmoe": {"mup_enabled": True, "global_attn_every_n_layers": 4},
@@ -321,6 +339,18 @@ def _bailing3(c: Config) -> Config:
     }  # fmt: skip
 
 
+def _glm5_next(c: Config) -> Config:
+    n, limits = {"first_k_dense_replace": c["mlp_layer_types"].count("dense")}, [c["swiglu_limit"]] * len(c["layer_types"])
+    return {
+        **_indexed({**c, **n}), "swiglu_clamp_exp": limits, "swiglu_clamp_shexp": limits, "attention.key_length": 18,
+        "attention.head_count_kv": [int(kind == "indexed_attention") for kind in c["layer_types"]],
+        "ssm.conv_kernel": c["linear_conv_kernel_dim"], "kda.head_dim": c["linear_head_dim"],
+        "kda.gate_lower_bound": c["linear_lower_bound"], "attention.indexer.kpool": c["index_kpool"],
+        "attention.indexer.kpool_select_tail": True, "hyper_connection.count": c["hc_mult"],
+        "hyper_connection.sinkhorn_iterations": c["hc_sinkhorn_iters"], "hyper_connection.epsilon": c["hc_eps"],
+    }  # fmt: skip
+
+
 def _step(c: Config) -> Config:
     slides = [kind == "sliding_attention" for kind in c["layer_types"]]
     heads = [c["num_sliding_attention_heads"] if each else c["num_attention_heads"] for each in slides]
@@ -363,6 +393,14 @@ def _granite(c: Config) -> Config:
         "logit_scale": c["logits_scaling"],
         "expert_shared_feed_forward_length": c.get("shared_intermediate_size") or None,
     }
+
+
+def _granite_swa(c: Config) -> Config:
+    return {
+        **_granite(c), "attention.sliding_window": c["sliding_window"], "rope.freq_base": max(c["layer_rope_theta"]),
+        "attention.sliding_window_pattern": [kind == "sliding_attention" for kind in c["layer_types"]],
+        "attention.rope_pattern": [base > 0 for base in c["layer_rope_theta"]],
+    }  # fmt: skip
 
 
 def _attends(c: Config) -> list[bool]:
@@ -442,7 +480,8 @@ _OF_FAMILY: Mapping[str, Callable[[Config], Config]] = {
                           "expert_feed_forward_length": c["intermediate_size"]},
     "deepseek_v2": _deepseek, "deepseek_v3": _deepseek, "mistral4": _deepseek, "glm_moe_dsa": _indexed,
     "deepseek_v32": _indexed, "deepseek_v4": _deepseek4, "cohere2_moe": _cohere2_moe, "minimax_m3_vl": _minimax_m3,
-    "kimi_linear": _kimi_linear, "bailing_hybrid": _bailing3, "step3p5": _step,
+    "kimi_linear": _kimi_linear, "bailing_hybrid": _bailing3, "glm5_next": _glm5_next,
+    "granite_swa": _granite_swa, "granitemoe_swa": _granite_swa, "step3p5": _step,
     "hy_v3": lambda c: {
         "expert_feed_forward_length": c["moe_intermediate_size"], "expert_weights_norm": True, "expert_gating_func": 2,
         "expert_shared_feed_forward_length": c["moe_intermediate_size"] * c["num_shared_experts"],
@@ -492,7 +531,8 @@ _OF_FAMILY: Mapping[str, Callable[[Config], Config]] = {
 
 # Tensors: the converter's modify_tensors.
 
-_PERMUTED = ("mixtral", "llama", "smollm3", "granitemoe", "granitemoeshared", "granitemoehybrid", "nemotron_h")
+_PERMUTED = ("mixtral", "llama", "smollm3", "granitemoe", "granitemoeshared", "granitemoehybrid", "nemotron_h", "granite_swa",
+            "granitemoe_swa")
 _PARTS = {"gate_proj": "gate", "up_proj": "up", "down_proj": "down", "w1": "gate", "w3": "up", "w2": "down"}
 
 
@@ -522,7 +562,7 @@ def _stored(config: Config, tensors: Tensors) -> Iterator[tuple[str, Tensor]]:
             experts.setdefault(f"{at}ffn_{_PARTS[found[2]]}_exps.weight", {})[int(found[1])] = tensor
         elif ".experts." in name or "block_sparse_moe.input_linear" in name or "block_sparse_moe.output_linear" in name:
             yield from _joined(kind, at, name, tensor)
-        elif "shared_mlp.input_linear" in name:
+        elif "shared_mlp.input_linear" in name and kind != "granitemoe_swa":
             for part, half in zip(("gate", "up"), tensor.chunk(2), strict=True):
                 yield f"{at}ffn_{part}_shexp.weight", half
         elif name.endswith("kv_b_proj.weight"):
@@ -563,7 +603,7 @@ def _joined(kind: str, at: str, name: str, tensor: Tensor) -> Iterator[tuple[str
     elif kind == "gpt_oss":
         yield f"{at}ffn_gate_exps.{end}", tensor[:, ::2]
         yield f"{at}ffn_up_exps.{end}", tensor[:, 1::2]
-    elif kind in ("gemma4_text", "mistral4"):
+    elif kind in ("gemma4_text", "mistral4", "granitemoe_swa"):
         yield f"{at}ffn_gate_up_exps.{end}", tensor
     else:
         for part, half in zip(("gate", "up"), tensor.chunk(2, 1), strict=True):
@@ -586,7 +626,7 @@ def _changed(config: Config, name: str, tensor: Tensor) -> Tensor:
     if kind in _PERMUTED and (found := re.search(r"\.([qk])_proj\.(weight|bias)$", name)):
         heads = config["num_attention_heads" if found[1] == "q" else "num_key_value_heads"]
         tensor = tensor.unflatten(0, (heads, 2, -1)).transpose(1, 2).flatten(0, 2)
-    if kind in ("kimi_linear", "bailing_hybrid") and "conv1d.weight" in name:
+    if kind in ("kimi_linear", "bailing_hybrid", "glm5_next") and "conv1d.weight" in name:
         return tensor[None]
     if "conv1d.weight" in name or "conv.conv.weight" in name:
         tensor = tensor.squeeze(1)

@@ -113,6 +113,10 @@ VARIANTS = [
     ("minimax_m3_vl", "all layers with experts"),
     ("bailing_hybrid", "not normed"),
     ("bailing_hybrid", "attention first, all layers with experts"),
+    ("glm5_next", "decays without a bound"),
+    ("glm5_next", "two shared"),
+    ("granite_swa", "biases"),
+    ("granitemoe_swa", "biases"),
     ("deepseek_v4", "yarn"),
     ("deepseek_v4", "no pools"),
 ]

@@ -201,23 +201,38 @@ def _mistral4(facts: Facts) -> Settings:
     return {**found, "head_dim": whole, "rope_interleave": True, "rope_parameters": rope}
 
 
-def _by_feature(facts: Facts) -> Settings:
-    """Returns the settings of layers with delta rules by feature, and of others with latent attention."""
-    found, linear = _latent(facts), [not has for has in facts.has("attn_kv_a_mqa.weight")]
-    names = {
-        "n_routed_experts": "num_experts", "n_shared_experts": "num_shared_experts", "n_group": "num_expert_group",
-    }  # fmt: skip
-    found = {names.get(name, name): value for name, value in found.items() if name != "first_k_dense_replace"}
+def _by_feature(facts: Facts, other: str = "full_attention") -> Settings:
+    """Returns the settings of layers with delta rules by feature, and of others with latent attention, by its word."""
+    found, latent = _latent(facts), facts.has("attn_kv_a_mqa.weight")
     return {
         **found, "mlp_layer_types": networks_of(facts),
-        "layer_types": ["linear_attention" if each else "full_attention" for each in linear],
+        "layer_types": [other if each else "linear_attention" for each in latent],
         "linear_head_dim": facts.count("kda.head_dim"), "linear_num_heads": rows_of(facts, "ssm_beta.weight") or 1,
         "linear_conv_kernel_dim": facts.count("ssm.conv_kernel"),
     }  # fmt: skip
 
 
+def _renamed(found: Settings) -> Settings:
+    """Returns settings by the names of some makers."""
+    names = {
+        "n_routed_experts": "num_experts", "n_shared_experts": "num_shared_experts", "n_group": "num_expert_group",
+    }  # fmt: skip
+    return {names.get(name, name): value for name, value in found.items() if name != "first_k_dense_replace"}
+
+
 def _kimi_linear(facts: Facts) -> Settings:
-    return {**_by_feature(facts), "rope_parameters": None, "moe_renormalize": True}
+    return {**_renamed(_by_feature(facts)), "rope_parameters": None, "moe_renormalize": True}
+
+
+def _glm5_next(facts: Facts) -> Settings:
+    check_scores(facts, SIGMOID)
+    bound, pool = "kda.gate_lower_bound", "attention.indexer.kpool"
+    return {
+        **_by_feature(facts, "indexed_attention"), **_streams(facts), "rope_parameters": None,
+        "linear_lower_bound": facts.number(bound) if facts.said(bound) else None, "index_kpool": facts.count(pool),
+        "index_kpool_always_select_tail": facts.flag(f"{pool}_select_tail", True),
+        **{name: facts.count(f"attention.{key}") for name, key in _INDEXER.items()},
+    }  # fmt: skip
 
 
 def _bailing3(facts: Facts) -> Settings:
@@ -225,7 +240,7 @@ def _bailing3(facts: Facts) -> Settings:
     for key in ("swiglu_clamp_exp", "swiglu_clamp_shexp"):
         if any(facts.bounds(key) or ()):
             raise facts.container.metadata.wrong(f"{facts.arch}.{key}", "bounds gates, which transformers does not do")
-    found = _by_feature(facts)
+    found = _renamed(_by_feature(facts))
     return {
         **found, "moe_renormalize": found.pop("norm_topk_prob"), "kda_safe_gate": facts.flag("kda.safe_gate", True),
         "kda_lower_bound": facts.number("kda.gate_lower_bound"),
@@ -271,9 +286,6 @@ def _deepseek4(facts: Facts) -> Settings:
     ratios = metadata.listed(key, int) or ()
     if len(ratios) < facts.layers or not {*ratios} <= _POOLS.keys():
         raise metadata.wrong(key, f"should have one of {', '.join(map(str, _POOLS))} for each of {facts.layers} layers")
-    limits = {*(facts.bounds(bound := "swiglu_clamp_exp") or ()), *(facts.bounds("swiglu_clamp_shexp") or ())}
-    if len(limits) != 1:
-        raise metadata.wrong(f"{facts.arch}.{bound}", "should be the same number for all layers and experts")
     share, hashed = turning_share(facts, facts.head_dim), facts.count("hash_layer_count", 0)
     main = {"rope_type": "default", "rope_theta": facts.number("rope.freq_base", 10000.0), **share}
     pooled = {**positions(facts), **share, "rope_theta": facts.number("attention.compress_rope_freq_base")}
@@ -286,15 +298,26 @@ def _deepseek4(facts: Facts) -> Settings:
     return {
         **experts_of(facts, "n_routed_experts"), **widths_of(facts), **share,
         "rope_parameters": {"main": main, "compress": pooled},
-        **{name: facts.count(f"attention.{said}") for name, said in counts.items()}, "swiglu_limit": limits.pop(),
+        **{name: facts.count(f"attention.{said}") for name, said in counts.items()}, **_streams(facts),
         "n_shared_experts": facts.count("expert_shared_count"), "scoring_func": scores_of(facts, SQRT_SOFTPLUS),
         "routed_scaling_factor": facts.number("expert_weights_scale", 1.0),
-        "norm_topk_prob": facts.flag("expert_weights_norm", True), "hc_mult": facts.count("hyper_connection.count"),
-        "hc_sinkhorn_iters": facts.count("hyper_connection.sinkhorn_iterations"),
-        "hc_eps": facts.number("hyper_connection.epsilon"),
+        "norm_topk_prob": facts.flag("expert_weights_norm", True),
         "layer_types": [_POOLS[every] for every in ratios[: facts.layers]],
         "compress_rates": {kind: every for every, kind in _POOLS.items() if every},
         "mlp_layer_types": ["hash_moe" if at < hashed else "moe" for at in range(facts.layers)],
+    }  # fmt: skip
+
+
+def _streams(facts: Facts) -> Settings:
+    """Returns the settings of streams, and of the bound on gates of networks between them."""
+    limits = {*(facts.bounds(key := "swiglu_clamp_exp") or ()), *(facts.bounds("swiglu_clamp_shexp") or ())}
+    if len(limits) != 1:
+        raise facts.container.metadata.wrong(
+            f"{facts.arch}.{key}", "should be the same number for all layers and experts"
+        )
+    return {
+        "hc_mult": facts.count("hyper_connection.count"), "hc_eps": facts.number("hyper_connection.epsilon"),
+        "hc_sinkhorn_iters": facts.count("hyper_connection.sinkhorn_iterations"), "swiglu_limit": limits.pop(),
     }  # fmt: skip
 
 
@@ -386,16 +409,26 @@ def _hy(facts: Facts) -> Settings:
 
 
 def _granite(facts: Facts) -> Settings:
+    return {**experts_of(facts, "num_local_experts"), **_granite_factors(facts), **with_llama3(facts)}
+
+
+def _granite_swa(facts: Facts) -> Settings:
+    many, base = facts.count("expert_count", 0) > 0, facts.number("rope.freq_base", 10000.0)
+    turning = facts.of_layers(f"{facts.arch}.attention.rope_pattern", bool) or [True] * facts.layers
+    return {
+        **_granite_factors(facts), **windows_of(facts), "layer_rope_theta": [base * turns for turns in turning],
+        **(experts_of(facts, "num_local_experts") if many else {"mlp_bias": facts.some("ffn_up.bias")}),
+    }  # fmt: skip
+
+
+def _granite_factors(facts: Facts) -> Settings:
     factors = {
         "attention_multiplier": "attention.scale", "embedding_multiplier": "embedding_scale",
         "residual_multiplier": "residual_scale", "logits_scaling": "logit_scale",
     }  # fmt: skip
     found = {name: facts.number(key, 1.0) for name, key in factors.items()}
     shared = facts.count("expert_shared_feed_forward_length", 0)
-    return {
-        **experts_of(facts, "num_local_experts"), **found, **biases_of(facts), **with_llama3(facts),
-        **({"shared_intermediate_size": shared} if shared else {}),
-    }  # fmt: skip
+    return {**found, **biases_of(facts), **({"shared_intermediate_size": shared} if shared else {})}
 
 
 def _granite_hybrid(facts: Facts) -> Settings:
@@ -599,13 +632,25 @@ def _granite_type(facts: Facts) -> str:
     return "granitemoeshared" if facts.count("expert_shared_feed_forward_length", 0) else "granitemoe"
 
 
+def _granite_swa_type(facts: Facts) -> str:
+    return "granitemoe_swa" if facts.count("expert_count", 0) else "granite_swa"
+
+
 def _llama_type(facts: Facts) -> str:
     return "mixtral" if facts.count("expert_count", 0) else "llama"
 
 
+_HYPER = {
+    f"{place}.{name}": f"{at}_{called}.weight"
+    for place, at in (("mixer_streams", "hc_attn"), ("ffn_streams", "hc_ffn"), ("decoder.streams", "output_hc"))
+    for name, called in (("weight", "fn"), ("bias", "base"), ("scale", "scale"))
+}
 _BY_FEATURE = {
     **{f"mixer.{name}": f"attn_{name}" for name in "qkv"}, "mixer.conv": "ssm_conv1d_q", "mixer.b": "ssm_beta",
     "mixer.out": "attn_output",
+}  # fmt: skip
+_NARROWED = {
+    "mixer.a_narrow": "ssm_f_a", "mixer.a": "ssm_f_b", "mixer.z_narrow": "ssm_g_a", "mixer.z": "ssm_g_b",
 }  # fmt: skip
 _POOLED = {
     "mixer.q_a": "attn_q_a", "mixer.q_norm": "attn_q_a_norm", "mixer.q": "attn_q_b", "mixer.kv": "attn_kv",
@@ -615,9 +660,7 @@ _POOLED = {
     **{f"mixer.{kind}.{name}": f"{at}_compressor_{called}" for kind, at in (("pool", "attn"), ("index", "indexer"))
        for name, called in (("values", "kv"), ("gates", "gate"), ("places", "ape.weight"), ("norm", "norm"))},
     "router.table": "ffn_gate_tid2eid.weight",
-    **{f"{place}.{name}": f"{at}_{called}.weight"
-       for place, at in (("mixer_streams", "hc_attn"), ("ffn_streams", "hc_ffn"), ("decoder.streams", "output_hc"))
-       for name, called in (("weight", "fn"), ("bias", "base"), ("scale", "scale"))},
+    **_HYPER,
 }  # fmt: skip
 _BEHIND = {"mixer_after": "post_attention_norm", "ffn_after": "post_ffw_norm"}
 _Q = frozenset({"attn_q", "attn_k"})
@@ -642,10 +685,9 @@ ARCHS: Mapping[str, Arch] = {
     "gpt-oss": Arch("gpt_oss", _gpt_oss, {"ffn_norm": "post_attention_norm"}),
     "deepseek2": Arch(deepseek_type, _deepseek, whole=_LATENT),
     "mistral4": Arch("mistral4", _mistral4, whole=_LATENT),
-    "kimi-linear": Arch("kimi_linear", _kimi_linear, {
-        **_BY_FEATURE, "mixer.a_narrow": "ssm_f_a", "mixer.a": "ssm_f_b", "mixer.z_narrow": "ssm_g_a",
-        "mixer.z": "ssm_g_b",
-    }, whole=_LATENT),
+    "kimi-linear": Arch("kimi_linear", _kimi_linear, {**_BY_FEATURE, **_NARROWED}, whole=_LATENT),
+    "glm5-next": Arch("glm5_next", _glm5_next, {**_BY_FEATURE, **_NARROWED, **_HYPER}, whole=_LATENT, inside=True,
+                      left_out={r"blk\.\d+\.indexer[._]": INDEXERS_LEFT_OUT}),
     "bailingmoe3": Arch("bailing_hybrid", _bailing3, {
         **_BY_FEATURE, "mixer.a": "ssm_f_a", "mixer.z": "ssm_g_a", "attn.gate": "attn_gate",
     }, whole=_LATENT),
@@ -661,6 +703,8 @@ ARCHS: Mapping[str, Arch] = {
     "hy_v3": Arch("hy_v3", _hy, {"router.choice_bias": "exp_probs_b"}),
     "dots1": Arch("dots1", _dots1),
     "granitemoe": Arch(_granite_type, _granite, turned=True),
+    "granite_swa": Arch(_granite_swa_type, _granite_swa, {"shared.gate": "ffn_up_shexp"}, frozenset({"ffn_up_shexp"}),
+                        turned=True),
     "granitehybrid": Arch("granitemoehybrid", _granite_hybrid, whole=_IN, turned=True),
     "phimoe": Arch("phimoe", _phimoe),
     "afmoe": Arch("afmoe", _afmoe, {**_BEHIND, "attn.gate": "attn_gate"}),
@@ -690,8 +734,8 @@ ARCHS: Mapping[str, Arch] = {
 }  # fmt: skip
 """llama.cpp's name → its family here."""
 
-_DIFFER = "converters differ in their layout: take the model's safetensors files"
 REFUSED: Mapping[str, str] = {
-    "glm5next": _DIFFER, "qwen4exp": _DIFFER, **dict.fromkeys(("bailingmoe", "bailingmoe2", "kimi-k3"), NOT_COMPARED),
+    "qwen4exp": "its tables of several tokens together lie in no other form here: take the safetensors files",
+    **dict.fromkeys(("bailingmoe", "bailingmoe2", "kimi-k3"), NOT_COMPARED),
 }  # fmt: skip
 """llama.cpp's name of a known architecture whose files can't be read → the reason."""
