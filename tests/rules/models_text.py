@@ -72,8 +72,6 @@ _REFUSED_LAST = (
 )
 
 
-_AFTER_ITS_TEXT = ("deepseek4", "cohere2moe", "minimax-m3", "bailingmoe3")
-"""Architectures that the installed program lacks."""
 _GGUF = (
     "A GGUF file of llama.cpp stands for a folder, alone or as one of several files: `moeconv quantize model.gguf`, "
     "also `check` and `plan`, and `owner/name/model.gguf` of the hub. Its weights are the numbers that its types "
@@ -87,9 +85,7 @@ _GGUF = (
     f"refused by their names, these with a reason: {'; '.join(f'`{name}` ({why})' for name, why in LAYOUTS.items())}. "
     "Families of this page without an architecture have no GGUF files, or none whose layout a program states.",
     "Files that llama.cpp's own program makes of a tiny model of each family give the packs that its safetensors give, "
-    "byte for byte in 16 bits (`tests/unit/test_gguf.py` has such files, written anew). Those of "
-    f"{', '.join(f'`{name}`' for name in _AFTER_ITS_TEXT)} were written after the program's text: the version at hand "
-    "makes none.",
+    "byte for byte in 16 bits (`tests/unit/test_gguf.py` has such files, written anew).",
 )
 
 

@@ -735,7 +735,7 @@ ARCHS: Mapping[str, Arch] = {
 """llama.cpp's name → its family here."""
 
 REFUSED: Mapping[str, str] = {
-    "qwen4exp": "its tables of several tokens together lie in no other form here: take the safetensors files",
+    "qwen4exp": "its tables of tokens together are read of safetensors files alone: take those",
     **dict.fromkeys(("bailingmoe", "bailingmoe2", "kimi-k3"), NOT_COMPARED),
 }  # fmt: skip
 """llama.cpp's name of a known architecture whose files can't be read → the reason."""
