@@ -265,13 +265,14 @@ golden-old: setup  ## run tiny models in transformers 4.57.6, in a place of its 
 	$(PY) tests/golden/transformers_4_57.py checkpoints build/transformers-4.57.6.checkpoints
 	PYTHONPATH=build/transformers-4.57.6 $(PY) tests/golden/transformers_4_57.py outputs build/transformers-4.57.6.checkpoints
 
-readme: setup  ## write docs/python.md, help of docs/commands.md, families of docs/models.md, keys of docs/recipes.md, docs/tune.md anew
+readme: setup  ## write docs/python.md, help of docs/commands.md, families of docs/models.md, keys of docs/recipes.md, docs/tune.md, docs/troubleshooting.md anew
 	$(PY) tests/rules/readme_help.py --write
 	$(PY) tests/rules/architecture_text.py --write
 	$(PY) tests/rules/models_text.py --write
 	$(PY) tests/rules/python_text.py --write
 	$(PY) tests/rules/recipes_text.py --write
 	$(PY) tests/rules/tune_text.py --write
+	$(PY) tests/rules/troubleshooting_text.py --write
 
 wheel: setup  ## the sdist and a wheel for x86-64 and one for 64-bit ARM, each with all instruction sets inside, in dist/
 	$(PY) -m pip install --quiet --disable-pip-version-check -c .ci/constraints.txt build ziglang

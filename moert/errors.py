@@ -56,7 +56,7 @@ class BudgetTooSmall(RunError):
 
 
 class InvalidMemory(RunError):
-    """A memory or a cache that is no size. Write it like 1.5GB, 800MB or 50%."""
+    """A memory or a cache that is no size. Write it like `1.5GB`, `800MB` or `50%`."""
 
 
 class PathsMissing(RunError):

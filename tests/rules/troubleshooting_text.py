@@ -67,7 +67,7 @@ def text(source: Source) -> str:
     """Returns the page."""
     errors = [at for at in shown(source) if at not in (_ANSWERS, *_PARTS)]
     errors.sort(key=lambda at: (not at[0].endswith(".errors"), at[0] != "moert.pack.errors"))
-    parts = [_HEAD.rstrip("\n")]
+    parts = [_HEAD.rstrip("\n"), "<!-- reckoned: errors -->"]
     for program in ("moert", "moeconv"):
         own = [at for at in errors if at[0].startswith(f"{program}.")]
         sections = [section for at in own if (section := _section(source, at, at[1], _status(at[1])))]
@@ -75,7 +75,7 @@ def text(source: Source) -> str:
     parts += [_section(source, _ANSWERS, "Answers of the server", "by HTTP 400, or the status in brackets", "##")]
     parts += ["## Reasons in other messages", textwrap.fill(_ABOUT_PARTS, 120)]
     parts += [_section(source, at, heading, "") for at, heading in _PARTS.items()]
-    return "\n\n".join(parts) + "\n"
+    return "\n\n".join([*parts, "<!-- end -->"]) + "\n"
 
 
 def shown(source: Source) -> list[tuple[str, str]]:
@@ -99,7 +99,7 @@ def _section(source: Source, at: tuple[str, str], heading: str, status: str, lev
     if not messages:
         return ""
     about = " ".join((ast.get_docstring(source.classes[at]) or "").split())
-    about = f"{about} Ends with {status}." if status else about
+    about = f"{about} Ends with {status}." if status and "Only Python programs" not in about else about
     return "\n\n".join([f"{level} {heading}", textwrap.fill(about, 120), "\n".join(_rows(messages))])
 
 
