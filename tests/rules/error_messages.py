@@ -208,7 +208,8 @@ class Source:
 
     def render(self, value: ast.expr, scope: Scope, depth: int = 6) -> list[str]:
         """Returns the forms of a text."""
-        forms = self._render(value, scope, depth) if depth else [_placeholder(value)]
+        forms = self._render(value, scope, depth) if depth else []
+        forms = [form for form in forms if form != "None"] or [_placeholder(value)]
         return list(dict.fromkeys(forms)) if len(set(forms)) <= MOST_FORMS else [_placeholder(value)]
 
     def _render(self, value: ast.expr, scope: Scope, depth: int) -> list[str]:
@@ -364,6 +365,10 @@ def _option(name: str, value: str | None, module: str) -> str:
     return option if value is None else f"{option}{'=' if ' ' in option else ' '}{value}"
 
 
+def _is_number(value: ast.expr) -> bool:
+    return isinstance(value, ast.Constant) and isinstance(value.value, (int, float))
+
+
 def _placeholder(value: ast.AST) -> str:
     """Returns the NAME that stands for a value."""
     if isinstance(value, ast.FormattedValue):
@@ -372,8 +377,8 @@ def _placeholder(value: ast.AST) -> str:
         name = _called(value)
         if name in ("size", "len", "sum", "ceil", "round", "numel"):
             return "SIZE" if name == "size" else "NUMBER"
-        if name == "join":
-            return "NAMES"
+        if name in ("join", "getattr"):
+            return "NAMES" if name == "join" else "VALUE"
         inner = value.func.value if isinstance(value.func, ast.Attribute) and not value.args else None
         return _placeholder(inner or value.args[0]) if inner or value.args else name.strip("_").upper()
     if isinstance(value, ast.Attribute):
@@ -386,7 +391,8 @@ def _placeholder(value: ast.AST) -> str:
     elif isinstance(value, (ast.BoolOp, ast.Compare)):
         return _placeholder(value.values[0] if isinstance(value, ast.BoolOp) else value.left)
     elif isinstance(value, (ast.BinOp, ast.UnaryOp)):
-        return "PATH" if isinstance(getattr(value, "op", None), ast.Div) else "NUMBER"
+        path = isinstance(value, ast.BinOp) and isinstance(value.op, ast.Div)
+        return "PATH" if path and not _is_number(value.left) and not _is_number(value.right) else "NUMBER"
     else:
         return "VALUE"
     return "REASON" if word in _REASONS else word.strip("_").upper().replace("_", " ")

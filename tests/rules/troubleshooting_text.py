@@ -52,7 +52,7 @@ Beside these errors there are:
   `--help` behind the command lists all; `--tune help` lists the settings.
 - `OSError`, exit status 2: the system refuses a file or stream. The line says which, and the system's reason: free some
   space, or change the rights of the file.
-- `OutOfMemory`, exit status 2: {SHORT}.
+{textwrap.fill(f"- `OutOfMemory`, exit status 2: {SHORT}.", 120, subsequent_indent="  ")}
 - Ctrl-C ends with 130, SIGTERM ends `moert` with 143. The same `moeconv` command then goes on where it ended.
 
 A traceback is a mistake of the program, not yours: please report it.
@@ -72,7 +72,7 @@ def text(source: Source) -> str:
         own = [at for at in errors if at[0].startswith(f"{program}.")]
         sections = [section for at in own if (section := _section(source, at, at[1], _status(at[1])))]
         parts += [f"## Errors of {program}", *sections]
-    parts += [_section(source, _ANSWERS, "Answers of the server", "by HTTP 400, or the status in brackets", "##")]
+    parts += [_section(source, _ANSWERS, "Answers of the server", "HTTP status: 400, or the one in brackets.", "##")]
     parts += ["## Reasons in other messages", textwrap.fill(_ABOUT_PARTS, 120)]
     parts += [_section(source, at, heading, "") for at, heading in _PARTS.items()]
     return "\n\n".join([*parts, "<!-- end -->"]) + "\n"
@@ -90,7 +90,7 @@ def _is_error(source: Source, at: tuple[str, str]) -> bool:
 
 
 def _status(name: str) -> str:
-    return f"exit status {3 if name == 'TargetMissed' else 2}"
+    return f"Exit status: {3 if name == 'TargetMissed' else 2}."
 
 
 def _section(source: Source, at: tuple[str, str], heading: str, status: str, level: str = "###") -> str:
@@ -99,7 +99,7 @@ def _section(source: Source, at: tuple[str, str], heading: str, status: str, lev
     if not messages:
         return ""
     about = " ".join((ast.get_docstring(source.classes[at]) or "").split())
-    about = f"{about} Ends with {status}." if status and "Only Python programs" not in about else about
+    about = f"{about} {status}" if status and "Only Python programs" not in about else about
     return "\n\n".join([f"{level} {heading}", textwrap.fill(about, 120), "\n".join(_rows(messages))])
 
 
