@@ -106,7 +106,7 @@ AS_LLAMA_CPP: Mapping[str, dict[str, Any]] = {
     "gemma3_text": {"sliding_window_pattern": 6, "query_pre_attn_scalar": 8, "num_hidden_layers": 7},
     "cohere2": {"sliding_window_pattern": 4, "num_hidden_layers": 5},
     "glm5_next": {"linear_num_heads": 4},
-    **dict.fromkeys(("granite_swa", "granitemoe_swa"), {"layer_rope_theta": [0, 500.0, 500.0]}),
+    **{name: {"layer_rope_theta": [0, 500.0, 500.0]} for name in ("granite_swa", "granitemoe_swa")},
     "cohere2_moe": {"expert_selection_fn": "sigmoid", "num_shared_experts": 2},
     "minimax_m3_vl": {"swiglu_limit": 7.0, "shared_intermediate_size": 20},
     "afmoe": {"mup_enabled": True, "global_attn_every_n_layers": 4},
@@ -340,9 +340,9 @@ def _bailing3(c: Config) -> Config:
 
 
 def _glm5_next(c: Config) -> Config:
-    n, limits = {"first_k_dense_replace": c["mlp_layer_types"].count("dense")}, [c["swiglu_limit"]] * len(c["layer_types"])
+    limits, dense = [c["swiglu_limit"]] * len(c["layer_types"]), c["mlp_layer_types"].count("dense")
     return {
-        **_indexed({**c, **n}), "swiglu_clamp_exp": limits, "swiglu_clamp_shexp": limits, "attention.key_length": 18,
+        **_indexed({**c, "first_k_dense_replace": dense}), "swiglu_clamp_exp": limits, "swiglu_clamp_shexp": limits,
         "attention.head_count_kv": [int(kind == "indexed_attention") for kind in c["layer_types"]],
         "ssm.conv_kernel": c["linear_conv_kernel_dim"], "kda.head_dim": c["linear_head_dim"],
         "kda.gate_lower_bound": c["linear_lower_bound"], "attention.indexer.kpool": c["index_kpool"],
@@ -531,8 +531,10 @@ _OF_FAMILY: Mapping[str, Callable[[Config], Config]] = {
 
 # Tensors: the converter's modify_tensors.
 
-_PERMUTED = ("mixtral", "llama", "smollm3", "granitemoe", "granitemoeshared", "granitemoehybrid", "nemotron_h", "granite_swa",
-            "granitemoe_swa")
+_PERMUTED = (
+    "mixtral", "llama", "smollm3", "granitemoe", "granitemoeshared", "granitemoehybrid", "nemotron_h", "granite_swa",
+    "granitemoe_swa",
+)  # fmt: skip
 _PARTS = {"gate_proj": "gate", "up_proj": "up", "down_proj": "down", "w1": "gate", "w3": "up", "w2": "down"}
 
 

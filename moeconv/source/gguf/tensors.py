@@ -167,7 +167,7 @@ class GgufTensors(Tensors):
             return found
         if len(shape) != 3 or len(found) != shape[0]:
             raise CheckpointError(
-                f"{self.path}: {self._scales[name]} has {len(found):,} numbers for a tensor of {shape}"
+                f"{self.path}: {self._scales[name]} has {len(found):,} numbers for a tensor of {shape}: fetch it again"
             )
         return found[:, None, None] if index is None else found[index]
 
