@@ -173,7 +173,7 @@ def answers_parts(result: Result) -> Sequence[Part]:
         where, model = each.string.removesuffix(": effective"), each["model"]
         names = (name.split(": ")[-1] for name in result.by_name if name.startswith(f"{where}: "))
         (metric,) = set(names) - {"effective", "loss"}
-        written = f"{metric} {{{where}: {metric}|.2%}}"
+        written = f"{metric.removesuffix('.py').replace('_', ' ')} {{{where}: {metric}|.2%}}"
         whole = f"{{{model}, unquantized, {each['quantizer']}: {metric}|.2%}}"
         coded = f"{each['quantizer']} {each['bits']}"
         lines.append((model, coded, f"{{{each.string}|.2f}}", written, whole, f"{{{where}: loss|interval.2%}}"))
