@@ -113,7 +113,8 @@ def bytes_of(name: str, alphabet: Mapping[str, int]) -> bytes | None:
 
 
 class TokenizerUnfit(ValueError):
-    """An error of one line that names the fault of a tokenizer.json; the name of the file goes before it."""
+    """A tokenizer.json that can't be used, as a part of a line behind the name of the file. Save the model's own fast
+    tokenizer beside it, and convert again."""
 
 
 Counts = Literal["", "letters", "pieces"]
