@@ -151,8 +151,8 @@ class Conversion:
         written) or a PackError."""
         say = self.account.say
         check_target(self.settings.out)
-        out, work = placed(self.settings.out), placed(self.settings.work)
-        if out in (work, *work.parents):
+        work_place = placed(self.settings.work)
+        if placed(self.settings.out) in (work_place, *work_place.parents):
             raise SettingsError(f"--work {self.settings.work}: --out {self.settings.out} holds it: give another --work")
         checkpoint = Checkpoint.open(self.settings.model)
         self.settings, stored_note = as_stored(self.settings, checkpoint)
