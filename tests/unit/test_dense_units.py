@@ -59,19 +59,32 @@ def test_widths_below_0_are_trellis_codes() -> None:
     for bits in TRELLIS_WIDTHS:
         rows, cols = DECODER.tensors["head.weight"].shape
         assert unit_bytes(DECODER, [head], bits)[head] == stream_bytes(-bits, rows, cols) + 2 * rows
-    dense = dense_of_units(DECODER, {head: -3, embed: 4})
+    first, *others = (unit for unit in dense_units(DECODER) if unit.role == "attention")
+    dense = dense_of_units(DECODER, {head: -3, embed: 4, first: 8, **dict.fromkeys(others, -2)})
     assert dense is not None
-    assert (dict(dense.bits), dense.trellis) == ({"head": 3, "embed": 4}, ("head",))
+    assert dict(dense.bits) == {"head": 3, "embed": 4, "attention": 2}
+    assert dense.trellis == ("attention", "head")
+    assert dense.matrices == dict.fromkeys(matrices_of(DECODER, first), 8)
+
+
+def test_without_trellis_codes_plans_choose_plain_ones() -> None:
+    unit, table = DenseUnit("head"), SensitivityTable(16, Summary(0.0, 0.0, 0.0, 0.0), {}, {})
+    costs = {bits: (cost,) * 3 for bits, cost in {2: 0.9, 3: 0.5, 4: 0.1, 8: 0.01}.items()}
+    found = Beside({unit: costs}).joined(Problem({}), DECODER, table, "kl").units[Unit(unit, ())]
+    assert {option.bits for option in found} == {2, 3, 4, 8, 16}
 
 
 @pytest.mark.parametrize(
     ("purpose", "role", "widths"),
-    [("size", "head", {2, -4, 8, 16}), ("speed", "head", {2, 4, 8, 16}), ("speed", "embed", {2, -4, 8, 16})],
-)
-def test_of_two_codes_plans_choose_from_those_that_cost_less(purpose: str, role: str, widths: set[int]) -> None:
-    """A head whose products may take longer than plain codes of as many bits is none of a plan for speed."""
+    [
+        ("size", "attention", {-2, -4, 8, 16}), ("memory", "head", {-2, -4, 8, 16}), ("speed", "ffn", {4, 8, 16}),
+        ("speed", "embed", {-2, -4, 8, 16}),
+    ],
+)  # fmt: skip
+def test_plans_choose_trellis_codes_but_where_products_count(purpose: str, role: str, widths: set[int]) -> None:
+    """Their products may take longer than those of plain codes of as many bits; of an embedding rows are read."""
     unit, table = DenseUnit(role), SensitivityTable(16, Summary(0.0, 0.0, 0.0, 0.0), {}, {})
-    costs = {bits: (cost,) * 3 for bits, cost in {-4: 0.1, -2: 0.9, 2: 0.8, 4: 0.2, 8: 0.01}.items()}
+    costs = {bits: (cost,) * 3 for bits, cost in {-4: 0.1, -2: 0.9, 4: 0.09, 8: 0.01}.items()}
     found = Beside({unit: costs}, purpose).joined(Problem({}), DECODER, table, "kl").units[Unit(unit, ())]
     assert {option.bits for option in found} == widths
     sizes = [option.nbytes for option in found]

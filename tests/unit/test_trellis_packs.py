@@ -17,7 +17,7 @@ from tiny_packs import PROMPTS, run_greedy
 
 from moeconv.matrices import matrices_of, read_expert
 from moeconv.packing.packed import check_expert
-from moeconv.writer import ROWS_MINOR, TRELLIS_MINOR, width_of
+from moeconv.writer import CODED_MINOR, ROWS_MINOR, TRELLIS_MINOR, width_of
 from moert.beside.gpu.torch_device import TorchDevice
 from moert.command.description import description_lines
 from moert.engine.engine import Engine
@@ -194,6 +194,28 @@ def test_head_and_embedding_have_trellis_codes(tmp_path: Path, name: str) -> Non
     with Engine.open(path, predict="none", kernels="reference", device="torch:cpu") as engine:
         there = run_greedy(engine, engine.encode(PROMPTS[3]), 1)[1][0]
     assert np.abs(there - logits["reference"]).max() < 2e-3 * np.abs(there).max()
+
+
+@needs_native
+@pytest.mark.parametrize("name", tiny_packs.SPECS)
+def test_all_matrices_but_routers_have_trellis_codes(tmp_path: Path, name: str) -> None:
+    """Attention of each kind, mixers, networks, head and embedding; the prompt has tokens for strips of rows."""
+    spec = tiny_packs.SPECS[name]
+    coded = {role: 4 for role in spec.roles() if role != "router"}
+    path = tiny_packs.write_pack(tmp_path / "p", spec, bits=(4,), codes="trellis", coded=coded, paths=False)
+    assert Pack.open(path).manifest.minor == CODED_MINOR
+    ids, logits = [], {}
+    for kernels in (*running(), "reference"):
+        with Engine.open(path, predict="none", kernels=kernels) as engine:
+            ids = engine.encode(PROMPTS[3])
+            logits[kernels] = run_greedy(engine, ids, 3)[1]
+    best, *others = running()
+    assert all(np.array_equal(logits[best], logits[each]) for each in others)
+    first, plain = logits[best][0], logits["reference"][0]
+    assert np.linalg.norm(first - plain) < 0.3 * np.linalg.norm(plain)  # rounded inputs may choose other experts
+    with Engine.open(path, predict="none", kernels="reference", device="torch:cpu") as engine:
+        there = run_greedy(engine, ids, 1)[1][0]
+    assert np.abs(there - plain).max() < 2e-3 * np.abs(plain).max()
 
 
 def refused(root: Path, words: str, change: Callable[[dict[str, Any]], Any]) -> None:

@@ -540,7 +540,8 @@ class TorchBackend:
 
     def matrix(self, stored: Stored, bias: F32 | None = None) -> PlacedMatrix:
         parts = [getattr(stored, part) for part in _PARTS[type(stored)]]
-        rows, nbytes = len(stored.data if isinstance(stored, Floats) else stored.scale), sum(part.nbytes for part in parts)
+        rows = len(stored.data if isinstance(stored, Floats) else stored.scale)
+        nbytes = sum(part.nbytes for part in parts)
         if self._memory.fits(nbytes + self._memory.capacity_bytes // _FOR_WORK):
             try:
                 with self._memory.shortage():
