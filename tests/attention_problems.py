@@ -161,8 +161,9 @@ def latent_problems(kinds: Sequence[Kind] = (*KINDS, *CODED), **fixed: Any) -> s
     drawn: dict[str, st.SearchStrategy[Any]] = {
         "seed": st.integers(0, 1 << 20), "kind": st.sampled_from(kinds), "n": st.integers(1, 5),
         "q_rank": st.sampled_from([None, 5, 32]), "kv_rank": st.sampled_from([2, 15, 32, 64]),
-        "nope": st.sampled_from([1, 6, 20, 32]), "turning": st.sampled_from([2, 8]), "v": st.sampled_from([1, 12, 32, 72]),
-        "d_model": st.integers(3, 70), "scale": st.sampled_from([1.0, 0.3]), "turns": st.booleans(),
+        "nope": st.sampled_from([1, 6, 20, 32]), "turning": st.sampled_from([2, 8]),
+        "v": st.sampled_from([1, 12, 32, 72]), "d_model": st.integers(3, 70), "scale": st.sampled_from([1.0, 0.3]),
+        "turns": st.booleans(),
         "bias": st.booleans(), "layer": st.booleans(), "after": st.booleans(), "add": st.sampled_from([1.0, 0.3]),
         "bits": st.sampled_from([16, 16, 8]), "gate": st.booleans(),
     }  # fmt: skip

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 from moeconv.artifacts import DenseCosts, DenseUnit, uniform
 from moeconv.conversion.measuring import Account, Bench
-from moeconv.dense import TRELLIS_WIDTHS, UNQUANTIZED, dense_units
+from moeconv.dense import TRELLIS_WIDTHS, UNQUANTIZED, dense_units, may_be_coded
 from moeconv.quantizers.coder import ORIGINAL
 
 WIDTHS = (2, 3, 4, 8)
-CODED_WIDTHS = (*TRELLIS_WIDTHS, 4, 8)
-"""Widths where there are trellis codes, which lose less than plain codes of as many bits; those of 4 are for plans that
-save time."""
+CODED_WIDTHS = (*TRELLIS_WIDTHS, 8)
+"""Widths where there are trellis codes, which lose less than plain codes of as many bits."""
 LEAST_LAYERED = 4
 """The least width of units that span all layers, in a model that goes through memory layer by layer for each
 measurement."""
@@ -24,10 +23,14 @@ def swept_beside(bench: Bench, account: Account) -> DenseCosts:
     coder, spec, layered = bench.coding.dense, bench.spec, bench.memory.layered
     if not coder.chooses:
         return {}
-    units, widths = dense_units(spec, by_layer=not layered), WIDTHS
-    if bench.coding.quantizer.codes == "trellis":
-        widths = CODED_WIDTHS
-    probes = [(unit, bits) for unit in units for bits in widths if abs(bits) >= LEAST_LAYERED or not layered]
+    units = dense_units(spec, by_layer=not layered)
+    trellis, purpose = bench.coding.quantizer.codes == "trellis", bench.material.settings.purpose
+    probes = [
+        (unit, bits)
+        for unit in units
+        for bits in (CODED_WIDTHS if trellis and may_be_coded(unit, purpose) else WIDTHS)
+        if abs(bits) >= LEAST_LAYERED or not layered
+    ]
     measure = bench.measure("dense", bench.material.ranking, _samples(bench))
     original, base = uniform(spec, ORIGINAL), dict.fromkeys(units, UNQUANTIZED)
     costs: dict[DenseUnit, dict[int, tuple[float, float, float]]] = {unit: {} for unit in units}

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 
 from moeconv.artifacts import PURPOSES, SIGNALS, DenseCosts, DenseUnit, SensitivityTable
-from moeconv.dense import UNQUANTIZED, USUAL, unit_bytes
+from moeconv.dense import UNQUANTIZED, USUAL, may_be_coded, unit_bytes
 from moeconv.plan.problem import Option, Problem, Unit, options
 from moert.pack.model_spec import ExpertKey, ModelSpec
 
@@ -43,11 +43,11 @@ class Beside:
         }  # fmt: skip
 
     def _offered(self, unit: DenseUnit) -> list[int]:
-        """Returns the widths to choose from: below USUAL those of trellis codes, which lose less, where they were
-        measured; plain ones where plans save time, since products with trellis codes may take longer than their bytes,
-        but for an embedding, of which rows are read. All units of a role have the same codes so."""
-        coded = min(self.costs[unit]) < 0 and (self.purpose != "speed" or unit.role == "embed")
-        return [bits for bits in self.costs[unit] if bits == USUAL or (bits < 0) == coded]
+        """Returns the widths to choose from: below USUAL those of trellis codes, which lose less, or plain ones, by the
+        purpose and by which were measured. All units of a role have the same codes so."""
+        small = {bits for bits in self.costs[unit] if bits < USUAL}
+        wanted = {bits for bits in small if (bits < 0) == may_be_coded(unit, self.purpose)} or small
+        return [bits for bits in self.costs[unit] if bits in wanted or bits == USUAL]
 
 
 ONLY_EXPERTS = Beside()
