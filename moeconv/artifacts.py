@@ -56,7 +56,7 @@ class DenseUnit(NamedTuple):
     part: str = ""
 
     def __str__(self) -> str:
-        name = f"{self.role}, {self.part}" if self.part else self.role
+        name = self.part or self.role
         return f"{name} of {self.stack[0].upper()}{self.layer:02d}" if self.stack else name
 
 

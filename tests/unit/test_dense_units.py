@@ -17,9 +17,10 @@ from moeconv.dense import (
 from moeconv.plan.dense import Beside
 from moeconv.plan.problem import Option, Problem, Unit
 from moert.pack.codec import n_groups, row_bytes, stream_bytes
+from tests.random_packs import RICH
 from tests.tiny_packs import DECODER, SWITCH
 
-SPECS = {"decoder": DECODER, "switch": SWITCH}
+SPECS = {"decoder": DECODER, "switch": SWITCH, "rich": RICH}
 
 
 @pytest.mark.parametrize("by_layer", [True, False])
@@ -52,6 +53,18 @@ def test_a_role_has_the_width_of_most_and_others_their_own() -> None:
     assert dense.bits["attention"] == 4
     assert dense.matrices == dict.fromkeys(matrices_of(DECODER, first), 8)
     assert dense_of_units(DECODER, {}) is None
+
+
+def test_keys_and_values_and_down_are_units_of_their_own() -> None:
+    """Of latent attention too."""
+    units = dense_units(RICH)
+    keys = [unit for unit in units if unit.part == "keys and values"]
+    assert [str(unit) for unit in keys] == [f"keys and values of D0{layer}" for layer in range(3)]
+    assert [name.split(".")[3] for name in matrices_of(RICH, keys[0])] == ["kv_a", "k_turn", "keys", "values"]
+    assert [name.split(".")[3] for name in matrices_of(RICH, keys[1])] == ["k", "v"]
+    down = next(unit for unit in units if unit.part == "down")
+    assert [*map(str, (down, down._replace(part="")))] == ["down of D00", "ffn of D00"]
+    assert all(name.endswith(".down.weight") for name in matrices_of(RICH, down))
 
 
 def test_widths_below_0_are_trellis_codes() -> None:
