@@ -80,11 +80,12 @@ def test_widths_below_0_are_trellis_codes() -> None:
     assert dense.matrices == dict.fromkeys(matrices_of(DECODER, first), 8)
 
 
-def test_without_trellis_codes_plans_choose_plain_ones() -> None:
+def test_plans_choose_the_codes_that_were_measured_where_it_is_the_others_that_they_want() -> None:
     unit, table = DenseUnit("head"), SensitivityTable(16, Summary(0.0, 0.0, 0.0, 0.0), {}, {})
-    costs = {bits: (cost,) * 3 for bits, cost in {2: 0.9, 3: 0.5, 4: 0.1, 8: 0.01}.items()}
-    found = Beside({unit: costs}).joined(Problem({}), DECODER, table, "kl").units[Unit(unit, ())]
-    assert {option.bits for option in found} == {2, 3, 4, 8, 16}
+    for purpose, widths in (("size", {2, 3, 4, 8}), ("speed", {-2, -4, 8})):
+        costs = {bits: (1 / abs(bits),) * 3 for bits in widths}
+        found = Beside({unit: costs}, purpose).joined(Problem({}), DECODER, table, "kl").units[Unit(unit, ())]
+        assert {option.bits for option in found} == {*widths, 16}
 
 
 @pytest.mark.parametrize(
