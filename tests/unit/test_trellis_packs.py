@@ -11,6 +11,8 @@ from typing import Any
 import numpy as np
 import pytest
 import tiny_packs
+import torch
+from dense_packs import widened, write_dense_pack
 from native_problems import Natives, activations, all_natives, rounded, running
 from random_packs import NEURONS, QUANTIZATION, SPECS, minor_of, random_trellis, read_all, sealed, write_pack
 from tiny_packs import PROMPTS, run_greedy
@@ -24,6 +26,7 @@ from moert.engine.engine import Engine
 from moert.kernels import library, reference
 from moert.kernels.backend import ExpertView, ProjectionView
 from moert.kernels.native import NativeMatrix
+from moert.models.backbone import load_backbone
 from moert.pack.codec import (
     CODES,
     F32,
@@ -38,7 +41,8 @@ from moert.pack.codec import (
     turned,
     turned_together,
 )
-from moert.pack.errors import ManifestInvalid, PackError
+from moert.pack.errors import HeaderInvalid, ManifestInvalid, PackError
+from moert.pack.manifest import Dense
 from moert.pack.reader import Pack
 from tests.fast_card import FAST
 from tests.kernels import needs_native
@@ -216,6 +220,25 @@ def test_all_matrices_but_routers_have_trellis_codes(tmp_path: Path, name: str) 
     with Engine.open(path, predict="none", kernels="reference", device="torch:cpu") as engine:
         there = run_greedy(engine, ids, 1)[1][0]
     assert np.abs(there - plain).max() < 2e-3 * np.abs(plain).max()
+
+
+@pytest.mark.parametrize(
+    ("part", "wrong", "words"),
+    [
+        ("scale", lambda scale: scale.index_fill(0, torch.tensor([2]), float("inf")), "scales of .* are not finite"),
+        ("trellis", lambda stream: stream[:-1], r"has the shape \(\d+,\), expected"),
+        ("trellis", lambda stream: stream.to(torch.float16), "type F16, expected U8"),
+    ],
+)
+def test_damaged_codes_of_attention_are_refused(tmp_path: Path, part: str, wrong: Any, words: str) -> None:
+    dense = Dense("trellis", 8, {"attention": 3}, trellis=("attention",))
+    name = f"decoder.0.attn.keys.{part}"
+    write_dense_pack(
+        tmp_path / "p", SPECS["rich"], replace(QUANTIZATION, dense=dense),
+        lambda tensors: tensors.update({name: wrong(tensors[name])}),
+    )  # fmt: skip
+    with pytest.raises(HeaderInvalid, match=words):
+        widened(load_backbone(Pack.open(tmp_path / "p")))
 
 
 def refused(root: Path, words: str, change: Callable[[dict[str, Any]], Any]) -> None:
