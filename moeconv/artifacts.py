@@ -47,14 +47,17 @@ class Probe(NamedTuple):
 
 
 class DenseUnit(NamedTuple):
-    """Matrices outside the experts that get one width: those of a role, of one layer unless `stack` is empty."""
+    """Matrices outside the experts that get one width: those of a role, of one layer unless `stack` is empty, and there
+    a `part` of them."""
 
     role: str
     stack: str = ""
     layer: int = 0
+    part: str = ""
 
     def __str__(self) -> str:
-        return f"{self.role} of {self.stack[0].upper()}{self.layer:02d}" if self.stack else self.role
+        name = self.part or self.role
+        return f"{name} of {self.stack[0].upper()}{self.layer:02d}" if self.stack else name
 
 
 SAVED: Mapping[str, str] = {"size": "of all matrices", "memory": "in memory", "speed": "read for a token"}

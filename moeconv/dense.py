@@ -57,7 +57,14 @@ def width_text(bits: Mapping[str, int]) -> str:
     return ", ".join(f"{role} {width}" for role, width in bits.items()) + " bits"
 
 
-# Units: the matrices of one role in one layer, which get one width.
+# Units: the matrices of one role in one layer, or a part of them, which get one width.
+
+PARTS: Mapping[str, Mapping[str, str]] = {
+    "attention": dict.fromkeys(("k", "v", "kv_a", "k_turn", "keys", "values"), "keys and values"),
+    "ffn": {"down": "down"},
+}
+"""By role, the matrices that are a unit of their own in each layer, with its name: fewer than the rest, and errors in
+them cost more."""
 
 UNIT_GROUP_SIZE = 128
 """Inputs that share a scale where the widths of units are chosen: of GROUP_SIZE, scales cost more than they gain."""
@@ -69,6 +76,12 @@ USUAL = 8
 """The width where no loss decides: 8 bits change weights by a few thousandths."""
 
 
+def may_be_coded(unit: DenseUnit, purpose: str) -> bool:
+    """Returns whether plans of a purpose (artifacts.PURPOSES) want trellis codes for a unit: not where they save time,
+    since products with trellis codes may take longer than their bytes, but for an embedding, of which rows are read."""
+    return purpose != "speed" or unit.role == "embed"
+
+
 def usual_widths(spec: ModelSpec) -> dict[str, int]:
     """Returns the widths by role where no loss decides them: USUAL for all but routers, which are small and decide on
     everything behind them."""
@@ -76,21 +89,22 @@ def usual_widths(spec: ModelSpec) -> dict[str, int]:
 
 
 def dense_units(spec: ModelSpec, by_layer: bool = True) -> list[DenseUnit]:
-    """Returns the units of a model, in the order of its tensors: each role of each layer, the embedding, the head. Not
-    `by_layer`: each role of all layers. Routers belong to none."""
+    """Returns the units of a model, in the order of its tensors: each role of each layer, in parts where it has PARTS,
+    the embedding, the head. Not `by_layer`: each role of all layers. Routers belong to none."""
     found = dict.fromkeys(_unit(name, tensor.role, by_layer) for name, tensor in spec.tensors.items() if tensor.role)
     return [unit for unit in found if unit.role != "router"]
 
 
 def _unit(name: str, role: str, by_layer: bool) -> DenseUnit:
-    stack, layer, *_ = name.split(".")
-    return DenseUnit(role, stack, int(layer)) if by_layer and layer.isdecimal() else DenseUnit(role)
+    stack, layer, *_, last = name.removesuffix(".weight").split(".") if name.count(".") > 1 else ("", "", name)
+    part = PARTS.get(role, {}).get(last, "")
+    return DenseUnit(role, stack, int(layer), part) if by_layer and layer.isdecimal() else DenseUnit(role)
 
 
 def matrices_of(spec: ModelSpec, unit: DenseUnit) -> list[str]:
     """Returns the canonical names of a unit's matrices."""
-    begins = f"{unit.stack}.{unit.layer}." if unit.stack else ""
-    return [name for name, tensor in spec.tensors.items() if tensor.role == unit.role and name.startswith(begins)]
+    roles, by_layer = {name: tensor.role for name, tensor in spec.tensors.items()}, bool(unit.stack)
+    return [name for name, role in roles.items() if role and _unit(name, role, by_layer) == unit]
 
 
 def weighed(spec: ModelSpec) -> list[str]:

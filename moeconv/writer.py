@@ -179,12 +179,13 @@ Files = Literal["expert", "layer"]
 
 
 PLAIN_MINOR, PREFERRING_MINOR, JOINED_MINOR, NEURONS_MINOR, TOGETHER_MINOR, POWERS_MINOR, TRELLIS_MINOR = range(7)
-MATRICES_MINOR, PARALLEL_MINOR, EXTENDED_MINOR, STREAMS_MINOR, POOLS_MINOR, NGRAMS_MINOR, ROWS_MINOR = range(7, 14)
+MATRICES_MINOR, PARALLEL_MINOR, EXTENDED_MINOR, STREAMS_MINOR, POOLS_MINOR, NGRAMS_MINOR = range(7, 13)
+ROWS_MINOR, CODED_MINOR = 13, 14
 """The minor version of a pack with none of these, with preferences, with several experts in a file, with experts in
 blocks of neurons, with rows of neurons that lie together, with matrices that are multiplied with a power of two, with
 trellis codes; of one whose dense matrices have widths of their own, with parallel layers, with fields of parts that
 these name in LEFT_OUT, with several streams, with attention to pools, with streams that gates mix, with trellis codes
-of the head or the embedding."""
+of the head or the embedding, of other dense matrices."""
 _JOURNAL = "experts.jsonl"
 _PIECE = 1 << 20  # bytes that are copied at once
 
@@ -308,7 +309,7 @@ class PackWriter:
     def _minor(self, preferences: tuple[Preference, ...]) -> int:
         dense, kinds = self.quantization.dense, [kind for stack in self.spec.stacks.values() for kind in stack.kinds]
         if dense is not None and dense.trellis:
-            return ROWS_MINOR
+            return ROWS_MINOR if {"head", "embed"}.issuperset(dense.trellis) else CODED_MINOR
         if any(isinstance(kind.streams, GatedStreams) or kind.ngrams is not None for kind in kinds):
             return NGRAMS_MINOR
         if any(kind.pools for kind in kinds):

@@ -11,7 +11,7 @@ from typing import Any, Literal
 import numpy as np
 import numpy.typing as npt
 from hypothesis import strategies as st
-from native_problems import KINDS, Kind, normal, random_stored
+from native_problems import CODED, KINDS, Kind, normal, random_stored
 
 from moert.kernels.backend import AttentionWeights, BackendOf, NormWeights, Positions, Stored
 from moert.kernels.pages import KvBits
@@ -142,7 +142,7 @@ def make_latent(
     )  # fmt: skip
 
 
-def problems(kinds: Sequence[Kind] = KINDS, **fixed: Any) -> st.SearchStrategy[Problem]:
+def problems(kinds: Sequence[Kind] = (*KINDS, *CODED), **fixed: Any) -> st.SearchStrategy[Problem]:
     drawn: dict[str, st.SearchStrategy[Any]] = {
         "seed": st.integers(0, 1 << 20), "kind": st.sampled_from(kinds), "kv": st.integers(1, 3),
         "shared": st.integers(1, 4), "dim": st.sampled_from([2, 6, 16, 20, 33, 64, 128]),
@@ -157,12 +157,13 @@ def problems(kinds: Sequence[Kind] = KINDS, **fixed: Any) -> st.SearchStrategy[P
     return st.builds(make, **drawn | {name: st.just(value) for name, value in fixed.items()})
 
 
-def latent_problems(kinds: Sequence[Kind] = KINDS, **fixed: Any) -> st.SearchStrategy[Problem]:
+def latent_problems(kinds: Sequence[Kind] = (*KINDS, *CODED), **fixed: Any) -> st.SearchStrategy[Problem]:
     drawn: dict[str, st.SearchStrategy[Any]] = {
         "seed": st.integers(0, 1 << 20), "kind": st.sampled_from(kinds), "n": st.integers(1, 5),
         "q_rank": st.sampled_from([None, 5, 32]), "kv_rank": st.sampled_from([2, 15, 32, 64]),
-        "nope": st.sampled_from([1, 6, 20, 32]), "turning": st.sampled_from([2, 8]), "v": st.sampled_from([1, 12, 32]),
-        "d_model": st.integers(3, 70), "scale": st.sampled_from([1.0, 0.3]), "turns": st.booleans(),
+        "nope": st.sampled_from([1, 6, 20, 32]), "turning": st.sampled_from([2, 8]),
+        "v": st.sampled_from([1, 12, 32, 72]), "d_model": st.integers(3, 70), "scale": st.sampled_from([1.0, 0.3]),
+        "turns": st.booleans(),
         "bias": st.booleans(), "layer": st.booleans(), "after": st.booleans(), "add": st.sampled_from([1.0, 0.3]),
         "bits": st.sampled_from([16, 16, 8]), "gate": st.booleans(),
     }  # fmt: skip

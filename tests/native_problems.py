@@ -18,10 +18,16 @@ from moert.pack.codec import (
     F32,
     INT_WIDTHS,
     QuantizedMatrix,
+    TrellisMatrix,
     dequantize,
+    dequantize_trellis,
     n_groups,
     pack_codes,
+    signs,
+    stream_bytes,
     to_bfloat16,
+    turned,
+    turned_together,
     unpack_codes,
 )
 from moert.pack.layout import group_of
@@ -32,6 +38,8 @@ Dtype = Literal["F16", "BF16", "F32"]
 FLOATS: tuple[Dtype, ...] = get_args(Dtype)
 Kind = int | Dtype
 KINDS: tuple[Kind, ...] = (*INT_WIDTHS, *FLOATS)
+CODED: tuple[Kind, ...] = (-2, -3, -4)
+"""Bits of trellis codes, below 0 as in moert.h."""
 THREADS = (1, 3)
 Natives = dict[tuple[str, int], NativeBackend]
 """By instruction set and threads."""
@@ -88,6 +96,10 @@ def random_stored(
         values = rng.normal(0, size, (rows, cols))
         values[empty] = 0
         return floats(kind, values)
+    if kind < 0:
+        stream = rng.integers(0, 256, stream_bytes(-kind, rows, cols)).astype(np.uint8)
+        of_rows = np.where(empty, 0, rng.uniform(0.2, 1, rows))[:, None] * size / 64
+        return TrellisMatrix(-kind, cols, stream, of_rows.astype(np.float16))
     covered = group_of(cols, cols if group is None else group)
     codes = rng.integers(0, 1 << kind, (rows, cols)).astype(np.uint8)
     shape = (rows, n_groups(cols, covered))
@@ -103,6 +115,8 @@ def exact(stored: Stored) -> F64:
     """The weights [rows, cols]; of codes without the rounding that float32 would bring in."""
     if isinstance(stored, Floats):
         return stored.widened().astype(np.float64)
+    if isinstance(stored, TrellisMatrix):
+        return dequantize_trellis(stored).astype(np.float64)
     scale, minimum = each_input(stored, stored.scale), each_input(stored, stored.minimum)
     found: F64 = codes_of(stored) * scale + minimum
     assert np.allclose(found, dequantize(stored), rtol=1e-6, atol=1e-6 * np.abs(found).max(initial=0))
@@ -113,6 +127,8 @@ def magnitude(stored: Stored) -> F64:
     """[rows, cols]: what is summed up for each weight, without signs."""
     if isinstance(stored, Floats):
         return np.abs(exact(stored))
+    if isinstance(stored, TrellisMatrix):
+        return np.abs(exact(stored)) + 256 * stored.scale.astype(np.float64)
     scale, minimum = each_input(stored, stored.scale), each_input(stored, stored.minimum)
     found: F64 = codes_of(stored) * np.abs(scale) + np.abs(minimum)
     return found
@@ -147,6 +163,12 @@ def rounded(x: F32, block: int) -> F64:
 
 
 def seen(stored: Stored, x: F32) -> F64:
+    """x [tokens, cols] as a matrix sees it; trellis codes see inputs that were turned before they were rounded."""
+    if isinstance(stored, TrellisMatrix):
+        sign, root = signs(stored.in_features), np.float32(turned_together(stored.in_features) ** 0.5)
+        block = 64 if stored.in_features > 512 else 32
+        found: F64 = turned(rounded(turned(x * sign) / root, block)) * sign / root  # type: ignore[arg-type]
+        return found
     return x.astype(np.float64) if isinstance(stored, Floats) else rounded(x, block_of(stored))
 
 

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 from moeconv.artifacts import DenseCosts, DenseUnit, uniform
 from moeconv.conversion.measuring import Account, Bench
-from moeconv.dense import TRELLIS_WIDTHS, UNQUANTIZED, dense_units
+from moeconv.dense import TRELLIS_WIDTHS, UNQUANTIZED, dense_units, may_be_coded
 from moeconv.quantizers.coder import ORIGINAL
-from moert.pack.parts import TRELLIS_ROLES
 
 WIDTHS = (2, 3, 4, 8)
-LAYERED_WIDTHS = (-4, 4, 8)
-"""Widths of units that span all layers, in a model that goes through memory layer by layer for each measurement."""
+CODED_WIDTHS = (*TRELLIS_WIDTHS, 8)
+"""Widths where there are trellis codes, which lose less than plain codes of as many bits."""
+LEAST_LAYERED = 4
+"""The least width of units that span all layers, in a model that goes through memory layer by layer for each
+measurement."""
 TOKENS = 4096
 """Tokens, about, that units are measured on: a divergence needs less text than a loss does."""
 
@@ -21,9 +23,14 @@ def swept_beside(bench: Bench, account: Account) -> DenseCosts:
     coder, spec, layered = bench.coding.dense, bench.spec, bench.memory.layered
     if not coder.chooses:
         return {}
-    units, widths = dense_units(spec, by_layer=not layered), LAYERED_WIDTHS if layered else (*TRELLIS_WIDTHS, *WIDTHS)
-    coded = TRELLIS_ROLES if bench.coding.quantizer.codes == "trellis" else ()
-    probes = [(unit, bits) for unit in units for bits in widths if bits > 0 or unit.role in coded]
+    units = dense_units(spec, by_layer=not layered)
+    trellis, purpose = bench.coding.quantizer.codes == "trellis", bench.material.settings.purpose
+    probes = [
+        (unit, bits)
+        for unit in units
+        for bits in (CODED_WIDTHS if trellis and may_be_coded(unit, purpose) else WIDTHS)
+        if abs(bits) >= LEAST_LAYERED or not layered
+    ]
     measure = bench.measure("dense", bench.material.ranking, _samples(bench))
     original, base = uniform(spec, ORIGINAL), dict.fromkeys(units, UNQUANTIZED)
     costs: dict[DenseUnit, dict[int, tuple[float, float, float]]] = {unit: {} for unit in units}

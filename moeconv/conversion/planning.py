@@ -100,10 +100,11 @@ class Inputs:
             costs[Probe(key_of(*key), tuple(bits))] = number(metric), number(nll), number(kl)
         units: dict[DenseUnit, dict[int, tuple[float, float, float]]] = {}
         widths = *TRELLIS_WIDTHS, *WIDTHS
-        for role, stack, layer, bits, metric, nll, kl in values.get("units", []):
-            if role not in ROLES or stack not in ("", *STACKS) or type(layer) is not int or bits not in widths:
+        for role, stack, layer, part, bits, metric, nll, kl in values.get("units", []):
+            placed = role in ROLES and stack in ("", *STACKS) and type(layer) is int and type(part) is str
+            if not placed or bits not in widths:
                 raise ValueError("a unit that there is not")
-            units.setdefault(DenseUnit(role, stack, layer), {})[bits] = number(metric), number(nll), number(kl)
+            units.setdefault(DenseUnit(role, stack, layer, part), {})[bits] = number(metric), number(nll), number(kl)
         base_bits, group_size = values["base_bits"], values["group_size"]
         dense = dict(named(amount)(values.get("dense", {}), INPUTS))
         texts = {name: text(values[name], INPUTS) for name in ("model", "quantizer", "metric", "samples")}

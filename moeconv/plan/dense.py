@@ -7,7 +7,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 
 from moeconv.artifacts import PURPOSES, SIGNALS, DenseCosts, DenseUnit, SensitivityTable
-from moeconv.dense import UNQUANTIZED, unit_bytes
+from moeconv.dense import UNQUANTIZED, USUAL, may_be_coded, unit_bytes
 from moeconv.plan.problem import Option, Problem, Unit, options
 from moert.pack.model_spec import ExpertKey, ModelSpec
 
@@ -36,21 +36,18 @@ class Beside:
         sizes = {bits: unit_bytes(spec, list(self.costs), bits) for bits in widths}
         return {
             Unit(unit, ()): options([
-                *(Option(bits, sizes[bits][unit], costs[bits][place]) for bits in self._offered(unit, place)),
+                *(Option(bits, sizes[bits][unit], costs[bits][place]) for bits in self._offered(unit)),
                 Option(UNQUANTIZED, sizes[UNQUANTIZED][unit], 0.0),
             ])
             for unit, costs in self.costs.items()
         }  # fmt: skip
 
-    def _offered(self, unit: DenseUnit, place: int) -> list[int]:
-        """Returns the widths to choose from: of plain and trellis codes of as many bits those that cost less, but no
-        trellis codes of a head where plans save time, since their products may take longer than their bytes."""
-        costs, found = self.costs[unit], dict[int, int]()
-        plain_only = self.purpose == "speed" and unit.role == "head"
-        for bits in costs if not plain_only else filter(lambda bits: bits > 0, costs):
-            if abs(bits) not in found or costs[bits][place] < costs[found[abs(bits)]][place]:
-                found[abs(bits)] = bits
-        return [*found.values()]
+    def _offered(self, unit: DenseUnit) -> list[int]:
+        """Returns the widths to choose from: below USUAL those of trellis codes, which lose less, or plain ones, by the
+        purpose and by which were measured. All units of a role have the same codes so."""
+        small = {bits for bits in self.costs[unit] if bits < USUAL}
+        wanted = {bits for bits in small if (bits < 0) == may_be_coded(unit, self.purpose)} or small
+        return [bits for bits in self.costs[unit] if bits in wanted or bits == USUAL]
 
 
 ONLY_EXPERTS = Beside()

@@ -226,7 +226,7 @@ def dense_section(report: ConversionReport, manifest: Manifest) -> Section:
             "this page."
         )
     groups = f"in groups of {dense.group_size}" if dense.group_size else "one scale for each output channel"
-    trellis = f", trellis codes of {' and '.join(stored.trellis)}" if stored is not None and stored.trellis else ""
+    trellis = f", trellis codes of {', '.join(stored.trellis)}" if stored is not None and stored.trellis else ""
     text = (
         f"Stored in {size(nbytes)}, {percent(dense.nbytes / dense.source_nbytes, 0)} of what they have in the source "
         f"(quantizer {dense.quantizer}, {groups}{trellis}); what has no width here is as it was.{lost}"

@@ -472,7 +472,7 @@ def _dense_text(spec: ModelSpec, dense: Dense | None) -> str:
         return "as in the source"
     widths = ", ".join(f"{role}: {widths_text(found)}" for role, found in widths_by_role(spec, dense).items())
     group = f"groups of {dense.group_size}" if dense.group_size else "per output channel"
-    trellis = f", trellis codes of {' and '.join(dense.trellis)}" if dense.trellis else ""
+    trellis = f", trellis codes of {', '.join(dense.trellis)}" if dense.trellis else ""
     return f"{widths}; quantizer {dense.quantizer}, {group}{trellis}"
 
 

@@ -36,8 +36,8 @@ Plus = Annotated[float, Within(-1e3, 1e3)]
 Role = Literal["attention", "mixer", "router", "ffn", "head", "embed"]
 ROLES: tuple[Role, ...] = ("attention", "mixer", "router", "ffn", "head", "embed")
 """The uses of dense matrices (those outside the experts); a pack gives widths to roles."""
-TRELLIS_ROLES: tuple[Role, ...] = ("head", "embed")
-"""The roles whose matrices may have trellis codes."""
+TRELLIS_ROLES: tuple[Role, ...] = ("attention", "mixer", "ffn", "head", "embed")
+"""The roles whose matrices may have trellis codes: all but routers, which are small."""
 
 
 class Tensor(NamedTuple):

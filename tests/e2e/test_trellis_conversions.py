@@ -102,7 +102,7 @@ def test_another_target_measures_nothing_again(sources: dict[str, Path], tmp_pat
 def test_a_conversion_has_trellis_codes_unless_another_quantizer_is_named(
     sources: dict[str, Path], tmp_path: Path, family: str
 ) -> None:
-    """And widths for all other matrices, of which head and embedding may have trellis codes."""
+    """And widths for all other matrices, which have trellis codes too, but of plans for speed the embedding's alone."""
     small = {**TRELLIS, "quantizer": None}
     done = Done(settings_for(sources, family, tmp_path, loss=0.3, dense_bits=None, **small))
     assert done.manifest.quantization.codes == "trellis"
@@ -115,9 +115,13 @@ def test_a_conversion_has_trellis_codes_unless_another_quantizer_is_named(
     planned = plan(tmp_path / "work", Target("loss", 0.3), "knapsack", "kl", None)
     assert coded
     assert any(unit.endswith(" in trellis codes") for unit in planned.units)
-    swift = plan(tmp_path / "work", Target("loss", 0.3), "knapsack", "kl", None, "speed")
-    assert "head in trellis codes" not in swift.units
+    assert all(unit.endswith(" in trellis codes") for unit, bits in planned.units.items() if bits < 8)
     accepted(done)
+    swift = Done(settings_for(sources, family, tmp_path, loss=0.3, dense_bits=None, purpose="speed",
+                              out=tmp_path / "swift", **small)).manifest.quantization.dense  # fmt: skip
+    assert swift is not None
+    assert min(swift.bits.values()) < 8
+    assert set(swift.trellis) <= {"embed"}
     named = settings_for(sources, family, tmp_path, loss=0.3, dense_bits=None, out=tmp_path / "b", **TRELLIS)
     assert Done(named).report.bits_histogram == done.report.bits_histogram
 

@@ -307,7 +307,7 @@ DENSE: dict[str, tuple[str, Callable[[dict[str, Any]], Any]]] = {
     "a norm": ("of the roles that have widths, found 'decoder", dense(matrices={"decoder.0.norm.weight": 4})),
     "a matrix of 5 bits": ("head.weight should be among", dense(matrices={"head.weight": 5})),
     "a list of matrices": ("matrices should be a JSON object", dense(matrices=["head.weight"])),
-    "trellis codes of attention": ("trellis should be head or embed", dense(trellis=["attention"])),
+    "trellis codes of routers": ("trellis should be attention or mixer or", dense(trellis=["router"])),
     "trellis codes by name": ("trellis should be a list", dense(trellis="head")),
     "trellis codes of no width": ("roles that have widths, each once, found 'embed'", dense(trellis=["embed"])),
     "trellis codes twice": ("each once, found 'head'", dense(bits={"head": 4}, trellis=["head", "head"])),

@@ -111,7 +111,7 @@ static void draw_weights(latent *l, int kind, int with_q_a) {
                                       &b->gate};
     const int stop = draw(2) ? GATE : MATRICES;
     for (int i = with_q_a ? Q_A : Q; i < stop; i++) {
-        int of = kind ? kind : PICK(2, 3, 4, 8, MOERT_F16, MOERT_BF16, MOERT_F32), group = PICK(0, 16, 32, 64);
+        int of = kind ? kind : PICK(2, 3, 4, 8, -4, -6, -8, MOERT_F16, MOERT_BF16, MOERT_F32), group = PICK(0, 16, 32, 64);
         l->made[i] = matrix_make(of, shapes[i][0], shapes[i][1], group, PLAIN);
         *places[i] = l->made[i].matrix;
     }
@@ -152,7 +152,7 @@ static void run_problem(latent *l, int kind, int with_q_a, float most) {
 }
 
 static void one_latent(int number) {
-    static const int kinds[] = {MOERT_F32, 8, MOERT_F16, 4, MOERT_BF16, 3, 2, 0};
+    static const int kinds[] = {MOERT_F32, 8, MOERT_F16, 4, MOERT_BF16, 3, 2, 0, -4, -8};
     latent l = {.at = {.d_model = PICK(3, 8, 33, 64, 96), .own = 1}};
     l.nope = PICK(1, 5, 16, 33, 64), l.v = PICK(1, 6, 16, 32);
     moert_heads *h = &l.block.heads;
@@ -160,7 +160,7 @@ static void one_latent(int number) {
     h->n = PICK(1, 2, 3, 5, 8), h->kv = 1, h->value_dim = PICK(2, 15, 16, 32, 64);
     h->dim = h->value_dim + l.block.rope_dims;
     draw_heads(&l.at, h);
-    run_problem(&l, kinds[number % 8], number / 8 % 2, (float)PICK(1, 4, 30));
+    run_problem(&l, kinds[number % 10], number / 10 % 2, (float)PICK(1, 4, 30));
 }
 
 /* Large enough that all threads have a share of each step. */

@@ -17,9 +17,10 @@ from moeconv.dense import (
 from moeconv.plan.dense import Beside
 from moeconv.plan.problem import Option, Problem, Unit
 from moert.pack.codec import n_groups, row_bytes, stream_bytes
+from tests.random_packs import RICH
 from tests.tiny_packs import DECODER, SWITCH
 
-SPECS = {"decoder": DECODER, "switch": SWITCH}
+SPECS = {"decoder": DECODER, "switch": SWITCH, "rich": RICH}
 
 
 @pytest.mark.parametrize("by_layer", [True, False])
@@ -54,24 +55,50 @@ def test_a_role_has_the_width_of_most_and_others_their_own() -> None:
     assert dense_of_units(DECODER, {}) is None
 
 
+def test_keys_and_values_and_down_are_units_of_their_own() -> None:
+    """Of latent attention too."""
+    units = dense_units(RICH)
+    keys = [unit for unit in units if unit.part == "keys and values"]
+    assert [str(unit) for unit in keys] == [f"keys and values of D0{layer}" for layer in range(3)]
+    assert [name.split(".")[3] for name in matrices_of(RICH, keys[0])] == ["kv_a", "k_turn", "keys", "values"]
+    assert [name.split(".")[3] for name in matrices_of(RICH, keys[1])] == ["k", "v"]
+    down = next(unit for unit in units if unit.part == "down")
+    assert [*map(str, (down, down._replace(part="")))] == ["down of D00", "ffn of D00"]
+    assert all(name.endswith(".down.weight") for name in matrices_of(RICH, down))
+
+
 def test_widths_below_0_are_trellis_codes() -> None:
     head, embed = DenseUnit("head"), DenseUnit("embed")
     for bits in TRELLIS_WIDTHS:
         rows, cols = DECODER.tensors["head.weight"].shape
         assert unit_bytes(DECODER, [head], bits)[head] == stream_bytes(-bits, rows, cols) + 2 * rows
-    dense = dense_of_units(DECODER, {head: -3, embed: 4})
+    first, *others = (unit for unit in dense_units(DECODER) if unit.role == "attention")
+    dense = dense_of_units(DECODER, {head: -3, embed: 4, first: 8, **dict.fromkeys(others, -2)})
     assert dense is not None
-    assert (dict(dense.bits), dense.trellis) == ({"head": 3, "embed": 4}, ("head",))
+    assert dict(dense.bits) == {"head": 3, "embed": 4, "attention": 2}
+    assert dense.trellis == ("attention", "head")
+    assert dense.matrices == dict.fromkeys(matrices_of(DECODER, first), 8)
+
+
+def test_plans_choose_the_codes_that_were_measured_where_it_is_the_others_that_they_want() -> None:
+    unit, table = DenseUnit("head"), SensitivityTable(16, Summary(0.0, 0.0, 0.0, 0.0), {}, {})
+    for purpose, widths in (("size", {2, 3, 4, 8}), ("speed", {-2, -4, 8})):
+        costs = {bits: (1 / abs(bits),) * 3 for bits in widths}
+        found = Beside({unit: costs}, purpose).joined(Problem({}), DECODER, table, "kl").units[Unit(unit, ())]
+        assert {option.bits for option in found} == {*widths, 16}
 
 
 @pytest.mark.parametrize(
     ("purpose", "role", "widths"),
-    [("size", "head", {2, -4, 8, 16}), ("speed", "head", {2, 4, 8, 16}), ("speed", "embed", {2, -4, 8, 16})],
-)
-def test_of_two_codes_plans_choose_from_those_that_cost_less(purpose: str, role: str, widths: set[int]) -> None:
-    """A head whose products may take longer than plain codes of as many bits is none of a plan for speed."""
+    [
+        ("size", "attention", {-2, -4, 8, 16}), ("memory", "head", {-2, -4, 8, 16}), ("speed", "ffn", {4, 8, 16}),
+        ("speed", "embed", {-2, -4, 8, 16}),
+    ],
+)  # fmt: skip
+def test_plans_choose_trellis_codes_but_where_products_count(purpose: str, role: str, widths: set[int]) -> None:
+    """Their products may take longer than those of plain codes of as many bits; of an embedding rows are read."""
     unit, table = DenseUnit(role), SensitivityTable(16, Summary(0.0, 0.0, 0.0, 0.0), {}, {})
-    costs = {bits: (cost,) * 3 for bits, cost in {-4: 0.1, -2: 0.9, 2: 0.8, 4: 0.2, 8: 0.01}.items()}
+    costs = {bits: (cost,) * 3 for bits, cost in {-4: 0.1, -2: 0.9, 4: 0.09, 8: 0.01}.items()}
     found = Beside({unit: costs}, purpose).joined(Problem({}), DECODER, table, "kl").units[Unit(unit, ())]
     assert {option.bits for option in found} == widths
     sizes = [option.nbytes for option in found]

@@ -24,7 +24,7 @@ from attention_problems import (
 )  # fmt: skip
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from native_problems import KINDS, Kind, all_natives, random_stored
+from native_problems import CODED, KINDS, Kind, all_natives, random_stored
 
 from moert.kernels.backend import Positions
 from moert.kernels.native import NativeBackend
@@ -119,13 +119,13 @@ def test_an_encoders_tokens_attend_to_all(backends: Backends, problem: Problem, 
     assert all(same(read(backend, problem, problem.on(backend), x, [tokens]), first) for backend in backends)
 
 
-@thinned("kind, shape, bits", KINDS, SHAPES, get_args(KvBits))
+@thinned("kind, shape, bits", (*KINDS, *CODED), SHAPES, get_args(KvBits))
 def test_each_shape_at_each_width(backends: Backends, kind: Kind, shape: str, bits: KvBits) -> None:
     """The keys grow on the way, over more than one block."""
     check_grown(backends, make(kind=kind, bits=bits, **{"turning": 1, **SHAPES[shape]}))
 
 
-@thinned("kind, shape, bits", KINDS, LATENT, get_args(KvBits))
+@thinned("kind, shape, bits", (*KINDS, *CODED), LATENT, get_args(KvBits))
 def test_each_latent_shape_at_each_width(backends: Backends, kind: Kind, shape: str, bits: KvBits) -> None:
     check_grown(backends, make_latent(kind=kind, bits=bits, **LATENT[shape]))
 

@@ -12,7 +12,7 @@ from attention_answers import found_keys
 from attention_problems import Problem, keep, latent_problems, make, nothing_behind, problems, raw, read
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from native_problems import ACTIVATION, KINDS, Kind, activations, normal, random_stored
+from native_problems import ACTIVATION, CODED, KINDS, Kind, activations, normal, random_stored
 
 from moert.beside.gpu import torch_backend
 from moert.beside.gpu.device import DeviceFull
@@ -28,7 +28,7 @@ from moert.pack.parts import Act, Attention, Ffn, Router
 REFERENCE = ReferenceBackend()
 CPU = torch.device("cpu")
 some_tokens = st.lists(st.sampled_from([1, 1, 2, 5, 60, 70]), min_size=1, max_size=3)
-kinds, seeds = st.sampled_from(KINDS), st.integers(0, 1 << 20)
+kinds, seeds = st.sampled_from((*KINDS, *CODED)), st.integers(0, 1 << 20)
 
 
 def backend_of(capacity_bytes: int = 1 << 30) -> TorchBackend:

@@ -10,7 +10,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from native_problems import ACTIVATION, KINDS, Kind, activations, normal, random_stored
+from native_problems import ACTIVATION, CODED, KINDS, Kind, activations, normal, random_stored
 
 from moert.beside.gpu import torch_backend
 from moert.beside.gpu.torch_backend import by_head, ffn, product, tiled
@@ -27,7 +27,7 @@ from tests.random_packs import random_trellis
 CPU = torch.device("cpu")
 needs_cuda = pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU with CUDA, or a torch without it")
 GROUPS = (None, 16, 32, 64, 10, 48, 1)
-kinds, groups, seeds = st.sampled_from(KINDS), st.sampled_from(GROUPS), st.integers(0, 1 << 20)
+kinds, groups, seeds = st.sampled_from((*KINDS, *CODED)), st.sampled_from(GROUPS), st.integers(0, 1 << 20)
 sizes, tokens_of = st.integers(1, 150), st.integers(1, 20)
 
 
@@ -122,6 +122,12 @@ def test_a_matrix_comes_back_as_it_was(
         assert (found.dtype, found.data.dtype) == (stored.dtype, stored.data.dtype)
         assert np.array_equal(found.data, stored.data)
         return
+    if isinstance(stored, TrellisMatrix):
+        assert isinstance(found, TrellisMatrix)
+        assert (found.bits, found.in_features) == (stored.bits, stored.in_features)
+        assert np.array_equal(found.stream, stored.stream)
+        assert np.array_equal(found.scale, stored.scale)
+        return
     assert isinstance(found, QuantizedMatrix)
     assert (found.bits, found.in_features, found.group_size) == (stored.bits, stored.in_features, stored.group_size)
     for mine, given_ in ((found.qweight, stored.qweight), (found.scale, stored.scale), (found.minimum, stored.minimum)):
@@ -153,11 +159,13 @@ def test_tiles_are_of_as_many_weights_as_they_may_have(kind: Kind, monkeypatch: 
 
 
 @pytest.mark.parametrize("tile", [1, 300, 1 << 20])
-def test_each_head_meets_a_matrix_of_its_own(tile: int, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("kind", [4, -3])
+def test_each_head_meets_a_matrix_of_its_own(kind: Kind, tile: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also where heads begin inside blocks of trellis codes."""
     monkeypatch.setattr(torch_backend, "TILE", tile)
     rng = np.random.default_rng(3)
-    stored, x = random_stored(rng, 4, 5 * 7, 20, 8), normal(rng, 3, 5, 20)
-    expected = np.einsum("thi,hoi->tho", x, plain_weights(stored).reshape(5, 7, 20))
+    stored, x = random_stored(rng, kind, 5 * 27, 20, 8), normal(rng, 3, 5, 20)
+    expected = np.einsum("thi,hoi->tho", x, plain_weights(stored).reshape(5, 27, 20))
     close(by_head(torch.from_numpy(x), placed(stored, None, CPU)), expected)
 
 
@@ -188,7 +196,7 @@ def test_feed_forwards_are_those_of_the_reference(
 @needs_cuda
 @thinned(
     "kind, tokens, rows, cols",
-    [*KINDS, "MXFP4"],
+    [*KINDS, *CODED, "MXFP4"],
     [1, 3, torch_backend.FEW, torch_backend.FEW + 1, 300],
     [(1, 1), (37, 50), (1000, 1500)],
 )

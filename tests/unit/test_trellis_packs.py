@@ -11,19 +11,22 @@ from typing import Any
 import numpy as np
 import pytest
 import tiny_packs
+import torch
+from dense_packs import widened, write_dense_pack
 from native_problems import Natives, activations, all_natives, rounded, running
 from random_packs import NEURONS, QUANTIZATION, SPECS, minor_of, random_trellis, read_all, sealed, write_pack
 from tiny_packs import PROMPTS, run_greedy
 
 from moeconv.matrices import matrices_of, read_expert
 from moeconv.packing.packed import check_expert
-from moeconv.writer import ROWS_MINOR, TRELLIS_MINOR, width_of
+from moeconv.writer import CODED_MINOR, ROWS_MINOR, TRELLIS_MINOR, width_of
 from moert.beside.gpu.torch_device import TorchDevice
 from moert.command.description import description_lines
 from moert.engine.engine import Engine
 from moert.kernels import library, reference
 from moert.kernels.backend import ExpertView, ProjectionView
 from moert.kernels.native import NativeMatrix
+from moert.models.backbone import load_backbone
 from moert.pack.codec import (
     CODES,
     F32,
@@ -38,7 +41,8 @@ from moert.pack.codec import (
     turned,
     turned_together,
 )
-from moert.pack.errors import ManifestInvalid, PackError
+from moert.pack.errors import HeaderInvalid, ManifestInvalid, PackError
+from moert.pack.manifest import Dense
 from moert.pack.reader import Pack
 from tests.fast_card import FAST
 from tests.kernels import needs_native
@@ -194,6 +198,47 @@ def test_head_and_embedding_have_trellis_codes(tmp_path: Path, name: str) -> Non
     with Engine.open(path, predict="none", kernels="reference", device="torch:cpu") as engine:
         there = run_greedy(engine, engine.encode(PROMPTS[3]), 1)[1][0]
     assert np.abs(there - logits["reference"]).max() < 2e-3 * np.abs(there).max()
+
+
+@needs_native
+@pytest.mark.parametrize("name", tiny_packs.SPECS)
+def test_all_matrices_but_routers_have_trellis_codes(tmp_path: Path, name: str) -> None:
+    """Attention of each kind, mixers, networks, head and embedding; the prompt has tokens for strips of rows."""
+    spec = tiny_packs.SPECS[name]
+    coded = {role: 4 for role in spec.roles() if role != "router"}
+    path = tiny_packs.write_pack(tmp_path / "p", spec, bits=(4,), codes="trellis", coded=coded, paths=False)
+    assert Pack.open(path).manifest.minor == CODED_MINOR
+    ids, logits = [], {}
+    for kernels in (*running(), "reference"):
+        with Engine.open(path, predict="none", kernels=kernels) as engine:
+            ids = engine.encode(PROMPTS[3])
+            logits[kernels] = run_greedy(engine, ids, 3)[1]
+    best, *others = running()
+    assert all(np.array_equal(logits[best], logits[each]) for each in others)
+    first, plain = logits[best][0], logits["reference"][0]
+    assert np.linalg.norm(first - plain) < 0.3 * np.linalg.norm(plain)  # rounded inputs may choose other experts
+    with Engine.open(path, predict="none", kernels="reference", device="torch:cpu") as engine:
+        there = run_greedy(engine, ids, 1)[1][0]
+    assert np.abs(there - plain).max() < 2e-3 * np.abs(plain).max()
+
+
+@pytest.mark.parametrize(
+    ("part", "wrong", "words"),
+    [
+        ("scale", lambda scale: scale.index_fill(0, torch.tensor([2]), float("inf")), "scales of .* are not finite"),
+        ("trellis", lambda stream: stream[:-1], r"has the shape \(\d+,\), expected"),
+        ("trellis", lambda stream: stream.to(torch.float16), "type F16, expected U8"),
+    ],
+)
+def test_damaged_codes_of_attention_are_refused(tmp_path: Path, part: str, wrong: Any, words: str) -> None:
+    dense = Dense("trellis", 8, {"attention": 3}, trellis=("attention",))
+    name = f"decoder.0.attn.keys.{part}"
+    write_dense_pack(
+        tmp_path / "p", SPECS["rich"], replace(QUANTIZATION, dense=dense),
+        lambda tensors: tensors.update({name: wrong(tensors[name])}),
+    )  # fmt: skip
+    with pytest.raises(HeaderInvalid, match=words):
+        widened(load_backbone(Pack.open(tmp_path / "p")))
 
 
 def refused(root: Path, words: str, change: Callable[[dict[str, Any]], Any]) -> None:

@@ -41,7 +41,7 @@ from moert.kernels.backend import (
 )
 from moert.kernels.pages import KEYS, KeptPage, Page, PageLayout
 from moert.kernels.reference import SCORES
-from moert.pack.codec import F32, ROWS, U8, TrellisMatrix
+from moert.pack.codec import F32, ROWS, U8, QuantizedMatrix, TrellisMatrix
 from moert.pack.parts import Act, Attention, Ffn, Latent
 
 TILE = 1 << 22
@@ -509,6 +509,11 @@ class PlacedNetwork:
         return self._here
 
 
+_PARTS: Mapping[type[Stored], tuple[str, ...]] = {
+    Floats: ("data",), QuantizedMatrix: ("qweight", "scale", "minimum"), TrellisMatrix: ("stream", "scale"),
+}  # fmt: skip
+
+
 class TorchBackend:
     """See `moert.kernels.backend.Backend`. Arrays come and go as numpy's. Work without a matrix, as norms, the choice
     of experts, recurrences and their states, is `host`'s, and so are experts in memory, and matrices for which the
@@ -534,10 +539,8 @@ class TorchBackend:
         return [*pages(layout, count, self._memory)]
 
     def matrix(self, stored: Stored, bias: F32 | None = None) -> PlacedMatrix:
-        if isinstance(stored, TrellisMatrix):
-            return PlacedMatrix(None, self._host.matrix(stored, bias), len(stored.scale))
-        rows = len(stored.data if isinstance(stored, Floats) else stored.qweight)
-        parts = (stored.data,) if isinstance(stored, Floats) else (stored.qweight, stored.scale, stored.minimum)
+        parts = [getattr(stored, part) for part in _PARTS[type(stored)]]
+        rows = len(stored.data if isinstance(stored, Floats) else stored.scale)
         nbytes = sum(part.nbytes for part in parts)
         if self._memory.fits(nbytes + self._memory.capacity_bytes // _FOR_WORK):
             try:

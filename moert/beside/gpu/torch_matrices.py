@@ -17,7 +17,9 @@ from torch import Tensor
 from moert.beside.gpu.device import STAGING_BUFFERS, DeviceFull
 from moert.kernels.backend import Floats, ProjectionView, Stored
 from moert.pack.codec import (
+    CODES,
     E2M1,
+    EVEN_ROWS,
     F32,
     MX_GROUP,
     ROWS,
@@ -26,6 +28,7 @@ from moert.pack.codec import (
     WINDOW,
     QuantizedMatrix,
     TrellisCode,
+    TrellisMatrix,
     block_bytes,
     n_groups,
     row_bytes,
@@ -232,16 +235,23 @@ class TorchMatrix:
                 array_of(part) for part in (self.data, self.scale, self.minimum) if part is not None
             )
             return QuantizedMatrix(self.kind, self.cols, self.group, codes, scale, minimum, self.power), bias
+        if self.kind == "trellis":
+            assert self.code is not None
+            assert self.scale is not None
+            stream, scale = array_of(self.data), array_of(self.scale)
+            return TrellisMatrix(self.code.step / 2, self.cols, stream, scale, self.power), bias
         assert self.kind != "MXFP4", "matrices outside of experts are not stored so"
-        assert self.kind != "trellis"
         data = self.data.view(torch.int16) if self.kind == "BF16" else self.data
         found = array_of(data)
         return Floats(self.kind, found.view(np.uint16) if self.kind == "BF16" else found, self.power), bias
 
 
-def placed(stored: Floats | QuantizedMatrix, bias: F32 | None, device: torch.device) -> TorchMatrix:
-    """Returns a copy on the device of a matrix outside of experts, which has no trellis codes."""
+def placed(stored: Stored, bias: F32 | None, device: torch.device) -> TorchMatrix:
+    """Returns a copy on the device of a matrix outside of experts."""
     on = None if bias is None else copied(bias, device)
+    if isinstance(stored, TrellisMatrix):
+        (stream, scale), cols = (copied(part, device) for part in (stored.stream, stored.scale)), stored.in_features
+        return TorchMatrix("trellis", cols, cols, stream, scale, None, on, stored.power, CODES[stored.bits])
     if isinstance(stored, QuantizedMatrix):
         codes, scale, minimum = (copied(part, device) for part in (stored.qweight, stored.scale, stored.minimum))
         parts = (stored.in_features, stored.group_size, codes, scale, minimum, on, stored.power)
@@ -301,6 +311,8 @@ def _times_two(values: Tensor, power: int) -> Tensor:
 def chosen_rows(matrix: TorchMatrix, ids: Sequence[int]) -> Tensor:
     """Returns some rows of a matrix as they are, [len(ids), cols] in float32."""
     at = torch.tensor(ids, dtype=torch.int64).to(matrix.data.device)
+    if matrix.code is not None:
+        return _times_two(_turned_back(matrix, _numbers_of_rows(matrix, matrix.code, at), at), matrix.power)
     scale, minimum = (None if part is None else part[at] for part in (matrix.scale, matrix.minimum))
     return weights(replace(matrix, data=matrix.data[at], scale=scale, minimum=minimum, bias=None))
 
@@ -376,15 +388,31 @@ def _magnitudes(device: torch.device) -> Tensor:
 
 
 def _trellis(matrix: TorchMatrix, code: TrellisCode, first: int, stop: int | None) -> Tensor:
-    """Returns rows first to stop - 1 of trellis codes [rows, cols]; see moert.pack.codec.dequantize_trellis. The
-    numbers of the table are turned by a product, which is exact."""
+    """Returns rows first to stop - 1 of trellis codes [rows, cols]; see moert.pack.codec.dequantize_trellis."""
+    rows, skipped = range(matrix.rows)[first:stop], first // ROWS * ROWS
+    numbers = _numbers(matrix, code, skipped, first + len(rows))[first - skipped :][: len(rows)]
+    return _turned_back(matrix, numbers, slice(first, stop))
+
+
+def _turned_back(matrix: TorchMatrix, numbers: Tensor, rows: slice | Tensor) -> Tensor:
+    """Returns the weights [rows, cols] that these numbers of the table stand for, [rows, an even number of inputs]:
+    turned by a product, which is exact."""
     assert matrix.scale is not None
-    scale, cols, together = matrix.scale[first:stop], matrix.cols, turned_together(matrix.cols)
-    skipped = first // ROWS * ROWS
-    numbers = _numbers(matrix, code, skipped, first + len(scale))[first - skipped :][: len(scale), :cols]
+    cols, together = matrix.cols, turned_together(matrix.cols)
     signs_of, hadamard = turning(cols, together, matrix.data.device)
-    values = (numbers.reshape(-1, together) @ hadamard).view(-1, cols).mul_(signs_of)
-    return values.mul_(scale.to(torch.float32) * together**-0.5)
+    values = (numbers[:, :cols].reshape(-1, together) @ hadamard).view(-1, cols).mul_(signs_of)
+    return values.mul_(matrix.scale[rows].to(torch.float32) * together**-0.5)
+
+
+def _numbers_of_rows(matrix: TorchMatrix, code: TrellisCode, at: Tensor) -> Tensor:
+    """Returns the numbers that the codes of some rows [n] name, [n, an even number of inputs]."""
+    first, filled = at // ROWS * ROWS, -(-matrix.rows // EVEN_ROWS) * EVEN_ROWS
+    rows, pairs = (filled - first).clamp(max=ROWS), torch.arange(-(-matrix.cols // 2), device=at.device)
+    bit = (pairs * rows[:, None] + (at - first)[:, None]) * code.step
+    byte = (first // ROWS * block_bytes(ROWS, matrix.cols, code.step))[:, None] + bit // 8
+    low, middle, high = (matrix.data[byte + i].to(torch.int32) for i in range(3))
+    windows = (low | middle << 8 | high << 16) >> (bit % 8).to(torch.int32) & ((1 << WINDOW) - 1)
+    return _windows(code, at.device)[2][windows].flatten(1)
 
 
 def _numbers(matrix: TorchMatrix, code: TrellisCode, first: int, stop: int) -> Tensor:

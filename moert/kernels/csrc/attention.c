@@ -108,13 +108,13 @@ int moert_attend(moert_pool *pool, const moert_attention *a, int tokens, float *
     moert_normalise(pool, &a->norm, tokens, d_model, x, normed);
     before.values = normed;
     input_make(&before, &x_before, 1, pool, room, NULL, tokens);
-    product projections[4] = {{&x_before, &a->q, qkv, width, 0, 0}};
+    product projections[4] = {{&x_before, &a->q, qkv, width, 0, 0, 0, 0}};
     int count = 1;
     if (own) {
-        projections[count++] = (product){&x_before, &a->k, qkv + q, width, 0, 0};
-        projections[count++] = (product){&x_before, &a->v, qkv + q + k, width, 0, 0};
+        projections[count++] = (product){&x_before, &a->k, qkv + q, width, 0, 0, 0, 0};
+        projections[count++] = (product){&x_before, &a->v, qkv + q + k, width, 0, 0, 0, 0};
     }
-    if (gated) projections[count++] = (product){&x_before, &a->gate, gate, mixes, 0, 0};
+    if (gated) projections[count++] = (product){&x_before, &a->gate, gate, mixes, 0, 0, 0, 0};
     if (run_products(pool, projections, count)) return -1;
     const finish_job finishing = {isa, a, kept, at, qkv, width, start, 1, own};
     run_items(pool, finish_item, &finishing, tokens, 8LL * tokens * width);
@@ -125,7 +125,7 @@ int moert_attend(moert_pool *pool, const moert_attention *a, int tokens, float *
 
     after.values = mixed;
     input_make(&after, &x_after, 1, pool, room + before_bytes, NULL, tokens);
-    product output = {&x_after, &a->o, normed, d_model, 0, 0};
+    product output = {&x_after, &a->o, normed, d_model, 0, 0, 0, 0};
     if (run_products(pool, &output, 1)) return -1;
     add_made(pool, &a->after, a->add, tokens, d_model, normed, x);
     return 0;
@@ -146,8 +146,8 @@ int moert_keep(moert_pool *pool, const moert_attention *a, int tokens, const flo
     float *both = (float *)room;
     input_make(&in, &all, 1, pool, room + both_bytes, NULL, tokens);
     product projections[2] = {
-        {&all, &a->k, both, width, 0, 0},
-        {&all, &a->v, both + k, width, 0, 0},
+        {&all, &a->k, both, width, 0, 0, 0, 0},
+        {&all, &a->v, both + k, width, 0, 0, 0, 0},
     };
     if (run_products(pool, projections, 2)) return -1;
     run_items(pool, finish_item, &(finish_job){isa, a, kept, NULL, both, width, start, 0, 1}, tokens, 8LL * tokens * width);

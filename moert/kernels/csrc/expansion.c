@@ -39,7 +39,7 @@ int expand(moert_pool *pool, expansion *list, int experts) {
         expansion *x = &list[e];
         const moert_ffn *ffn = x->ffn;
         const int d_ff = ffn->up.rows, n = x->x->n;
-        x->block = item_rows(pool, &ffn->up, n, bytes);
+        x->block = item_rows(pool, &ffn->up, ffn->up.rows, n, bytes);
         x->items = n ? (d_ff + x->block - 1) / x->block : 0;
         items += x->items;
         const size_t up = multiply_bytes(x->x, &ffn->up), gate = ffn->gate.data ? multiply_bytes(x->x, &ffn->gate) : 0;

@@ -2,34 +2,32 @@
  * is applied to queries and to what is read instead. One token or many: each gets the same bits. */
 #include "heads.h"
 
-/* A matrix for each head, with an input of its own. */
+/* Rows of a matrix for each head, with an input of its own. */
 typedef struct {
     input *in;
     columns *x;
-    moert_matrix *w;
+    const moert_matrix *w;
     product *list;
     size_t bytes; /* of the inputs, rounded */
     int n;
 } by_head;
 
+static size_t list_bytes(int n) { return aligned((size_t)n * sizeof(product)); }
+
 static size_t by_head_bytes(int n) {
-    return aligned((size_t)n * sizeof(input)) + aligned((size_t)n * sizeof(columns)) + aligned((size_t)n * sizeof(moert_matrix)) +
-           aligned((size_t)n * sizeof(product));
+    return aligned((size_t)n * sizeof(input)) + aligned((size_t)n * sizeof(columns)) + list_bytes(n);
 }
 
-/* Lists in `room` (by_head_bytes): head h has `rows` of the matrix, and of inputs [n, tokens, cols] its own. 0, or -1. */
+/* Lists in `room` (by_head_bytes): each head has its share of the rows, and of inputs [n, tokens, cols] its own. 0, or -1. */
 static int by_head_begin(by_head *b, char *room, const operations *isa, const moert_matrix *matrix, int n, int tokens) {
-    const int rows = matrix->rows / n;
-    b->n = n, b->bytes = 0;
+    b->n = n, b->bytes = 0, b->w = matrix;
     b->in = (input *)room;
     b->x = (columns *)(room += aligned((size_t)n * sizeof(input)));
-    b->w = (moert_matrix *)(room += aligned((size_t)n * sizeof(columns)));
-    b->list = (product *)(room + aligned((size_t)n * sizeof(moert_matrix)));
+    b->list = (product *)(room + aligned((size_t)n * sizeof(columns)));
     for (int h = 0; h < n; h++) {
-        b->w[h] = rows_of(matrix, h * rows, rows);
         input_begin(&b->in[h], isa, NULL, tokens, matrix->cols);
         columns_begin(&b->x[h], &b->in[h], NULL, tokens);
-        if (input_wants(&b->in[h], &b->x[h], &b->w[h])) return -1;
+        if (input_wants(&b->in[h], &b->x[h], matrix)) return -1;
         b->bytes += input_bytes(&b->in[h], &b->x[h], 1);
     }
     return 0;
@@ -38,11 +36,12 @@ static int by_head_begin(by_head *b, char *room, const operations *isa, const mo
 /* out[token * stride + h * apart] = matrix h · values [n, tokens, cols]; 0, or -1. */
 static int by_head_run(by_head *b, moert_pool *pool, char *room, const float *values, int tokens, float *out, int64_t stride,
                        int apart) {
+    const int rows = b->w->rows / b->n;
     for (int h = 0; h < b->n; h++) {
-        b->in[h].values = values + (int64_t)h * tokens * b->w[h].cols;
+        b->in[h].values = values + (int64_t)h * tokens * b->w->cols;
         input_make(&b->in[h], &b->x[h], 1, pool, room, NULL, tokens);
         room += input_bytes(&b->in[h], &b->x[h], 1);
-        b->list[h] = (product){&b->x[h], &b->w[h], out + (int64_t)h * apart, stride, 0, 0};
+        b->list[h] = (product){&b->x[h], b->w, out + (int64_t)h * apart, stride, 0, 0, h * rows, rows};
     }
     return run_products(pool, b->list, b->n);
 }
@@ -118,16 +117,16 @@ int moert_attend_latent(moert_pool *pool, const moert_latent *a, int tokens, flo
     const int n = h->n, d_model = a->kv_a.cols, c = h->value_dim, dims = a->rope_dims, dim = h->dim;
     const int rank = a->q.cols, nope = a->keys.cols, v = a->values.rows / n, gated = a->gate.data != NULL;
     one_input hidden, low, out;
-    by_head keys, values, queries;
+    by_head keys, values;
     begin(&hidden, isa, tokens, d_model), begin(&low, isa, tokens, rank), begin(&out, isa, tokens, n * v);
     one_input *asked = a->q_a.data ? &low : &hidden;
-    char *lists = pool_lists(pool, 3 * by_head_bytes(n));
+    char *lists = pool_lists(pool, 2 * by_head_bytes(n) + list_bytes(n));
     if (!lists || wants(&hidden, &a->q_a) || wants(&hidden, &a->kv_a) || wants(&hidden, &a->k_turn) || wants(asked, &a->q) ||
         wants(asked, &a->q_turn) || wants(&out, &a->o) || wants(&hidden, &a->gate))
         return -1;
     if (by_head_begin(&keys, lists, isa, &a->keys, n, tokens)) return -1;
     if (by_head_begin(&values, lists + by_head_bytes(n), isa, &a->values, n, tokens)) return -1;
-    if (by_head_begin(&queries, lists + 2 * by_head_bytes(n), isa, &a->q, n, tokens)) return -1; /* only its matrices are used */
+    product *queries = (product *)(lists + 2 * by_head_bytes(n));
 
     const size_t each = (size_t)tokens * sizeof(float), heads = each * (size_t)n;
     const size_t sizes[] = {
@@ -148,22 +147,22 @@ int moert_attend_latent(moert_pool *pool, const moert_latent *a, int tokens, flo
     make(&hidden, pool, room, of[NORMED], tokens);
     room += input_bytes(&hidden.in, &hidden.x, 1);
     if (a->q_a.data) {
-        product down = {&hidden.x, &a->q_a, of[LOW], rank, 0, 0};
+        product down = {&hidden.x, &a->q_a, of[LOW], rank, 0, 0, 0, 0};
         if (run_products(pool, &down, 1)) return -1;
         moert_normalise(pool, &a->q_norm, tokens, rank, of[LOW], of[LOW]);
         make(&low, pool, room, of[LOW], tokens);
     }
     room += input_bytes(&low.in, &low.x, 1);
     product rest[4] = {
-        {&hidden.x, &a->kv_a, of[LATENT], dim, 0, 0},
-        {&hidden.x, &a->k_turn, of[LATENT] + c, dim, 0, 0},
-        {&asked->x, &a->q_turn, of[TURNING], (int64_t)n * dims, 0, 0},
-        {&hidden.x, &a->gate, of[GATE], n, 0, 0},
+        {&hidden.x, &a->kv_a, of[LATENT], dim, 0, 0, 0, 0},
+        {&hidden.x, &a->k_turn, of[LATENT] + c, dim, 0, 0, 0, 0},
+        {&asked->x, &a->q_turn, of[TURNING], (int64_t)n * dims, 0, 0, 0, 0},
+        {&hidden.x, &a->gate, of[GATE], n, 0, 0, 0, 0},
     };
     if (run_products(pool, rest, 3 + gated)) return -1;
     for (int head = 0; head < n; head++)
-        queries.list[head] = (product){&asked->x, &queries.w[head], of[STILL] + (int64_t)head * tokens * nope, nope, 0, 0};
-    if (run_products(pool, queries.list, n)) return -1;
+        queries[head] = (product){&asked->x, &a->q, of[STILL] + (int64_t)head * tokens * nope, nope, 0, 0, head * nope, nope};
+    if (run_products(pool, queries, n)) return -1;
     if (by_head_run(&keys, pool, room, of[STILL], tokens, of[QUERIES], (int64_t)n * dim, dim)) return -1;
     room += keys.bytes;
     const turn_job turning = {isa, a, kept, at, of[TURNING], of[QUERIES], of[LATENT], start};
@@ -178,7 +177,7 @@ int moert_attend_latent(moert_pool *pool, const moert_latent *a, int tokens, flo
         run_items(pool, gate_item, &(gate_job){of[GATES], of[READ], n, v}, tokens, (int64_t)tokens * n * v);
     }
     make(&out, pool, room, of[READ], tokens);
-    product output = {&out.x, &a->o, of[NORMED], d_model, 0, 0};
+    product output = {&out.x, &a->o, of[NORMED], d_model, 0, 0, 0, 0};
     if (run_products(pool, &output, 1)) return -1;
     add_made(pool, &a->after, a->add, tokens, d_model, of[NORMED], x);
     return 0;

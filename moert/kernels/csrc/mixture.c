@@ -82,7 +82,7 @@ static int make_parts(moert_pool *pool, const moert_act *act, int experts, const
     for (int e = 0; e < experts; e++) {
         float *to = hidden + (int64_t)starts[e] * d_ff;
         l.expand[e] = (expansion){&l.x_before[e], ffn[e], to, act, 0, 0};
-        l.shrink[e] = (product){&l.x_after[e], &ffn[e]->down, parts + (int64_t)starts[e] * d_model, d_model, 0, 0};
+        l.shrink[e] = (product){&l.x_after[e], &ffn[e]->down, parts + (int64_t)starts[e] * d_model, d_model, 0, 0, 0, 0};
     }
     if (expand(pool, l.expand, experts)) return -1;
 

@@ -174,35 +174,24 @@ void multiply(const columns *x, const moert_matrix *w, int first, int stop, floa
     }
 }
 
-moert_matrix rows_of(const moert_matrix *w, int first, int count) {
-    moert_matrix part = *w;
-    const int64_t groups = is_codes(w) ? groups_of(w->cols, w->group) : 0, row = bytes_of_row(w) - 4 * groups;
-    part.data = (const char *)w->data + first * row;
-    if (w->scale) part.scale = w->scale + first * groups;
-    if (w->minimum) part.minimum = w->minimum + first * groups;
-    if (w->bias) part.bias = w->bias + first;
-    part.rows = count;
-    return part;
-}
-
 int64_t matrix_bytes(const moert_matrix *w) { return bytes_of_row(w) * w->rows; }
 
-int item_rows(const moert_pool *pool, const moert_matrix *w, int n, int64_t bytes) {
+int item_rows(const moert_pool *pool, const moert_matrix *w, int all, int n, int64_t bytes) {
     const int64_t share = bytes / (ITEMS_A_THREAD * pool_threads(pool));
     int64_t rows = (share < MOST_ITEM_BYTES ? share : MOST_ITEM_BYTES) / (bytes_of_row(w) + 1) / 4 * 4;
     const int tile = step_of(w) ? TRELLIS_PART : 4;
     if (n > 1) rows = MANY_ROWS_AN_ITEM;
     if (rows < tile) rows = tile;
-    const int64_t items = (w->rows + rows - 1) / rows;
-    return (int)((w->rows + items - 1) / items + tile - 1) / tile * tile; /* of one size, whole tiles */
+    const int64_t items = (all + rows - 1) / rows;
+    return (int)((all + items - 1) / items + tile - 1) / tile * tile; /* of one size, whole tiles */
 }
 
 static void product_item(const void *job, int item, void *own) {
     const products *all = job;
     LOCATE(i, item, all->products, all->count);
     const product *p = &all->products[i];
-    const int first = item * p->block, stop = first + p->block < p->w->rows ? first + p->block : p->w->rows;
-    multiply(p->x, p->w, first, stop, p->y + first, p->stride, own);
+    const int first = item * p->block, stop = first + p->block < p->rows ? first + p->block : p->rows;
+    multiply(p->x, p->w, p->first + first, p->first + stop, p->y + first, p->stride, own);
 }
 
 int run_products(moert_pool *pool, product *list, int count) {
@@ -211,7 +200,8 @@ int run_products(moert_pool *pool, product *list, int count) {
     int64_t bytes = 0, work = 0;
     size_t own = 0;
     for (int i = 0; i < count; i++) {
-        const int64_t each = matrix_bytes(list[i].w);
+        list[i].rows = list[i].rows ? list[i].rows : list[i].w->rows;
+        const int64_t each = bytes_of_row(list[i].w) * list[i].rows;
         const size_t room = multiply_bytes(list[i].x, list[i].w);
         bytes += list[i].x->n ? each : 0;
         work += list[i].x->n * each;
@@ -220,8 +210,8 @@ int run_products(moert_pool *pool, product *list, int count) {
     if (pool_own(pool, own)) return -1;
     for (int i = 0; i < count; i++) {
         product *p = &list[i];
-        p->block = item_rows(pool, p->w, p->x->n, bytes);
-        p->items = p->x->n ? (p->w->rows + p->block - 1) / p->block : 0;
+        p->block = item_rows(pool, p->w, p->rows, p->x->n, bytes);
+        p->items = p->x->n ? (p->rows + p->block - 1) / p->block : 0;
         items += p->items;
     }
     run_items(pool, product_item, &all, items, work);
@@ -247,7 +237,7 @@ static int linear_some(moert_pool *pool, int count, const moert_matrix *const *m
     input_make(&in, &all, 1, pool, room + list_bytes, NULL, tokens);
     product *list = (product *)room;
     for (int i = 0; i < count; i++)
-        list[i] = (product){&all, matrices[i], outputs[i] + first * matrices[i]->rows, matrices[i]->rows, 0, 0};
+        list[i] = (product){&all, matrices[i], outputs[i] + first * matrices[i]->rows, matrices[i]->rows, 0, 0, 0, 0};
     return run_products(pool, list, count);
 }
 

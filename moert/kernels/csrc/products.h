@@ -37,20 +37,18 @@ void input_make(input *in, columns *x, int count, moert_pool *pool, void *room, 
 void multiply(const columns *x, const moert_matrix *w, int first, int stop, float *y, int64_t stride, void *own);
 size_t multiply_bytes(const columns *x, const moert_matrix *w);
 
-/* Some rows of a matrix, which does not lie in blocks, as one of their own, which shares its memory. */
-moert_matrix rows_of(const moert_matrix *w, int first, int count);
-
-/* Rows of a matrix that make one item for n tokens, in a job that reads `bytes` of weights in all. */
-int item_rows(const moert_pool *pool, const moert_matrix *w, int n, int64_t bytes);
+/* Rows of a matrix, of `rows` that are multiplied, that make one item for n tokens, in a job that reads `bytes` of weights in all. */
+int item_rows(const moert_pool *pool, const moert_matrix *w, int rows, int n, int64_t bytes);
 int64_t matrix_bytes(const moert_matrix *w);
 
-/* One matrix of several that are multiplied as one job. */
+/* One matrix of several that are multiplied as one job, or `rows` of its rows from `first` on; 0: all. */
 typedef struct {
     const columns *x;
     const moert_matrix *w;
     float *y;
     int64_t stride;
     int block, items; /* set by run_products */
+    int first, rows;
 } product;
 
 typedef struct {
