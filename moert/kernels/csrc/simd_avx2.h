@@ -7,10 +7,9 @@
 #define VECTOR 32
 #define LANES 8
 #define ONE_ROWS(bits) 4
-#define MANY_ROWS 2
-#define MANY_TOKENS 2
+#define MANY_ROWS 1
+#define MANY_TOKENS 1 /* of a tile: few.inc is for more */
 #define TRELLIS_TOKENS 4
-#define TILED(bits) 0
 #define FEW_VECTORS 2
 #define SCORE_VECTORS 2
 #define DELTA_VECTORS 4
@@ -20,12 +19,12 @@
 #ifdef DOT_PRODUCT
 #define FEW_TOKENS 4
 #define FEW(bits) ((bits) == 2 ? MANY(2) : 2)
-#define MANY(bits) ((bits) == 0 ? 10 : (bits) == 2 ? 13 : (bits) == 3 ? 10 : (bits) == 8 ? 12 : 11)
+#define MANY(bits) ((bits) == 0 ? 10 : (bits) == 2 ? 13 : 44)
 #define SAME_WIDTHS 0x13C /* strips: the code for 2 bits is that for all */
 #else
 #define FEW_TOKENS 2 /* sums of more would not stay in registers */
 #define FEW(bits) ((bits) == 2 ? MANY(2) : (bits) == 4 || (bits) == MOERT_MXFP4 ? 4 : 2)
-#define MANY(bits) ((bits) == 0 ? 10 : (bits) == 2 ? 13 : (bits) == 3 ? 9 : (bits) == 8 ? 15 : 16)
+#define MANY(bits) ((bits) == 0 ? 10 : (bits) == 2 ? 13 : (bits) == 3 ? 12 : 100)
 #define SAME_WIDTHS 0xC /* 2 and 3 */
 #endif
 

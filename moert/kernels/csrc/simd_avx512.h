@@ -7,10 +7,9 @@
 #define VECTOR 64
 #define LANES 16
 #define ONE_ROWS(bits) ((bits) < 4 ? 4 : 1) /* of a tile, for one token: wide codes are read in their own order */
-#define MANY_ROWS 4
-#define MANY_TOKENS 4
+#define MANY_ROWS 1
+#define MANY_TOKENS 1 /* of a tile: few.inc is for more */
 #define TRELLIS_TOKENS 4
-#define TILED(bits) 0
 #define FEW_TOKENS 4
 #define FEW_VECTORS 2
 #define FEW(bits) ((bits) == 2 ? 3 : 2)
@@ -19,7 +18,7 @@
 #define SCAN_ROWS 4
 #define STRIP_ROWS 4
 #define STRIP_VECTORS 2
-#define MANY(bits) ((bits) == 0 ? 44 : (bits) == 8 ? 12 : (bits) == 3 ? 11 : 13)
+#define MANY(bits) 44
 #define SAME_WIDTHS 0x13C /* strips: the code for 2 bits is that for all */
 
 typedef __m512i bytes;
