@@ -18,7 +18,7 @@
 #define STRIP_VECTORS 2
 #ifdef DOT_PRODUCT
 #define FEW_TOKENS 4
-#define FEW(bits) ((bits) == 2 ? MANY(2) : 2)
+#define FEW(bits) ((bits) == 2 ? MANY(2) : (bits) == 8 ? 3 : 2)
 #define MANY(bits) ((bits) == 0 ? 10 : (bits) == 2 ? 13 : 44)
 #define SAME_WIDTHS 0x13C /* strips: the code for 2 bits is that for all */
 #else

@@ -12,7 +12,7 @@
 #define TRELLIS_TOKENS 4
 #define FEW_TOKENS 4
 #define FEW_VECTORS 2
-#define FEW(bits) ((bits) == 2 ? 3 : 2)
+#define FEW(bits) ((bits) == 2 || (bits) == 8 ? 3 : 2)
 #define SCORE_VECTORS 4
 #define DELTA_VECTORS 8
 #define SCAN_ROWS 4
