@@ -35,7 +35,7 @@ export PYTHONDONTWRITEBYTECODE :=
 include recipes/bench/peers.mk
 
 .DEFAULT_GOAL := help
-.PHONY: help setup native demo talk test test-slow unchanged test-clients soak test-cuda check-gpu test-anywhere test-native test-sanitize test-sanitize-python test-arm fuzz-few fuzz lint data recipes recipes-ci report bench-sweep bench-gradients bench-plans bench-quant bench-mixed bench-hash bench-beforehand bench-flash bench-promise bench-kernels bench-peers bench-rounding bench-stream bench-ahead bench-drafts bench-less bench-size bench-workers bench-large bench-many bench-serve bench-outlook bench-devices peers-there peers bench-smoke keep-results tables golden-old readme wheel test-wheel sbom clean
+.PHONY: help setup native demo talk test test-slow unchanged test-clients soak test-cuda check-gpu test-anywhere test-native test-sanitize test-sanitize-python test-arm fuzz-few fuzz lint data recipes recipes-ci report bench-sweep bench-gradients bench-plans bench-answers bench-quant bench-mixed bench-hash bench-beforehand bench-flash bench-promise bench-kernels bench-peers bench-rounding bench-stream bench-ahead bench-drafts bench-less bench-size bench-workers bench-large bench-many bench-serve bench-outlook bench-devices peers-there peers bench-smoke keep-results tables golden-old readme wheel test-wheel sbom clean
 
 help:  ## list the targets
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## (.*)/\1 \2/' | \
@@ -180,6 +180,9 @@ bench-gradients: data  ## the sweep by gradients beside the exact one, and the p
 bench-plans: data  ## plans by the sweep beside plans by usage, at random and by MC-MoE, of as many bytes (10 minutes)
 	$(PY) -m recipes.bench.plans
 
+bench-answers: data  ## what models write with all experts at 1 to 3 bits, by the quantizer (10 minutes)
+	$(PY) -m recipes.bench.answers
+
 bench-quant: data $(PEERS_DIR)/.built  ## our quantizers beside HQQ, llama.cpp's and AutoRound at equal effective bits (two hours)
 	$(PY) -m recipes.bench.quant
 	$(PY) -m recipes.bench.quant smollm2
@@ -265,13 +268,14 @@ golden-old: setup  ## run tiny models in transformers 4.57.6, in a place of its 
 	$(PY) tests/golden/transformers_4_57.py checkpoints build/transformers-4.57.6.checkpoints
 	PYTHONPATH=build/transformers-4.57.6 $(PY) tests/golden/transformers_4_57.py outputs build/transformers-4.57.6.checkpoints
 
-readme: setup  ## write docs/python.md, help of docs/commands.md, families of docs/models.md, keys of docs/recipes.md, docs/tune.md anew
+readme: setup  ## write docs/python.md, help of docs/commands.md, families of docs/models.md, keys of docs/recipes.md, docs/tune.md, docs/troubleshooting.md anew
 	$(PY) tests/rules/readme_help.py --write
 	$(PY) tests/rules/architecture_text.py --write
 	$(PY) tests/rules/models_text.py --write
 	$(PY) tests/rules/python_text.py --write
 	$(PY) tests/rules/recipes_text.py --write
 	$(PY) tests/rules/tune_text.py --write
+	$(PY) tests/rules/troubleshooting_text.py --write
 
 wheel: setup  ## the sdist and a wheel for x86-64 and one for 64-bit ARM, each with all instruction sets inside, in dist/
 	$(PY) -m pip install --quiet --disable-pip-version-check -c .ci/constraints.txt build ziglang

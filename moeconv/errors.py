@@ -18,31 +18,37 @@ _EXTRAS: Mapping[str, tuple[str, ...]] = {
 
 
 class ConversionError(Error):
-    """The base of moeconv's errors. The message is one line that says what was wrong and what to do."""
+    """A conversion can't go on: a file of the work directory, a disk or a library is in the way. Run the same command
+    again when the cause is gone; all that was measured is kept."""
 
 
 class CalibrationError(ConversionError):
-    """Calibration text that is missing, malformed, too short or overlapping."""
+    """Calibration text is missing, malformed, too short, or the same as the held-out text. Correct the file at the line
+    that the message names; `moeconv quantize --help` lists the forms."""
 
 
 class SettingsError(ConversionError):
-    """An option or a recipe entry that makes no sense."""
+    """An option or a recipe entry makes no sense, alone or beside another one. Change the one that the message names,
+    or leave it out."""
 
 
 class TargetMissed(ConversionError):
-    """No assignment of the allowed widths keeps the loss under the target."""
+    """No assignment of the allowed widths keeps the loss or the size under the target, or the result is above it. Allow
+    a larger `--loss` or `--size`, wider or narrower `--bits`, or give more text; measurements are used again."""
 
 
 class WeightsUnusable(ConversionError):
-    """Weights that no width can represent."""
+    """Weights that no width can represent: they are not finite, or too large for float16. Fetch the model again, or
+    have its makers mend it."""
 
 
 class VerifyFailed(ConversionError):
-    """A pack whose contents differ from those that its source leads to."""
+    """A pack differs from the contents that its source leads to. Give the model that it was made from, or convert
+    again."""
 
 
 class ExtraMissing(ConversionError):
-    """A package that is not installed, and that comes with an extra."""
+    """A package is not installed that comes with an extra. Install it as the message says."""
 
 
 def missing_extra(error: ModuleNotFoundError) -> str | None:

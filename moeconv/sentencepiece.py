@@ -28,7 +28,7 @@ _SPACE = "▁"
 
 
 class TokenizerDamaged(TokenizerUnfit):
-    """An error of one line that names the fault of a damaged tokenizer file."""
+    """A damaged tokenizer file, as a part of a line behind the name of the file. Fetch it again."""
 
 
 class Piece(NamedTuple):

@@ -23,7 +23,8 @@ _HALF = re.compile(r"\\u[dD][89a-fA-F]")  # of a pair of characters, maybe witho
 
 
 class NotJson(ValueError):
-    """Text that is not JSON, or JSON beyond the limits. The message is a part of a line."""
+    """Text that is not JSON, or JSON beyond the limits; the message is a part of a line. Write the file anew, or
+    correct it."""
 
 
 def bounded(path: Path, most_bytes: int) -> bytes:

@@ -14,7 +14,8 @@ HELP = "help"
 
 
 class Misasked(Error):
-    """NAME=VALUE that no setting can have. The message is one line with advice."""
+    """`--tune NAME=VALUE` has a name or a value that no setting can have. See [all settings](tune.md), or `--tune
+    help`."""
 
 
 @dataclass(frozen=True)

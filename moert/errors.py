@@ -39,11 +39,12 @@ def said(name: str, value: object = None) -> str:
 
 
 class RunError(Error):
-    """A run can't be done as asked. The message is one line that says what was wrong and what to do."""
+    """A run can't be done as asked. Change the option that the message names; `--help` explains it."""
 
 
 class BudgetTooSmall(RunError):
-    """The memory or the cache is less than the run needs at least; `smallest_bytes` would be enough."""
+    """The memory or the cache is less than the run needs at least. Give the smallest size that the message names, which
+    is `smallest_bytes` in Python, or a shorter prompt or answer; `moert info PACK` prints the size beforehand."""
 
     def __init__(self, message: str, smallest_bytes: int) -> None:
         super().__init__(message)
@@ -55,24 +56,27 @@ class BudgetTooSmall(RunError):
 
 
 class InvalidMemory(RunError):
-    """A memory or a cache that is no size."""
+    """A memory or a cache that is no size. Write it like `1.5GB`, `800MB` or `50%`."""
 
 
 class PathsMissing(RunError):
-    """A predictor needs the pack's path tables, and the pack has none."""
+    """A predictor needs the pack's path tables, and the pack has none. Add them by `moeconv profile-paths`, or choose
+    another predictor."""
 
 
 class HashMissing(RunError):
-    """A setting needs the pack's hash function, and the pack has none."""
+    """A setting needs the pack's hash function, and the pack has none. Add one by `moeconv train-hash`, or leave the
+    setting out."""
 
 
 class PredictorMissing(RunError):
-    """Neurons are to be predicted, and the pack has no predictor."""
+    """Neurons are to be predicted, and the pack has no predictor. Add one by `moeconv train-neurons`, or leave the
+    setting out."""
 
 
 class SettingInvalid(RunError):
-    """A setting is unknown, has an impossible value, or excludes another one. The message is one line that begins with
-    the setting's name."""
+    """A setting is unknown, has an impossible value, or excludes another one. The message begins with its name: change
+    the value, or leave the setting out."""
 
     def __init__(self, name: str, problem: str) -> None:
         super().__init__(f"{said(name)} {problem}")
@@ -84,7 +88,8 @@ class SettingInvalid(RunError):
 
 
 class OutOfMemory(RunError):
-    """The system refuses the memory that a pack or a request needs."""
+    """The system refuses the memory that a pack or a request needs. Give a smaller `--memory`, or end other
+    programs."""
 
 
 @contextmanager
@@ -97,35 +102,40 @@ def memory_shortage() -> Iterator[None]:
 
 
 class NotFinite(RunError):
-    """The model, or the pack's predictor or hash function, gave numbers that are not finite."""
+    """The model, or the pack's predictor or hash function, gave numbers that are not finite. Check the pack by `moeconv
+    verify`; if it is whole, convert the model again."""
 
 
 class TokenizerMissing(RunError):
-    """The pack has no tokenizer, or one that can't be read."""
+    """The pack has no tokenizer, or one that can't be read. Convert the model again, with its tokenizer beside its
+    weights."""
 
 
 class ChatImpossible(RunError):
-    """The pack can't hold a conversation: it has no chat template, or reads with an encoder."""
+    """The pack can't hold a conversation: it has no chat template, or reads with an encoder. Give prompts as they are,
+    by `moert run`."""
 
 
 class TemplateFailed(RunError):
-    """The pack's chat template refuses a conversation, is wrong, or takes more time or memory than it may."""
+    """The pack's chat template refuses a conversation, is wrong, or takes more time or memory than it may. Name another
+    one by `--tune template`, or give prompts as they are, by `moert run`."""
 
 
 class InputInvalid(RunError):
-    """A prompt or a line of an input file that can't be used."""
+    """A prompt, a file or a line of it can't be used. Correct it at the place that the message names."""
 
 
 class PromptTooLong(InputInvalid):
-    """A prompt that leaves no room in the model's context."""
+    """A prompt leaves no room in the model's context. Shorten it."""
 
 
 class Closed(RunError):
-    """An engine or a session was called after it had been closed."""
+    """An engine or a session was called after it had been closed. Only Python programs see this: open another one."""
 
 
 class Busy(RunError):
-    """A thread called an engine in the middle of its own request."""
+    """A thread called an engine in the middle of its own request. Only Python programs see this: wait for the end, or
+    use a session."""
 
 
 _Settings = TypeVar("_Settings", bound="Adjustable")

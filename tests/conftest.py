@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import gc
 import os
+import random
 import shutil
 import signal
 import tempfile
@@ -50,6 +51,7 @@ def pytest_configure(config: pytest.Config) -> None:
     if config.option.markexpr and _takes_direct_reads(MEMORY):
         os.environ.setdefault("PYTEST_DEBUG_TEMPROOT", str(MEMORY))
     config.option.loadscopereorder = False  # they are in order
+    config.option.randomly_reset_seed = False  # the order is random; numbers are as below
 
 
 def _takes_direct_reads(folder: Path) -> bool:
@@ -93,6 +95,14 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         ranks = {f"test_{name}": rank for rank, name in enumerate(LONGEST)}
         counts = Counter(item.path for item in items)
         items.sort(key=lambda item: (ranks.get(item.path.stem, len(ranks)), -counts[item.path]))
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_runtest_setup() -> None:
+    """Gives each test the same random numbers in each run, whatever ran before it."""
+    random.seed(0)
+    np.random.seed(0)
+    torch.manual_seed(0)
 
 
 @pytest.fixture(autouse=True)

@@ -4,6 +4,6 @@ it."""
 LONGEST = [
     "conversion_memory", "families", "server_soak", "published_layers", "ray_cluster", "ctrl_c_anywhere", "soak",
     "memory_limit", "kill", "chat_memory", "bench_peers", "reference_models", "opt_sizes", "talk_transcript",
-    "torch_engine", "hostile_text", "state_memory", "activations", "imports", "train_hash", "train_neurons",
+    "walks", "torch_engine", "hostile_text", "state_memory", "activations", "imports", "train_hash", "train_neurons",
     "by_layers", "by_neurons", "serve_cli", "report_page", "beam_search", "ctrl_c", "fisher", "extras",
 ]  # fmt: skip

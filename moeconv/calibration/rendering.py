@@ -25,7 +25,7 @@ _WARM = "{% for one in ['é'] %}{{ one|tojson|fromjson }}{{ strftime_now('%Y') }
 
 
 class RenderFailed(Exception):
-    """A conversation that a template can't render; the message is a part of a line."""
+    """A conversation that a template can't render; the message is a part of a line. Mend the messages, or give text."""
 
 
 class Rendering:

@@ -312,8 +312,10 @@ def divide(samples: Sequence[Sample], seq2seq: bool, share: float, seed: int) ->
     if not all(parts):
         found = f"{len(samples)} {'sample' if seq2seq else 'row'}{'s' * (len(samples) != 1)}"
         one = " of one document" * (len(samples) > 1 and samples[0].document != "")
+        different = len({sample.key for sample in samples})
+        few = f" ({different} without repeats)" if different < len(samples) else ""
         raise CalibrationError(
-            f"the text is {found}{one} with nothing to divide: give more, or held-out text of its own"
+            f"the text is {found}{one}{few} with nothing to divide: give more, or held-out text of its own"
         )
     return parts
 

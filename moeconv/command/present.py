@@ -17,6 +17,7 @@ from moeconv.packing.paths import PathFigures
 from moeconv.report.page import size
 from moert.pack.learnt import PredictedLoss, RoutedLoss
 from moert.pack.manifest import LossEstimate, in_words
+from moert.pack.text import CHAT
 
 
 def conversion_table(report: ConversionReport, out: str) -> str:
@@ -64,6 +65,8 @@ def next_steps(report: ConversionReport, out: Path, profiled: bool) -> str:
     routed = "" if report.route is None else f" --tune routing={report.route.kind}"
     named = "" if report.neurons is None else " --tune neurons=predicted"
     steps = [(f'moert run {pack} "some text"{routed}{named}', "runs it"), (f"moert info {pack}", "says what is in it")]
+    if (out / CHAT).exists():
+        steps.insert(1, (f"moert chat {pack}", "holds a conversation with it"))
     if report.calibration is not None and not profiled:
         steps.append((f"moeconv profile-paths {pack}", "adds what the runtime reads ahead by"))
     if report.calibration is not None:

@@ -167,6 +167,15 @@ def choices_of(samples: Sequence[Sample], tokenizer: Tokenizer, context: int) ->
     return Texts(ids, real.bool(), scored.bool(), items, tuple(samples), documents_of(samples))
 
 
+KEPT_BYTES = 256 << 20
+"""The most that the unquantized model's final states may take to be kept for another head; else they are computed
+anew for each."""
+
+
+def kept(original: Tensor) -> Tensor | None:
+    return original if original.nbytes <= KEPT_BYTES else None
+
+
 class TextScorer:
     """The scorer of every row of `texts`; a sample is a window, or a text with its choices."""
 
@@ -189,7 +198,7 @@ class TextScorer:
             self._refer(head, original)
 
     def _refer(self, head: Head, original: Tensor) -> None:
-        self.original = original if self.subject.layers is None else None  # layers keep their states on disk
+        self.original = kept(original) if self.subject.layers is None else None  # layers keep their states on disk
         self.reference = head.reference(original, self.subject.stored_head)
 
     @torch.inference_mode()
@@ -417,17 +426,20 @@ class GeneratedScorer:
                 written += self.model.write(encoded, bucket.mask, [()] * len(bucket.rows), self.max_new_tokens)
         states, targets = torch.cat(hidden), torch.cat([bucket.targets[bucket.targets >= 0] for bucket in self.buckets])
         if as_reference:
-            self.original = states
-            self.refer()
+            self._refer(states)
         nats, kls = self.model.head.judge(states, targets, None if as_reference else self.reference)
         return self.scores_of(self.per_item(nats), self.per_item(kls), written)
 
     @torch.inference_mode()
     def refer(self) -> None:
-        if self.original is None:
+        if (states := self.original) is None:
             parts = [self.target_states(bucket, self.encode(bucket))[bucket.targets >= 0] for bucket in self.buckets]
-            self.original = torch.cat(parts)
-        self.reference = self.model.head.reference(self.original, self.subject.stored_head)
+            states = torch.cat(parts)
+        self._refer(states)
+
+    def _refer(self, original: Tensor) -> None:
+        self.original = kept(original)
+        self.reference = self.model.head.reference(original, self.subject.stored_head)
 
     def encode(self, bucket: Bucket) -> Tensor:
         return self.model.encode({"input_ids": bucket.inputs}, bucket.mask)

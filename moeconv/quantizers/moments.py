@@ -92,7 +92,7 @@ def told(own: Tensor, rows: int, sampled: Tensor, tokens: int, wants: Wants) -> 
 
 
 class MomentsError(ConversionError):
-    """A file of moments that can't be used."""
+    """A file of moments in the work directory can't be used. Delete it: it is made again."""
 
 
 class Sliced(Protocol):

@@ -251,7 +251,9 @@ INDEX, SINGLE = "model.safetensors.index.json", "model.safetensors"
 
 
 class CheckpointError(ConversionError):
-    """The checkpoint can't be read. The message is one line that says what was found and what to do."""
+    """The checkpoint can't be read: it is incomplete, damaged, in other files than safetensors or GGUF, or of a family
+    that is not known. Fetch it again; `moeconv check MODEL` says more, and [models.md](models.md) lists the
+    families."""
 
 
 @dataclass(frozen=True)

@@ -54,7 +54,8 @@ _STORE_BYTES = 128 << 20  # only token ids and scores pass through
 
 
 class ClusterError(ConversionError):
-    """Error of a cluster: it does not answer, has no process, or can't do a task. The message is one line."""
+    """The cluster does not answer, has no process, or can't do a task. See that its nodes are up and have the same
+    versions; the same command goes on where it ended."""
 
 
 def connected(address: str) -> tuple[Any, bool]:

@@ -29,7 +29,8 @@ Open = Callable[[int], Reader]
 
 
 class DriveUnmeasurable(RunError):
-    """The drive under a file can't be read past the page cache, or the file not at all."""
+    """The drive under a file can't be read past the page cache, or the file not at all. Put the pack on a local
+    drive."""
 
 
 @dataclass(frozen=True)

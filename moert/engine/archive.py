@@ -32,7 +32,7 @@ _WORTH = 16
 
 
 class _Unusable(Exception):
-    """A file that has no state for this engine; the message says why."""
+    """A file that has no state for this engine; the message says why. Do nothing: the state is computed anew."""
 
 
 @dataclass(eq=False)

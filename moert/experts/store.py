@@ -44,7 +44,8 @@ _DIRECT: int = getattr(os, "O_DIRECT", 0)
 
 
 class IoInvalid(RunError):
-    """An io that says neither auto, direct nor buffered, or no sensible number of threads."""
+    """`--tune io` says neither auto, direct nor buffered, or no sensible number of threads. Leave it out to let the
+    drive decide."""
 
 
 class IoSettings(NamedTuple):

@@ -28,11 +28,11 @@ LINK = ["-shared", "-pthread", "-Wl,--strip-debug"]  # some compilers put debug 
 
 
 class CompilerMissing(Exception):
-    """There is no C compiler."""
+    """There is no C compiler. Install one, such as gcc; without one moert works too, but slowly."""
 
 
 class CompilationFailed(Exception):
-    """The C compiler failed; the message gives the reason."""
+    """The C compiler failed; the message gives the reason. Name another one by the environment's CC."""
 
 
 def find_compiler() -> list[str]:

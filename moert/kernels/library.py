@@ -244,7 +244,7 @@ PATH = Path(__file__).with_name("_native.so")
 
 
 class InstructionSetInvalid(RunError):
-    """An instruction set that this library does not have or this processor does not run."""
+    """An instruction set that this library does not have or this processor does not run. Leave `--tune kernels` out."""
 
 
 class NativeFailed(MemoryError):

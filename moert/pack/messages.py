@@ -29,8 +29,8 @@ NO_MEMORY = 100_000  # bytes that no process can live in: who writes at most thi
 
 
 class NotASize(ValueError):
-    """An error of one line that quotes the text, names its fault and the expected form; the name of the option goes
-    before it."""
+    """A text that is no size: the message quotes it, and has the expected form. The name of the option goes before
+    it."""
 
 
 def parse_size(text: str, too_few: int = _TOO_FEW) -> int:

@@ -186,7 +186,7 @@ _LAYER = re.compile("([ED])([0-9]{2,5})")
 
 
 class HeaderWrong(ValueError):
-    """An error for bytes that are no safetensors header; the message is one short line."""
+    """Bytes that are no safetensors header; the message is one short line. Fetch or copy the file again."""
 
 
 class Place(NamedTuple):

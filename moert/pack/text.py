@@ -101,7 +101,8 @@ Table = Mapping[str, Any]
 
 
 class TokenizerUnfit(ValueError):
-    """An error of one line that names the fault of a tokenizer.json; the name of the file goes before it."""
+    """A tokenizer.json that can't be used, as a part of a line behind the name of the file. Save the model's own fast
+    tokenizer beside it, and convert again."""
 
 
 Counts = Literal["", "letters", "pieces"]

@@ -15,7 +15,8 @@ Body = Mapping[str, Any]
 
 
 class Refused(Exception):
-    """A request that can't be answered. `field`: the name of the field that is wrong, if one is; `status`: of HTTP."""
+    """A request that can't be answered. Change the field that the message names, or leave it out. `field`: that name,
+    if one field is wrong; `status`: of HTTP."""
 
     def __init__(self, message: str, field: str | None = None, status: int = 400) -> None:
         super().__init__(message)

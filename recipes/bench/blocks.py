@@ -121,6 +121,7 @@ BLOCKS: Mapping[str, Block] = {
     "sweep": Block("sweep", quality.sweep_parts),
     "gradients": Block("gradients", quality.gradients_parts),
     "plans": Block("plans", quality.plans_parts),
+    "answers": Block("answers", quality.answers_parts),
     "quant": Block("quant", quality.quant_parts),
     "quant_smollm2": Block("quant_smollm2", quality.quant_parts),
     "mixed": Block("mixed", quality.mixed_parts),

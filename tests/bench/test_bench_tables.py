@@ -405,6 +405,10 @@ SEEN = {  # rows and settings that a definition looks at before it names others
         "opt: neurons that are anyone's closest friend",
     ],
     "plans": ["wiki, all at 2 bits: loss", "wiki, 2.4 bits, sweep: loss", "wiki, 1.7 bits, MC-MoE: loss"],
+    "answers": [
+        *(f"g2p, gptq at 2: {each}" for each in ("effective", "exact_match", "loss")),
+        "g2p, unquantized, gptq: exact_match",
+    ],
     "quant": ["wiki against Q4_K, imatrix: bits of the peer", "g2p against hqq 2 bits, axis 1: bits of the peer"],
     "quant_smollm2": ["smollm2 against IQ2_S, imatrix: bits of the peer"],
 }

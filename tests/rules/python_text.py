@@ -29,8 +29,8 @@ HEAD = """\
 # Python
 
 Python programs can do everything that the commands do. Settings are keyword arguments with the names of the options;
-type checkers know them. Every mistake raises a `moert.Error`: one line that says what was wrong and what to do. This
-page is made from docstrings (`make readme`).
+type checkers know them. Every mistake raises a `moert.Error`: one line that says what was wrong and what to do
+([all of them](troubleshooting.md)). This page is made from docstrings (`make readme`).
 
     import asyncio
     import moert

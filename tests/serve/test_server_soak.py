@@ -48,7 +48,8 @@ def held_kb(pid: int) -> int:
 
 
 def kept_kb(url: str) -> int:
-    found = re.search(r"^moert_prefix_bytes.* (\d+)$", httpx.get(f"{url}/metrics", timeout=PATIENCE_S).text, re.MULTILINE)
+    figures = httpx.get(f"{url}/metrics", timeout=PATIENCE_S).text
+    found = re.search(r"^moert_prefix_bytes.* (\d+)$", figures, re.MULTILINE)
     assert found is not None
     return int(found[1]) >> 10
 

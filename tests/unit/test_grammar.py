@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 import threading
-import time
 from collections.abc import Iterator, Mapping
 from contextlib import nullcontext
 from dataclasses import replace
@@ -239,11 +239,11 @@ HOSTILE = {
 
 @pytest.mark.parametrize("name", HOSTILE)
 def test_hostile_schemas_are_one_line(bytes_engine: Engine, name: str) -> None:
-    before, started_s = bytes_engine.times.new_tokens, time.perf_counter()
+    before, used_s = bytes_engine.times.new_tokens, sum(os.times()[:4])
     with one_line(SettingInvalid, "^json_schema .{,400}$"):
         bytes_engine.generate("ab", json_schema=HOSTILE[name])
     assert bytes_engine.times.new_tokens == before
-    assert time.perf_counter() - started_s < 20
+    assert sum(os.times()[:4]) - used_s < 20
     assert bytes_engine.generate("ab", json_schema={"type": "boolean"}).text in ("true", "false")
 
 

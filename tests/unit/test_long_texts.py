@@ -163,10 +163,10 @@ def test_slices_count_no_more_tokens_than_a_text_has(
 def test_a_text_of_more_tokens_than_positions_is_refused_before_it_is_made_into_them(tmp_path: Path, name: str) -> None:
     text = texts.Text(Pack.open(write(tmp_path / "p", COUNTED[name])), lambda _: pytest.fail("made into tokens"))
     said = "a b.cabc dé " * 5000
-    started = time.perf_counter()
+    started = time.process_time()
     with pytest.raises(PromptTooLong, match="has 60,000 letters, which make over 399 tokens, and the model can take"):
         text.encode(said)
-    assert time.perf_counter() - started < 5
+    assert time.process_time() - started < 5
 
 
 # Memory ---------------------------------------------------------------------------------------------------------------
@@ -257,7 +257,7 @@ def test_two_megabytes_of_text_are_one_line_in_a_group_of_300_mb(
     command = ["-m", "moert", "chat" if way == "chat" else "run", pack, *more, "--memory", "300MB"]
     if way == "python":
         command = ["-c", BY_PYTHON, pack, GROUP_BYTES]
-    started = time.monotonic()
+    used_s = sum(os.times()[2:4])
     with Group(memory_bytes=GROUP_BYTES) as group, (tmp_path / "text").open() as stdin:
         done = subprocess.run(
             [sys.executable, *map(str, command)], cwd=ROOT, capture_output=True, text=True, check=False, stdin=stdin,
@@ -266,7 +266,7 @@ def test_two_megabytes_of_text_are_one_line_in_a_group_of_300_mb(
         assert group.oom_kills == 0
     assert (done.returncode, done.stdout) == (2, ""), done.stderr
     assert len(done.stderr.splitlines()) == 1
-    assert time.monotonic() - started < 20
+    assert sum(os.times()[2:4]) - used_s < 20
 
 
 # Reading --------------------------------------------------------------------------------------------------------------

@@ -21,6 +21,7 @@ from trials import pairs, questions, running, scorers, trial_of, words
 
 from moeconv.calibration import Sample
 from moeconv.errors import CalibrationError
+from moeconv.measure import scoring
 from moeconv.measure.scorers import Head, documents_of
 from moeconv.measure.scoring import (
     REST,
@@ -393,9 +394,14 @@ def test_a_reference_is_taken_without_writing_texts_again(
     assert np.array_equal(again.nats, expected.nats)
 
 
+@pytest.mark.parametrize("kept_bytes", [scoring.KEPT_BYTES, 0])
 @pytest.mark.parametrize("family", ["switch_transformers", "olmoe"])
-def test_a_reference_is_taken_again_without_running_a_layer(family: str, tiny_model: TinyModel) -> None:
-    """The reference for another head needs the same final states: for the same head it is the same reference."""
+def test_a_reference_is_taken_again_without_running_a_layer(
+    family: str, kept_bytes: int, tiny_model: TinyModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The reference for another head needs the same final states: for the same head it is the same reference, also
+    where there is no room to keep them."""
+    monkeypatch.setattr(scoring, "KEPT_BYTES", kept_bytes)
     trial = trial_of(tiny_model(family, "all layers sparse" if family == "switch_transformers" else "plain"))
     [scorer] = scorers(trial, pairs(9, 4) if family == "switch_transformers" else running(5), "token_perplexity")
     scorer.score(as_reference=True)
@@ -405,7 +411,7 @@ def test_a_reference_is_taken_again_without_running_a_layer(family: str, tiny_mo
     trial.restore()
     rows = trial.calls.rows
     scorer.refer()
-    assert trial.calls.rows == rows
+    assert (trial.calls.rows == rows) == (kept_bytes > 0)
     assert first is not None
     assert scorer.reference is not None
     assert torch.equal(scorer.reference.mean_row, first.mean_row)

@@ -24,19 +24,22 @@ from moert.pack.parts import MOST_TURN, Act, Attention, Ffn, Rope
 
 
 class UnsupportedModel(ConversionError):
-    """A checkpoint with a feature that a pack can't describe. The message is one line, fit to be shown to a user."""
+    """A model with a feature that a pack can't describe, so that answers would differ. Take another model, or correct
+    its config.json if that is wrong: [models.md](models.md) lists what each family may have."""
 
 
 class ConfigInvalid(ConversionError):
-    """Settings that transformers can't take, or that have no meaning. The message is a part of a line."""
+    """Settings in config.json that transformers can't take, or that have no meaning. Fetch the model's own config.json
+    again."""
 
 
 class ShapeDiffers(ValueError):
-    """A tensor whose shape differs from config.json's; the message is a part of a sentence."""
+    """A tensor whose shape differs from config.json's; the message is a part of a sentence. Fetch the model again,
+    weights and config.json together."""
 
 
 class ModelFailed(ConversionError):
-    """A model that transformers can't build or run."""
+    """A model that transformers can't build or run. See whether its config.json is the one of its weights."""
 
 
 @contextmanager

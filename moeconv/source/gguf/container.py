@@ -34,7 +34,7 @@ T = TypeVar("T")
 
 
 class _Damaged(ValueError):
-    """A fault of a file, as a part of a sentence that begins with "it"."""
+    """A fault of a GGUF file, as a part of a sentence that begins with "it". Fetch the file again."""
 
 
 class Place(NamedTuple):

@@ -106,7 +106,7 @@ class DeviceFull(Exception):
 
 
 class DeviceMissing(RunError):
-    """A device that is not there, or can't be used here."""
+    """A device that is not there, or can't be used here. Leave `--device` out to run on the processor."""
 
 
 class Device(Protocol):

@@ -159,6 +159,27 @@ def _mixed(model: str, bits: str) -> Line:
     )
 
 
+# `make bench-answers`: what models write with all experts at some bits, by the quantizer.
+
+_ANSWERED = re.compile(r"(?P<model>\w+), (?P<quantizer>\w+) at (?P<bits>[\d.]+): effective")
+
+
+def answers_parts(result: Result) -> Sequence[Part]:
+    """Lines in the order of the effective bits within each model."""
+    lines: list[Line] = [("model", "quantizer", "bits a weight, scales counted", "answers", "unquantized", "loss")]
+    found = [found for found in map(_ANSWERED.fullmatch, result.by_name) if found]
+    models = list(dict.fromkeys(each["model"] for each in found))
+    for each in sorted(found, key=lambda each: (models.index(each["model"]), result.by_name[each.string].value)):
+        where, model = each.string.removesuffix(": effective"), each["model"]
+        names = (name.split(": ")[-1] for name in result.by_name if name.startswith(f"{where}: "))
+        (metric,) = set(names) - {"effective", "loss"}
+        written = f"{metric.removesuffix('.py').replace('_', ' ')} {{{where}: {metric}|.2%}}"
+        whole = f"{{{model}, unquantized, {each['quantizer']}: {metric}|.2%}}"
+        coded = f"{each['quantizer']} {each['bits']}"
+        lines.append((model, coded, f"{{{each.string}|.2f}}", written, whole, f"{{{where}: loss|interval.2%}}"))
+    return [lines]
+
+
 # `make bench-promise`: how often the held-out loss stayed under the target, and how often simulated bounds hold.
 
 _CASE = re.compile(r"(?P<case>[^,]+): packs")
