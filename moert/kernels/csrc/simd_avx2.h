@@ -7,8 +7,9 @@
 #define VECTOR 32
 #define LANES 8
 #define ONE_ROWS(bits) 4
-#define MANY_ROWS 1
-#define MANY_TOKENS 1 /* of a tile: few.inc is for more */
+#define MANY_ROWS 2
+#define MANY_TOKENS 2
+#define TILED(bits) 0
 #define TRELLIS_TOKENS 4
 #define FEW_VECTORS 2
 #define SCORE_VECTORS 2

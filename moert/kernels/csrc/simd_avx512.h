@@ -7,8 +7,9 @@
 #define VECTOR 64
 #define LANES 16
 #define ONE_ROWS(bits) ((bits) < 4 ? 4 : 1) /* of a tile, for one token: wide codes are read in their own order */
-#define MANY_ROWS 1
-#define MANY_TOKENS 1 /* of a tile: few.inc is for more */
+#define MANY_ROWS 4
+#define MANY_TOKENS 4
+#define TILED(bits) 0 /* few.inc is for more tokens */
 #define TRELLIS_TOKENS 4
 #define FEW_TOKENS 4
 #define FEW_VECTORS 2

@@ -10,6 +10,7 @@
 #define MANY_ROWS 2
 #define MANY_TOKENS 2
 #define TRELLIS_TOKENS 2
+#define TILED(bits) 1
 #define SCORE_VECTORS 4
 #define DELTA_VECTORS 8
 #define SCAN_ROWS 4
