@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, Protocol
 
-from moert.pack.messages import in_one_line
+from moert.pack.messages import complain, in_one_line
 
 LINE_EVERY_S = 30.0
 
@@ -27,7 +27,7 @@ class Progress(Protocol):
 
 def say(line: str) -> None:
     """Writes a message to stderr as one line, also where it quotes text of a model or a pack that has line breaks."""
-    print(in_one_line(line), file=sys.stderr, flush=True)
+    complain(in_one_line(line))
 
 
 @contextmanager
@@ -53,7 +53,7 @@ class _Lines:
         now = time.monotonic()
         if self.done and now - self.said > LINE_EVERY_S:
             left = (now - self.started) / self.done * (self.total - self.done)
-            print(f"{self.label}: {self.done} of {self.total}, about {left:.0f} s left", file=sys.stderr, flush=True)
+            complain(f"{self.label}: {self.done} of {self.total}, about {left:.0f} s left")
             self.said = now
 
 

@@ -16,9 +16,10 @@ _options: ContextVar[Mapping[str, str] | None] = ContextVar("options", default=N
 
 
 @contextmanager
-def command_line(options: Mapping[str, str]) -> Iterator[None]:
+def command_line(options: Mapping[str, str] | None) -> Iterator[None]:
     """Makes messages name settings as options of the command line while the with block runs. `options`: settings → the
-    words for them there; a setting that it lacks is an option by its own name."""
+    words for them there; a setting that it lacks is an option by its own name. With None they are named as in Python
+    again: for who called a server."""
     before = _options.set(options)
     try:
         yield

@@ -34,7 +34,9 @@ PACKED_MXFP4 = {
     "format": "mxfp4-pack-quantized",
     "config_groups": {"group_0": {"weights": {"num_bits": 4, "type": "float", "strategy": "group", "group_size": 32}}},
 }
+DEEPSEEK_V4 = {**FP8, "scale_fmt": "ue8m0", "expert_dtype": "fp4"}
 SIZES = {
+    "deepseek_v4": {"hidden_size": 160, "moe_intermediate_size": 32},
     "mixtral": {"hidden_size": 64, "intermediate_size": 96},
     "qwen3_moe": {"hidden_size": 64, "moe_intermediate_size": 32},
     "kimi_k2": {"hidden_size": 64, "moe_intermediate_size": 32},
@@ -58,6 +60,34 @@ def in_fp8(tensors: Tensors) -> tuple[Tensors, Tensors]:
         coded[name] = (weight.float() / wide).to(torch.float8_e4m3fn)
         coded[f"{name}_scale_inv"] = scale
         plain[name] = (coded[name].float() * wide).to(torch.bfloat16)
+    return coded, plain
+
+
+def in_deepseek_v4(tensors: Tensors) -> tuple[Tensors, Tensors]:
+    """The makers' names; experts in FP4, most other matrices in FP8, with powers of two as scales; and their
+    numbers."""
+    coded, plain, chance = Tensors(), Tensors(), torch.Generator().manual_seed(11)
+    for saved, weight in tensors.items():
+        name = saved.removeprefix("model.").replace("embed_tokens.", "embed.").replace("hc_head.hc_", "hc_head_")
+        name = name.replace(".attn.norm.", ".attn.kv_norm.")
+        coded[name] = plain[name] = weight
+        base = name.removesuffix(".weight")
+        if ".ffn.experts." in name:
+            shape = weight.shape[0], weight.shape[1] // 32
+            codes = torch.randint(0, 16, tuple(weight.shape), dtype=torch.uint8, generator=chance)
+            coded[name] = (codes[:, 0::2] | codes[:, 1::2] << 4).view(torch.int8)
+            values = FP4[(codes & 7).long()] * (1 - 2 * (codes >> 3).float())
+        elif ".w" in base and not base.endswith(("wgate", "weights_proj")) and "compressor" not in base:
+            shape = -(-weight.shape[0] // 128), -(-weight.shape[1] // 128)
+            coded[name] = weight.to(torch.float8_e4m3fn)
+            values = coded[name].float()
+        else:
+            continue
+        powers = torch.randint(120, 130, shape, dtype=torch.uint8, generator=chance)
+        wide = 2.0 ** (powers.int() - 127)
+        block = (1, 32) if ".ffn.experts." in name else (128, 128)
+        wide = wide.repeat_interleave(block[0], 0).repeat_interleave(block[1], 1)[: len(weight), : weight.shape[1]]
+        coded[f"{base}.scale"], plain[name] = powers.view(torch.float8_e8m0fnu), (values * wide).to(torch.bfloat16)
     return coded, plain
 
 

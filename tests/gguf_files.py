@@ -29,14 +29,75 @@ ARCHS = {
     "qwen3_vl": "QWEN3VL", "qwen3_5_text": "QWEN35",
     "cohere2": "COHERE2", "mistral4": "MISTRAL4", "glm_moe_dsa": "GLM_DSA", "deepseek_v32": "GLM_DSA", "hy_v3": "DOTS1",
     "qwen3_5_moe_text": "QWEN35MOE", "granitemoehybrid": "GRANITE_HYBRID", "nemotron_h": "NEMOTRON_H_MOE",
-    "kimi_linear": "KIMI_LINEAR", "step3p5": "STEP35",
+    "kimi_linear": "KIMI_LINEAR", "step3p5": "STEP35", "deepseek_v4": "DEEPSEEK2",
+    "cohere2_moe": "GLM4_MOE", "minimax_m3_vl": "MINIMAXM2", "bailing_hybrid": "KIMI_LINEAR",
+    "glm5_next": "KIMI_LINEAR", "granite_swa": "GRANITE", "granitemoe_swa": "GRANITE_MOE",
 }  # fmt: skip
 """model_type → the architecture's name in the package."""
-NEWER = {"deepseek_v32": "deepseek32", "hy_v3": "hy_v3"}
-"""model_type → the name of an architecture that the package lacks: its tensors have the names of the one in ARCHS."""
+NEWER = {
+    "deepseek_v32": "deepseek32", "hy_v3": "hy_v3", "deepseek_v4": "deepseek4", "cohere2_moe": "cohere2moe",
+    "minimax_m3_vl": "minimax-m3", "bailing_hybrid": "bailingmoe3", "glm5_next": "glm5-next",
+    "granite_swa": "granite_swa", "granitemoe_swa": "granite_swa",
+}  # fmt: skip
+"""model_type → the name of an architecture that the package lacks: its tensors have the names of the one in ARCHS, or
+those in OWN."""
+_COMPRESSOR = {"wkv.weight": "kv", "wgate.weight": "gate", "ape": "ape", "norm.weight": "norm"}
+_STREAMS = ("fn", "base", "scale")
+OWN: Mapping[str, Mapping[str, str]] = {
+    "deepseek_v4": {
+        "model.embed_tokens.weight": "token_embd.weight", "head.weight": "output.weight",
+        "model.norm.weight": "output_norm.weight", "attn.attn_sink": "attn_sinks.weight",
+        **{f"model.hc_head.hc_{each}": f"output_hc_{each}.weight" for each in _STREAMS},
+        **{f"hc_{half}_{each}": f"hc_{half}_{each}.weight" for half in ("attn", "ffn") for each in _STREAMS},
+        **{f"{half}_norm.weight": f"{half}_norm.weight" for half in ("attn", "ffn")},
+        **{f"attn.{name}.weight": f"attn_{called}.weight" for name, called in (
+            ("wq_a", "q_a"), ("q_norm", "q_a_norm"), ("wq_b", "q_b"), ("wkv", "kv"), ("norm", "kv_a_norm"),
+            ("wo_a", "output_a"), ("wo_b", "output_b"))},
+        **{f"attn.compressor.{name}": f"attn_compressor_{called}.weight" for name, called in _COMPRESSOR.items()},
+        **{f"attn.indexer.compressor.{name}": f"indexer_compressor_{called}.weight"
+           for name, called in _COMPRESSOR.items()},
+        "attn.indexer.wq_b.weight": "indexer.attn_q_b.weight",
+        "attn.indexer.weights_proj.weight": "indexer.proj.weight",
+        "ffn.gate.weight": "ffn_gate_inp.weight", "ffn.gate.bias": "exp_probs_b.bias",
+        "ffn.gate.tid2eid": "ffn_gate_tid2eid.weight",
+        **{f"ffn.shared_experts.{w}.weight": f"ffn_{part}_shexp.weight"
+           for w, part in (("w1", "gate"), ("w2", "down"), ("w3", "up"))},
+    },
+    "glm5_next": {
+        **{f"hc_{half}_{each}": f"hc_{half}_{each}.weight" for half in ("attn", "ffn") for each in _STREAMS},
+        **{f"self_attn.indexer.{name}": f"indexer.{called}" for name, called in (
+            ("k_norm.weight", "k_norm.weight"), ("k_norm.bias", "k_norm.bias"), ("wk.weight", "attn_k.weight"),
+            ("weights_proj.weight", "proj.weight"), ("wq_b.weight", "attn_q_b.weight"))},
+        **{f"self_attn.indexer.index_kpool_compress_{each}": f"indexer_compressor_{each}.weight"
+           for each in ("ape", "gate")},
+    },
+    "granite_swa": {"self_attn.sinks": "attn_sinks.weight"},
+    "granitemoe_swa": {
+        "self_attn.sinks": "attn_sinks.weight", "block_sparse_moe.router.weight": "ffn_gate_inp.weight",
+        "shared_mlp.input_linear.weight": "ffn_up_shexp.weight",
+        "shared_mlp.output_linear.weight": "ffn_down_shexp.weight",
+    },
+    "bailing_hybrid": {
+        **{f"attention.{name}_proj.weight": f"attn_{name}.weight" for name in "qkv"},
+        **{f"attention.{name}_conv1d.weight": f"ssm_conv1d_{name}.weight" for name in "qkv"},
+        "attention.A_log": "ssm_a", "attention.dt_bias": "ssm_dt.bias",
+        "attention.b_proj.weight": "ssm_beta.weight", "attention.f_proj.weight": "ssm_f_a.weight",
+        "attention.o_norm.weight": "ssm_norm.weight", "attention.dense.weight": "attn_output.weight",
+        "attention.kv_a_proj_with_mqa.weight": "attn_kv_a_mqa.weight",
+        "attention.kv_a_layernorm.weight": "attn_kv_a_norm.weight",
+        "mlp.gate.expert_bias": "exp_probs_b.bias",
+    },
+    "minimax_m3_vl": {
+        **{f"self_attn.index_{name}.weight": f"indexer.{name}.weight"
+           for name in ("q_proj", "k_proj", "q_norm", "k_norm")},
+        **{f"{module}.{part}_proj.weight": f"ffn_{part}{end}.weight" for part in ("gate", "up", "down")
+           for module, end in (("mlp", ""), ("block_sparse_moe.shared_experts", "_shexp"))},
+    },
+}  # fmt: skip
+"""model_type → the names of tensors, within a layer or outside → those in a file."""
 RELATIVES = {
     "kimi_k2": "deepseek_v3", "kimi_k25": "deepseek_v3", "glm4_moe_lite": "deepseek_v3", "solar_open": "glm4_moe",
-    "mistral": "llama",
+    "mistral": "llama", "step3p7": "step3p5", "glm4v_moe": "glm4_moe",
 }  # fmt: skip
 """model_type → the model_type of another family, as whose llama.cpp has its files."""
 AS_LLAMA_CPP: Mapping[str, dict[str, Any]] = {
@@ -44,8 +105,16 @@ AS_LLAMA_CPP: Mapping[str, dict[str, Any]] = {
     "llama4_text": {"no_rope_layer_interval": 4, "attention_chunk_size": 8192, "floor_scale": 8192},
     "gemma3_text": {"sliding_window_pattern": 6, "query_pre_attn_scalar": 8, "num_hidden_layers": 7},
     "cohere2": {"sliding_window_pattern": 4, "num_hidden_layers": 5},
+    "glm5_next": {"linear_num_heads": 4},
+    **{name: {"layer_rope_theta": [0, 500.0, 500.0]} for name in ("granite_swa", "granitemoe_swa")},
+    "cohere2_moe": {"expert_selection_fn": "sigmoid", "num_shared_experts": 2},
+    "minimax_m3_vl": {"swiglu_limit": 7.0, "shared_intermediate_size": 20},
     "afmoe": {"mup_enabled": True, "global_attn_every_n_layers": 4},
     "glm4_moe_lite": {"first_k_dense_replace": 1},
+    "deepseek_v4": {
+        "mlp_layer_types": ["hash_moe", "moe", "moe", "moe"],
+        "compress_rates": {"compressed_sparse_attention": 4, "heavily_compressed_attention": 128},
+    },
     "lfm2_moe": {"routed_scaling_factor": 1.0}, "nemotron_h": {"head_dim": 8},
 }  # fmt: skip
 """Settings of tiny models that llama.cpp takes for granted, so that no file says them."""
@@ -72,9 +141,13 @@ def _odd(name: str) -> bool:
     return not name.endswith(("weight", "_proj", "_blocks", "_scales")) or "norm" in name.rsplit(".", 2)[-2]
 
 
-def write_gguf(folder: Path, file: Path, kind: str | None = None, **metadata: Any) -> Path:
+def write_gguf(
+    folder: Path, file: Path, kind: str | None = None, more: Mapping[str, np.ndarray] | None = None, **metadata: Any
+) -> Path:
     """Writes a checkpoint's GGUF file. `kind`: the type of matrices other than routers, as the package calls it (None:
-    as they are); `metadata`: more keys, or other values (None: without the key)."""
+    as they are); `more`: other tensors, or more of them, bytes as NVFP4; `metadata`: more keys, or other values (None:
+    without the key)."""
+    more = more or {}
     config = _config(folder)
     known = gguf.MODEL_ARCH_NAMES[_arch(config)]
     writer = gguf.GGUFWriter(file, NEWER.get(config["model_type"], known))
@@ -82,11 +155,16 @@ def write_gguf(folder: Path, file: Path, kind: str | None = None, **metadata: An
     for key, value in {**_metadata(config), **_tokenizer(tokens), **metadata}.items():
         _add(writer, key.replace("ARCH", writer.arch), value)
     for name, tensor in sorted(_stored(config, load_file(folder / "model.safetensors"))):
+        if name in more:
+            continue
         array, wanted = tensor.contiguous().numpy(), None if kind is None else gguf.GGMLQuantizationType[kind]
         if wanted is not None and tensor.dim() > 1 and tensor.dtype == torch.float16 and not name.endswith(_ALWAYS_F32):
             writer.add_tensor(name, gguf.quants.quantize(array.astype(np.float32), wanted), raw_dtype=wanted)
         else:
             writer.add_tensor(name, array)
+    for name, array in more.items():
+        coded = array.dtype == np.uint8
+        writer.add_tensor(name, array, raw_dtype=gguf.GGMLQuantizationType.NVFP4 if coded else None)
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
@@ -145,7 +223,7 @@ def _tokenizer(table: dict[str, Any]) -> dict[str, Any]:
 def _metadata(config: Config) -> dict[str, Any]:
     get, kind = config.get, config["model_type"]
     rope = get("rope_parameters") or {}
-    whole = rope.get("full_attention", rope)
+    whole = rope.get("full_attention", rope.get("compress", rope))
     layers, heads, d_model = _layers(config), config["num_attention_heads"], config["hidden_size"]
     named = ("n_routed_experts", "num_local_experts", "num_experts", "moe_num_experts")
     experts = next((config[name] for name in named if name in config), None)
@@ -175,6 +253,51 @@ def _qwen(c: Config) -> Config:
     }
 
 
+def _deepseek4(c: Config) -> Config:
+    every = {"sliding_attention": 0, **c["compress_rates"]}
+    limits, rope = [c["swiglu_limit"]] * c["num_hidden_layers"], c["rope_parameters"]
+    return {
+        "rope.dimension_count": c["qk_rope_head_dim"], "attention.q_lora_rank": c["q_lora_rank"],
+        "attention.output_lora_rank": c["o_lora_rank"], "attention.output_group_count": c["o_groups"],
+        "attention.compress_ratios": [*(every[kind] for kind in c["layer_types"]), 0],
+        "attention.compress_rope_freq_base": rope["compress"]["rope_theta"],
+        "rope.freq_base": rope["main"]["rope_theta"],
+        "expert_feed_forward_length": c["moe_intermediate_size"], "expert_shared_count": c["n_shared_experts"],
+        "expert_weights_scale": c["routed_scaling_factor"], "expert_weights_norm": True, "expert_gating_func": 4,
+        "hash_layer_count": c["mlp_layer_types"].count("hash_moe"), "nextn_predict_layers": 1,
+        "swiglu_clamp_exp": limits, "attention.sliding_window": c["sliding_window"],
+        "attention.indexer.head_count": c["index_n_heads"], "attention.indexer.key_length": c["index_head_dim"],
+        "attention.indexer.top_k": c["index_topk"], "hyper_connection.count": c["hc_mult"],
+        "hyper_connection.sinkhorn_iterations": c["hc_sinkhorn_iters"], "hyper_connection.epsilon": c["hc_eps"],
+    }  # fmt: skip
+
+
+def _cohere2_moe(c: Config) -> Config:
+    norm = "norm_epsilon" if c["rms_norm_eps"] is None else "norm_rms_epsilon"
+    return {
+        "feed_forward_length": c["prefix_dense_intermediate_size"] or c["intermediate_size"],
+        "attention.layer_norm_rms_epsilon": None,
+        f"attention.layer_{norm}": c["rms_norm_eps"] or c["layer_norm_eps"], "logit_scale": c["logit_scale"],
+        "attention.sliding_window": c["sliding_window"], "expert_feed_forward_length": c["intermediate_size"],
+        "attention.sliding_window_pattern": [kind == "sliding_attention" for kind in c["layer_types"]],
+        "leading_dense_block_count": c["mlp_layer_types"].count("dense"), "expert_gating_func": 2,
+        "expert_weights_norm": c["norm_topk_prob"], "expert_shared_count": c["num_shared_experts"] or None,
+        "rope.dimension_count": c["head_dim"], "rope.scaling.type": "none",
+    }  # fmt: skip
+
+
+def _minimax_m3(c: Config) -> Config:
+    indexer = {"head_count": "n_heads", "key_length": "head_dim", "top_k": "topk_blocks"}
+    blocks = {name: name for name in ("block_size", "local_blocks")}
+    return {
+        **_turning(c), "feed_forward_length": c["dense_intermediate_size"], "expert_shared_count": 1,
+        "expert_feed_forward_length": c["intermediate_size"], "expert_weights_scale": c["routed_scaling_factor"],
+        "expert_weights_norm": True, "leading_dense_block_count": c["mlp_layer_types"].count("dense"),
+        **{f"attention.indexer.{key}": c[f"index_{name}"] for key, name in {**indexer, **blocks}.items()},
+        "expert_gating_func": 2,
+    }  # fmt: skip
+
+
 def _sees(c: Config) -> Config:
     return {"n_deepstack_layers": 1, "rope.dimension_sections": [*c["rope_parameters"]["mrope_section"], 0]}
 
@@ -200,6 +323,31 @@ def _kimi_linear(c: Config) -> Config:
         "attention.head_count_kv": [int(each) for each in attends], "ssm.conv_kernel": c["linear_conv_kernel_dim"],
         "kda.head_dim": c["linear_head_dim"], "context_length": c["model_max_length"],
         "expert_used_count": c["num_experts_per_token"], "expert_group_count": None, "rope.freq_base": None,
+    }  # fmt: skip
+
+
+def _bailing3(c: Config) -> Config:
+    n = {"first_k_dense_replace": c["mlp_layer_types"].count("dense"), "norm_topk_prob": c["moe_renormalize"]}
+    return {
+        **_deepseek({**c, **n, "q_lora_rank": None}), "context_length": c["model_max_length"],
+        "attention.head_count_kv": [int(kind == "full_attention") for kind in c["layer_types"]],
+        "ssm.conv_kernel": c["linear_conv_kernel_dim"], "kda.head_dim": c["linear_head_dim"],
+        "kda.gate_lower_bound": c["kda_lower_bound"], "kda.safe_gate": c["kda_safe_gate"],
+        "expert_shared_feed_forward_length": c["moe_intermediate_size"] * c["num_shared_experts"],
+        "expert_used_count": c["num_experts_per_token"], "expert_group_count": c["num_expert_group"],
+        "expert_group_used_count": c["topk_group"], "swiglu_clamp_exp": [0.0] * c["num_hidden_layers"],
+    }  # fmt: skip
+
+
+def _glm5_next(c: Config) -> Config:
+    limits, dense = [c["swiglu_limit"]] * len(c["layer_types"]), c["mlp_layer_types"].count("dense")
+    return {
+        **_indexed({**c, "first_k_dense_replace": dense}), "swiglu_clamp_exp": limits, "swiglu_clamp_shexp": limits,
+        "attention.head_count_kv": [int(kind == "indexed_attention") for kind in c["layer_types"]],
+        "ssm.conv_kernel": c["linear_conv_kernel_dim"], "kda.head_dim": c["linear_head_dim"],
+        "kda.gate_lower_bound": c["linear_lower_bound"], "attention.indexer.kpool": c["index_kpool"],
+        "attention.indexer.kpool_select_tail": True, "hyper_connection.count": c["hc_mult"],
+        "hyper_connection.sinkhorn_iterations": c["hc_sinkhorn_iters"], "hyper_connection.epsilon": c["hc_eps"],
     }  # fmt: skip
 
 
@@ -245,6 +393,14 @@ def _granite(c: Config) -> Config:
         "logit_scale": c["logits_scaling"],
         "expert_shared_feed_forward_length": c.get("shared_intermediate_size") or None,
     }
+
+
+def _granite_swa(c: Config) -> Config:
+    return {
+        **_granite(c), "attention.sliding_window": c["sliding_window"], "rope.freq_base": max(c["layer_rope_theta"]),
+        "attention.sliding_window_pattern": [kind == "sliding_attention" for kind in c["layer_types"]],
+        "attention.rope_pattern": [base > 0 for base in c["layer_rope_theta"]],
+    }  # fmt: skip
 
 
 def _attends(c: Config) -> list[bool]:
@@ -323,7 +479,9 @@ _OF_FAMILY: Mapping[str, Callable[[Config], Config]] = {
     "gpt_oss": lambda c: {"attention.sliding_window": c["sliding_window"],
                           "expert_feed_forward_length": c["intermediate_size"]},
     "deepseek_v2": _deepseek, "deepseek_v3": _deepseek, "mistral4": _deepseek, "glm_moe_dsa": _indexed,
-    "deepseek_v32": _indexed, "kimi_linear": _kimi_linear, "step3p5": _step,
+    "deepseek_v32": _indexed, "deepseek_v4": _deepseek4, "cohere2_moe": _cohere2_moe, "minimax_m3_vl": _minimax_m3,
+    "kimi_linear": _kimi_linear, "bailing_hybrid": _bailing3, "glm5_next": _glm5_next,
+    "granite_swa": _granite_swa, "granitemoe_swa": _granite_swa, "step3p5": _step,
     "hy_v3": lambda c: {
         "expert_feed_forward_length": c["moe_intermediate_size"], "expert_weights_norm": True, "expert_gating_func": 2,
         "expert_shared_feed_forward_length": c["moe_intermediate_size"] * c["num_shared_experts"],
@@ -373,7 +531,10 @@ _OF_FAMILY: Mapping[str, Callable[[Config], Config]] = {
 
 # Tensors: the converter's modify_tensors.
 
-_PERMUTED = ("mixtral", "llama", "smollm3", "granitemoe", "granitemoeshared", "granitemoehybrid", "nemotron_h")
+_PERMUTED = (
+    "mixtral", "llama", "smollm3", "granitemoe", "granitemoeshared", "granitemoehybrid", "nemotron_h", "granite_swa",
+    "granitemoe_swa",
+)  # fmt: skip
 _PARTS = {"gate_proj": "gate", "up_proj": "up", "down_proj": "down", "w1": "gate", "w3": "up", "w2": "down"}
 
 
@@ -395,7 +556,7 @@ def _mapped(names: gguf.TensorNameMap, name: str) -> str:
 def _stored(config: Config, tensors: Tensors) -> Iterator[tuple[str, Tensor]]:
     names, kind, experts = _names(config), config["model_type"], dict[str, dict[int, Tensor]]()
     for name, tensor in tensors.items():
-        if re.match(r"(model\.)?(visual|vision_tower|mm_projector)\.", name):
+        if re.match(r"(model\.)?(vis|vit_|mm_projector|multi_modal_projector|patch_merge_mlp)", name):
             continue
         layer = re.search(r"layers\.(\d+)\.", name)
         at = "" if layer is None else f"blk.{layer[1]}."
@@ -403,7 +564,7 @@ def _stored(config: Config, tensors: Tensors) -> Iterator[tuple[str, Tensor]]:
             experts.setdefault(f"{at}ffn_{_PARTS[found[2]]}_exps.weight", {})[int(found[1])] = tensor
         elif ".experts." in name or "block_sparse_moe.input_linear" in name or "block_sparse_moe.output_linear" in name:
             yield from _joined(kind, at, name, tensor)
-        elif "shared_mlp.input_linear" in name:
+        elif "shared_mlp.input_linear" in name and kind != "granitemoe_swa":
             for part, half in zip(("gate", "up"), tensor.chunk(2), strict=True):
                 yield f"{at}ffn_{part}_shexp.weight", half
         elif name.endswith("kv_b_proj.weight"):
@@ -419,6 +580,10 @@ def _stored(config: Config, tensors: Tensors) -> Iterator[tuple[str, Tensor]]:
             yield f"{at}exp_probs_b", tensor
         elif name.endswith("in_proj_qkvz.weight"):
             yield from _apart(config, at, tensor)
+        elif (own := OWN.get(kind, {}).get(name if layer is None else name[layer.end() :])) is not None:
+            yield at + own, tensor.int() if tensor.dtype == torch.int64 else _changed(config, name, tensor)
+        elif name.endswith(".attention.g_proj.weight"):
+            yield f"{at}{'attn_gate' if len(tensor) == config['num_attention_heads'] else 'ssm_g_a'}.weight", tensor
         elif not (config.get("tie_word_embeddings") and name == "lm_head.weight"):
             yield _mapped(names, name), _changed(config, name, tensor)
     for name, each in experts.items():
@@ -440,7 +605,7 @@ def _joined(kind: str, at: str, name: str, tensor: Tensor) -> Iterator[tuple[str
     elif kind == "gpt_oss":
         yield f"{at}ffn_gate_exps.{end}", tensor[:, ::2]
         yield f"{at}ffn_up_exps.{end}", tensor[:, 1::2]
-    elif kind in ("gemma4_text", "mistral4"):
+    elif kind in ("gemma4_text", "mistral4", "granitemoe_swa"):
         yield f"{at}ffn_gate_up_exps.{end}", tensor
     else:
         for part, half in zip(("gate", "up"), tensor.chunk(2, 1), strict=True):
@@ -463,12 +628,12 @@ def _changed(config: Config, name: str, tensor: Tensor) -> Tensor:
     if kind in _PERMUTED and (found := re.search(r"\.([qk])_proj\.(weight|bias)$", name)):
         heads = config["num_attention_heads" if found[1] == "q" else "num_key_value_heads"]
         tensor = tensor.unflatten(0, (heads, 2, -1)).transpose(1, 2).flatten(0, 2)
-    if kind == "kimi_linear" and "conv1d.weight" in name:
+    if kind in ("kimi_linear", "bailing_hybrid", "glm5_next") and "conv1d.weight" in name:
         return tensor[None]
     if "conv1d.weight" in name or "conv.conv.weight" in name:
         tensor = tensor.squeeze(1)
     if name.endswith("A_log"):
-        tensor = -tensor.exp()
+        tensor = tensor.exp() if kind == "bailing_hybrid" else -tensor.exp()
     if kind in ("granitemoehybrid", "nemotron_h"):
         if name.endswith(("A_log", ".D")):
             return tensor[:, None]
@@ -480,6 +645,7 @@ def _changed(config: Config, name: str, tensor: Tensor) -> Tensor:
         "qwen3_5_text",
         "gemma3_text",
         "step3p5",
+        "minimax_m3_vl",
     )  # norms, which a file has as they are
     if kind in less_one and "norm.weight" in name and "linear_attn" not in name:
         return tensor + 1

@@ -112,6 +112,7 @@ def _line(value: object) -> str:
 
 MIN_SAMPLES = 8
 ALONE = "give more, or held-out text of its own"
+PARAGRAPHS = "give more, or held-out text of its own; blank lines divide it into samples"
 
 
 @dataclass(frozen=True)
@@ -158,7 +159,8 @@ def _loaded(calib: str, heldout: str | None, seed: int, fields: Mapping[str, str
     text = _read(calib, fields, render)
     if heldout is not None:
         return _pair(calib, text, _read(heldout, fields, render), None)
-    _require(text.name, len(text.samples), 2 * MIN_SAMPLES if text.seq2seq else 2, ALONE)
+    plain, least = Path(calib).suffix.lower() == ".txt", 2 * MIN_SAMPLES if text.seq2seq else 2
+    _require(text.name, len(text.samples), least, PARAGRAPHS if plain else ALONE)
     try:
         samples, why = with_documents(text.samples, running=not text.seq2seq)
         splits = Splits(calib, text.seq2seq, *divide(samples, text.seq2seq, 0.5, seed), why=why)

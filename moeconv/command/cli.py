@@ -17,7 +17,19 @@ from moeconv.tuned import said
 from moert.command.tuning import NOTHING, Asked, prepare_completion
 from moert.pack.fence import left_behind, owned_stderr
 from moert.pack.files import beside, placed
-from moert.pack.messages import USAGE, asks_json, failure, print_failure, short_of_memory, shown
+from moert.pack.messages import (
+    NO_READER,
+    USAGE,
+    asks_json,
+    complain,
+    failure,
+    own_streams,
+    print_failure,
+    reader_left,
+    short_of_memory,
+    shown,
+    silence,
+)
 
 if TYPE_CHECKING:
     from moeconv.command.recipe import Recipe
@@ -304,10 +316,12 @@ def _as_json(report: object) -> dict[str, object]:
 
 
 def main(arguments: list[str] | None = None) -> None:
-    """Runs the command line and ends the process: 0, 2 a user's mistake, 3 a missed target, 130 after Ctrl-C."""
+    """Runs the command line and ends the process: 0, 2 a user's mistake, 3 a missed target, 130 after Ctrl-C,
+    141 where the reader of stdout went away."""
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # threads that spin slow each other down on a shared machine
     os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
     os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
+    own_streams()
     prepare_completion("moeconv")
     code = _exit_code(arguments)
     if left_behind():  # threads that still run are not waited for
@@ -327,17 +341,21 @@ def _exit_code(arguments: list[str] | None) -> int:
         if code == EXIT_INTERRUPTED:
             resumes = (sys.argv[1:] if arguments is None else arguments)[:1] in _RESUMING
             kept = "; what was measured is kept, run the same command to go on" if resumes else ""
-            print(f"moeconv: interrupted{kept}", file=sys.stderr)
+            complain(f"moeconv: interrupted{kept}")
         return code if isinstance(code, int) else 0
-    except BrokenPipeError:
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return 1
+    except (BrokenPipeError, SystemExit) as error:
+        if not reader_left(error):
+            raise
+        silence(sys.stdout)
+        return NO_READER
     except Exception as error:
+        if isinstance(error, OSError) and error.filename is None:
+            silence(sys.stdout)
         if (found := _mistake(error)) is None:
             raise
         kind, message = found
         if message.startswith("Usage:"):  # no arguments at all: the help
-            print(message, file=sys.stderr)
+            complain(message)
         else:
             say(f"moeconv: {message}")
         code = EXIT_MISSED if kind == "TargetMissed" else EXIT_USER
@@ -356,7 +374,7 @@ def _mistake(error: Exception) -> tuple[str, str] | None:
     if isinstance(error, ModuleNotFoundError):
         return None if (advice := missing_extra(error)) is None else ("ExtraMissing", advice)
     if isinstance(error, OSError):
-        return "OSError", f"{error.filename or 'output'}: {error.strerror or error}"
+        return "OSError", f"{error.filename or 'stdout'}: {error.strerror or error}"
     if short_of_memory(error):
         short = "the system gives no more memory: give a smaller --memory, or this process a higher limit"
         return "OutOfMemory", short

@@ -19,8 +19,9 @@ Json = Annotated[bool, typer.Option("--json", help="Print each result as a JSON 
 Calib = Annotated[
     str | None,
     typer.Option(help="Calibration text: a name in calib_data/; a JSONL, CSV or parquet file with the fields input "
-                      "and target, text, messages, or input, choices and label; a .txt file; or a data set: "
-                      "hf:NAME[/CONFIG], or a folder made by save_to_disk.", rich_help_panel=TEXT),
+                      "and target, text, messages, or input, choices and label; a .txt file with blank lines between "
+                      "paragraphs; or a data set: hf:NAME[/CONFIG], or a folder made by save_to_disk.",
+                 rich_help_panel=TEXT),
 ]  # fmt: skip
 Heldout = Annotated[
     str | None,

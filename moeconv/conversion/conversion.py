@@ -151,6 +151,9 @@ class Conversion:
         written) or a PackError."""
         say = self.account.say
         check_target(self.settings.out)
+        work_place = placed(self.settings.work)
+        if placed(self.settings.out) in (work_place, *work_place.parents):
+            raise SettingsError(f"--work {self.settings.work}: --out {self.settings.out} holds it: give another --work")
         checkpoint = Checkpoint.open(self.settings.model)
         self.settings, stored_note = as_stored(self.settings, checkpoint)
         settings, coding = self.settings, Coding.of(checkpoint, self.settings)

@@ -111,10 +111,8 @@ class Checkpoint:
     @property
     def coding_notes(self) -> list[str]:
         """The note on tensors of a coded checkpoint that a pack has no use for."""
-        coded = isinstance(self.tensors, DecodedTensors) and self.tensors.of_activations
-        return (
-            ["scales for the rounding of activations are left out: moert rounds them in its own way"] if coded else []
-        )
+        note = "scales for the rounding of activations are left out: moert rounds them in its own way"
+        return [note] if self.tensors.of_activations else []
 
     @property
     def tokenizer_notes(self) -> list[str]:

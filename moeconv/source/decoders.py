@@ -64,6 +64,15 @@ def _fp8_blocks(parts: Parts, scheme: Scheme) -> Tensor:
     return _of_codes(parts[""], parts["_scale_inv"], None, scheme)
 
 
+def _fp8_or_fp4(parts: Parts, scheme: Scheme) -> Tensor:
+    """Codes FP8 [out, in] and a power of two for each block, or bytes with two numbers in E2M1 [out, in / 2] and a
+    power for each 32 of a row (DeepSeek-V4's checkpoints)."""
+    codes, scale = parts[".weight"], parts[".scale"]
+    if codes.dtype == torch.int8:
+        return _of_fp4(codes.view(torch.uint8), scale, torch.ones(1))
+    return _of_codes(codes, scale, None, scheme)
+
+
 def _of_codes(codes: Tensor, scale: Tensor, zero: Tensor | None, scheme: Scheme) -> Tensor:
     if codes.dtype not in _CODES or codes.dim() != 2:
         raise ShapeDiffers(f"codes of {tuple(codes.shape)} in {codes.dtype} are no matrix of int8 or FP8")
@@ -242,7 +251,8 @@ def _int8(parts: Parts, scheme: Scheme) -> Tensor:
 
 
 DECODERS: Mapping[str, Callable[[Parts, Scheme], Tensor]] = {
-    "fp8 blocks": _fp8_blocks, "scaled": _scaled, "packed": _packed, "nvfp4": _nvfp4, "gptq": _gptq, "awq": _awq,
+    "fp8 blocks": _fp8_blocks, "fp8 or fp4 of deepseek": _fp8_or_fp4, "scaled": _scaled, "packed": _packed,
+    "nvfp4": _nvfp4, "gptq": _gptq, "awq": _awq,
     "nvfp4 of modelopt": _nvfp4_of_modelopt, "mxfp4": _mxfp4, "packed mxfp4": _packed_mxfp4,
     "bitsandbytes nf4": _bitsandbytes, "bitsandbytes fp4": _bitsandbytes, "bitsandbytes int8": _int8,
 }  # fmt: skip

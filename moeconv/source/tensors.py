@@ -50,6 +50,8 @@ class Tensors(Protocol):
 
     as_saved: bool = True
     """Whether transformers takes the same tensors when it opens the checkpoint."""
+    of_activations: Sequence[str] = ()
+    """The names of tensors that say how to round activations, which a pack leaves to moert."""
 
     @property
     def names(self) -> Collection[str]: ...

@@ -17,7 +17,7 @@ from moert.engine.constraint import JSON_SPACES, Grammar, Room
 from moert.errors import SettingInvalid
 from moert.machine import return_freed
 from moert.pack.fence import Broken, Unfinished, fenced, unbroken
-from moert.pack.text import BYTES
+from moert.pack.text import BYTES, byte_alphabet, bytes_of
 
 if TYPE_CHECKING:
     from llguidance import LLMatcher, LLTokenizer
@@ -247,25 +247,13 @@ def token_bytes(tokenizer: Tokenizer, vocab_size: int) -> list[bytes]:
     names = [tokenizer.id_to_token(number) for number in range(vocab_size)]
     if "ByteLevel" in decoders_of(tokenizer):
         alphabet = byte_alphabet()
-        made = [_of_letters(name or "", alphabet) for name in names]
+        made = [bytes_of(name or "", alphabet) or b"" for name in names]
     else:
         made = _of_decoder(tokenizer, [*map(bool, names)])
         if "ByteFallback" in decoders_of(tokenizer):
             numbers = {name: byte for byte, name in enumerate(BYTES)}
             made = [bytes([numbers[name]]) if name in numbers else body for name, body in zip(names, made, strict=True)]
     return [added[number].encode() if number in added else body for number, body in enumerate(made)]
-
-
-def byte_alphabet() -> dict[str, int]:
-    """Returns the letters that stand for bytes in vocabularies of bytes (GPT-2's)."""
-    own = [*range(33, 127), *range(161, 173), *range(174, 256)]
-    others = [byte for byte in range(256) if byte not in own]
-    return {chr(byte): byte for byte in own} | {chr(256 + place): byte for place, byte in enumerate(others)}
-
-
-def _of_letters(name: str, alphabet: dict[str, int]) -> bytes:
-    """Returns the bytes of a token in that alphabet; none where a letter is no letter of it."""
-    return bytes(alphabet[letter] for letter in name) if all(letter in alphabet for letter in name) else b""
 
 
 def _of_decoder(tokenizer: Tokenizer, there: Sequence[bool]) -> list[bytes]:

@@ -6,6 +6,7 @@ experts with their cache, and the walk through its layers. A span is noted when 
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import threading
@@ -102,7 +103,7 @@ class Profile:
         """Raises SettingInvalid for a place where no new file can be."""
         self._path, self._counters = _new(path), counters
         try:
-            self._spill = TemporaryFile(dir=self._path.parent)  # noqa: SIM115 - for passes that have ended
+            self._spill = TemporaryFile(dir=self._path.parent, buffering=0)  # noqa: SIM115 - for passes that have ended
         except OSError as error:
             raise _unwritable(path, error) from None
         self._now = time.perf_counter_ns
@@ -299,7 +300,9 @@ class Profile:
         )  # fmt: skip
         try:
             self._spill.seek(self._written_bytes)
-            array("q", [*head, *self._spans, *chain(*reads)]).tofile(self._spill)
+            body = array("q", [*head, *self._spans, *chain(*reads)]).tobytes()
+            if self._spill.write(body) != len(body):
+                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
         except OSError as error:
             raise _unwritable(str(self._path), error) from None
         self._written_bytes = self._spill.tell()

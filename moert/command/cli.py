@@ -443,10 +443,8 @@ def _settings(asked: Asked) -> GenerationSettings:
 
 
 def main(arguments: list[str] | None = None) -> None:
-    """Runs the command line and ends the process: 0, 2 for a user's mistake, 130 after Ctrl-C, 143 after SIGTERM.
-
-    A reader of stdout that goes away ends it by SIGPIPE (141 in a shell).
-    """
+    """Runs the command line and ends the process: 0, 2 for a user's mistake, 130 after Ctrl-C, 141 where the reader of
+    stdout went away, 143 after SIGTERM."""
     console.prepare()
     prepare_completion("moert")
     console.leave(lambda: _exit_code(arguments))

@@ -2,62 +2,66 @@
 
 from __future__ import annotations
 
-import io
 import os
 import signal
 import sys
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from typing import Any, NoReturn, TextIO
+from typing import Any, NoReturn
 
 from moert.command.settings import OPTIONS
 from moert.errors import RunError, command_line
 from moert.pack.errors import PackError
 from moert.pack.fence import left_behind, owned_stderr
-from moert.pack.messages import USAGE, asks_json, in_one_line, print_failure, short_of_memory, shown
+from moert.pack.messages import (
+    NO_READER,
+    USAGE,
+    asks_json,
+    complain,
+    in_one_line,
+    own_streams,
+    print_failure,
+    reader_left,
+    short_of_memory,
+    shown,
+    silence,
+)
 
 SHORT = "the system gives no more memory: give a smaller --memory, or this process a higher limit (ulimit -v)"
 INTERRUPTED = 130
 
 
 def prepare() -> None:
-    """Prepares the process: SIGTERM closes everything that is open; the streams are UTF-8 whatever the locale; a reader
-    of stdout that goes away ends the process by SIGPIPE.
-
-    A stream that the caller closed reads as empty, fails as stdout, and is silent as stderr. Tokenizers use the calling
-    thread, unless the environment says otherwise.
-    """
+    """Prepares the process: SIGTERM closes everything that is open; the streams are its own (see own_streams).
+    Tokenizers use the calling thread, unless the environment says otherwise."""
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
     signal.signal(signal.SIGTERM, _terminate)
-    if hasattr(signal, "SIGPIPE"):
-        signal.signal(signal.SIGPIPE, signal.SIG_DFL)
-    for name, mode, flags in (("stdin", "r", os.O_RDONLY), ("stdout", "w", os.O_RDONLY), ("stderr", "w", os.O_WRONLY)):
-        if getattr(sys, name) is None:
-            setattr(sys, name, os.fdopen(os.open(os.devnull, flags), mode, errors="backslashreplace"))
-    if isinstance(sys.stdin, io.TextIOWrapper):
-        sys.stdin.reconfigure(encoding="utf-8-sig", errors="strict")
-    if isinstance(sys.stdout, io.TextIOWrapper):
-        sys.stdout.reconfigure(encoding="utf-8", errors="backslashreplace")
+    own_streams()
 
 
 def exit_code(command: Callable[[], Any], arguments: Sequence[str] | None = None) -> int:
     """Runs the command and returns its exit status: 0, 2 for a user's mistake, which is one line on stderr and with
-    --json among the `arguments` (None: those of the process) an object on stdout, 130 after Ctrl-C. Other errors are
-    raised."""
+    --json among the `arguments` (None: those of the process) an object on stdout, 130 after Ctrl-C, 141 where the
+    reader of stdout went away. Other errors are raised."""
     try:
         with command_line(OPTIONS), owned_stderr():
             code = command()  # 130 after Ctrl-C
         sys.stdout.flush()
         return code if isinstance(code, int) else 0
+    except (BrokenPipeError, SystemExit) as error:
+        if not reader_left(error):
+            raise
+        silence(sys.stdout)
+        return NO_READER
     except Exception as error:
         if isinstance(error, OSError) and not short_of_memory(error) and error.filename is None:
-            _silence(sys.stdout)
+            silence(sys.stdout)
         if (found := _mistake(error)) is None:
             if interrupted(error):
                 return INTERRUPTED
             raise
         kind, message = found
-        _complain(message if message.startswith("Usage:") else in_one_line(f"moert: {message}"))
+        complain(message if message.startswith("Usage:") else in_one_line(f"moert: {message}"))
         if asks_json(arguments):
             print_failure(kind, message)
         return USAGE
@@ -104,25 +108,12 @@ def writer(raw: bool) -> Callable[[str], None]:
 def note(line: str) -> None:
     """Prints one line on stderr: about a mistake, or about something that works, but not as a user may think. Text that
     it quotes of a pack can't look like another line."""
-    _complain(in_one_line(f"moert: {line}"))
+    complain(in_one_line(f"moert: {line}"))
 
 
 def _terminate(number: int, frame: object) -> None:
     """Ends the process at SIGTERM as sys.exit would, so that everything open is closed."""
     sys.exit(128 + number)
-
-
-def _complain(line: str) -> None:
-    """Prints the line to stderr if it can: a broken stderr does not change how the process ends."""
-    try:
-        print(line, file=sys.stderr, flush=True)
-    except OSError:
-        _silence(sys.stderr)
-
-
-def _silence(stream: TextIO) -> None:
-    """Sends a stream's unwritten text to nowhere, so that writing it can't fail when the process ends."""
-    os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
 
 
 def interrupted(error: BaseException) -> bool:

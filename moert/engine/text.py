@@ -21,7 +21,7 @@ from moert.pack.fence import Broken, Unfinished, fenced, locked, unbroken
 from moert.pack.messages import in_one_line
 from moert.pack.reader import Pack
 from moert.pack.tensors import COVERED_BYTES, TEXT_BYTES, TOKENIZER
-from moert.pack.text import BYTES, Growth, TokenizerUnfit, check_tokenizer
+from moert.pack.text import BYTES, Growth, TokenizerUnfit, byte_alphabet, bytes_of, check_tokenizer
 
 _INCOMPLETE = "\ufffd"
 
@@ -50,33 +50,31 @@ class Detokenizer:
         if self._silent is not None and token in self._silent:
             return ""
         self._ids.append(token)
-        before, now = self._texts()
-        if len(now) <= len(before) or now.endswith(_INCOMPLETE):
+        fresh = self._fresh(self._ids[self._done :], special=self._silent is None)
+        if not fresh or fresh.endswith(_INCOMPLETE):
             return ""
         self._ids, self._done = self._ids[self._done :], len(self._ids) - self._done
-        return now[len(before) :]
+        return fresh
 
     def flush(self) -> str:
         """Returns the text that is left at the end, with a replacement character for each incomplete one."""
-        before, now = self._texts()
+        fresh = self._fresh(self._ids[self._done :], special=self._silent is None)
         self._ids, self._done = [], 0
-        return now[len(before) :]
+        return fresh
 
     def piece(self, token: int) -> str:
         """Returns the text of a token by itself, if it comes next: the name of a special token, a replacement character
         for half a character."""
-        done = self._ids[: self._done]
-        before, now = self._decoded(done, [*done, token], special=False)
-        return now[len(before) :]
+        return self._fresh([token], special=False)
 
-    def _texts(self) -> tuple[str, str]:
-        return self._decoded(self._ids[: self._done], self._ids, special=self._silent is None)
-
-    def _decoded(self, one: list[int], other: list[int], special: bool) -> tuple[str, str]:
-        """Returns the texts of two lists of ids; `special`: without special tokens."""
-        decode = self._tokenizer.decode
+    def _fresh(self, ids: list[int], special: bool) -> str:
+        """Returns the text of ids behind the last piece; `special`: without special tokens. Half a character can spoil
+        the one before it, where a decoder takes bytes together: then it is the text of the ids alone."""
+        decode, done = self._tokenizer.decode, self._ids[: self._done]
         try:
-            return unbroken(lambda: (decode(one, special), decode(other, special)))
+            before, now = unbroken(lambda: (decode(done, special), decode([*done, *ids], special)))
+            spoilt = _INCOMPLETE in now and not now.startswith(before)
+            return unbroken(lambda: decode(ids, special)) if spoilt else now[len(before) :]
         except Broken as error:
             raise TokenizerMissing(f"the pack's tokenizer can't make text of its tokens ({error})") from None
 
@@ -295,6 +293,14 @@ class Text:
             found.append(made.piece(number))
             made.push(number)
         return found
+
+    def bytes_of(self, token: int, piece: str) -> bytes:
+        """Returns the bytes of a token with this text: of half a character those that its name stands for."""
+        name = self.tokenizer.id_to_token(token) if _INCOMPLETE in piece else None
+        if name in BYTES:
+            return bytes([BYTES.index(name)])
+        found = None if name is None else bytes_of(name, byte_alphabet())
+        return piece.encode() if found is None else found
 
     def detokenizer(self) -> Detokenizer:
         """Returns a detokenizer in which special tokens give no text."""

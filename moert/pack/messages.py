@@ -1,8 +1,10 @@
-"""Text for people, for both programs: sizes, guesses at the name that was meant, text of strangers, failures."""
+"""Text for people, for both programs: sizes, guesses at the name that was meant, text of strangers, failures, and the
+streams that all this goes to."""
 
 from __future__ import annotations
 
 import errno
+import io
 import json
 import os
 import re
@@ -13,7 +15,7 @@ from collections.abc import Collection, Mapping, Sequence
 from contextlib import suppress
 from numbers import Integral, Real
 from pathlib import Path
-from typing import Any, Literal, NamedTuple, NoReturn, Union, get_args, get_origin
+from typing import Any, Literal, NamedTuple, NoReturn, TextIO, Union, get_args, get_origin
 
 from moert.machine import ROOT, control_groups, text
 
@@ -140,6 +142,39 @@ def _escaped(found: re.Match[str]) -> str:
 
 
 USAGE = 2
+NO_READER = 141
+"""The exit status where the reader of stdout went away, which is also a shell's for a program that SIGPIPE ended. Here
+that signal stays ignored, as Python has it: it would let each client end a server by leaving in the middle."""
+
+
+def own_streams() -> None:
+    """Makes the streams of this process UTF-8 whatever the locale. One that the caller closed reads as empty, fails as
+    stdout, and is silent as stderr."""
+    for name, mode, flags in (("stdin", "r", os.O_RDONLY), ("stdout", "w", os.O_RDONLY), ("stderr", "w", os.O_WRONLY)):
+        if getattr(sys, name) is None:
+            setattr(sys, name, os.fdopen(os.open(os.devnull, flags), mode, errors="backslashreplace"))
+    if isinstance(sys.stdin, io.TextIOWrapper):
+        sys.stdin.reconfigure(encoding="utf-8-sig", errors="strict")
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(encoding="utf-8", errors="backslashreplace")
+
+
+def reader_left(error: BaseException) -> bool:
+    """Returns whether an error says that the reader of stdout went away; click makes it an end of the program."""
+    return isinstance(error.__context__ if isinstance(error, SystemExit) else error, BrokenPipeError)
+
+
+def complain(line: str) -> None:
+    """Prints the line to stderr if it can: a broken stderr does not change how the process ends."""
+    try:
+        print(line, file=sys.stderr, flush=True)
+    except OSError:
+        silence(sys.stderr)
+
+
+def silence(stream: TextIO) -> None:
+    """Sends a stream's unwritten text to nowhere, so that writing it can't fail when the process ends."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
 
 
 def asks_json(arguments: Sequence[str] | None) -> bool:

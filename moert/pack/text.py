@@ -100,6 +100,18 @@ BYTES = tuple(f"<0x{byte:02X}>" for byte in range(256))
 Table = Mapping[str, Any]
 
 
+def byte_alphabet() -> dict[str, int]:
+    """Returns the letters that stand for bytes in vocabularies of bytes (GPT-2's)."""
+    own = [*range(33, 127), *range(161, 173), *range(174, 256)]
+    others = [byte for byte in range(256) if byte not in own]
+    return {chr(byte): byte for byte in own} | {chr(256 + place): byte for place, byte in enumerate(others)}
+
+
+def bytes_of(name: str, alphabet: Mapping[str, int]) -> bytes | None:
+    """Returns the bytes of a token in that alphabet; None where a letter is no letter of it."""
+    return bytes(alphabet[letter] for letter in name) if all(letter in alphabet for letter in name) else None
+
+
 class TokenizerUnfit(ValueError):
     """A tokenizer.json that can't be used, as a part of a line behind the name of the file. Save the model's own fast
     tokenizer beside it, and convert again."""

@@ -22,7 +22,7 @@ from moert.engine.engine import Engine
 from moert.engine.generation import GenerationSettings
 from moert.engine.regulator import Others
 from moert.engine.settings import EngineSettings
-from moert.errors import BudgetTooSmall, ChatImpossible, RunError, TokenizerMissing
+from moert.errors import BudgetTooSmall, ChatImpossible, RunError, TokenizerMissing, command_line
 from moert.pack.errors import PackError
 from moert.pack.messages import in_one_line
 from moert.serve.fields import Refused
@@ -304,7 +304,8 @@ class Host:
             try:
                 if not open_to_all:
                     self._check_key(request)
-                return await work(request)
+                with command_line(None):
+                    return await work(request)
             except ClientDisconnect:
                 return Response(status_code=499)
             except (Refused, RunError, PackError, MemoryError) as error:

@@ -311,7 +311,7 @@ def _listed(host: Host, name: str) -> dict[str, Any]:
     changed = datetime.fromtimestamp(pack.file("manifest.json").stat().st_mtime, timezone.utc)
     return {
         "name": name, "model": name, "modified_at": changed.isoformat().replace("+00:00", "Z"),
-        "size": sum(each.nbytes for each in manifest.files.values()), "digest": "", "details": _DETAILS,
+        "size": manifest.nbytes(), "digest": "", "details": _DETAILS,
     }  # fmt: skip
 
 

@@ -18,6 +18,7 @@ from starlette.routing import Route
 from moert.engine.engine import Engine
 from moert.engine.generation import GenerationSettings, Likely, Logprobs
 from moert.engine.scoring import POOLINGS
+from moert.engine.text import Detokenizer, Text
 from moert.pack.codec import F32
 from moert.serve.answers import answered, body_of, event, refusal, unless_gone, whole
 from moert.serve.fields import (
@@ -67,7 +68,7 @@ _CHAT: Mapping[str, Field] = {
     **_BOTH, "messages": TABLES, "max_completion_tokens": whole_number(1, _MOST_TOKENS), "logprobs": FLAG,
     "top_logprobs": whole_number(0, 20), "tools": TABLES, "tool_choice": ANY, "parallel_tool_calls": FLAG,
     "response_format": TABLE, "chat_template_kwargs": TABLE, "reasoning_effort": TEXT, "grammar": TEXT,
-    "continue_final_message": FLAG, "add_generation_prompt": FLAG,
+    "continue_final_message": FLAG, "add_generation_prompt": FLAG, "max_tokens": whole_number(1, _MOST_TOKENS),
 }  # fmt: skip
 _TEXT: Mapping[str, Field] = {
     **_BOTH, "prompt": ANY, "logprobs": whole_number(0, 20), "echo": FLAG, "suffix": one_of(""),
@@ -110,7 +111,7 @@ def settings_of(
         changes["logit_bias"] = {int(token): float(value) for token, value in found["logit_bias"].items()}
     most = found.get("max_completion_tokens", found.get("max_tokens"))
     if most is not None:
-        changes["max_new_tokens"] = max(1, most)
+        changes["max_new_tokens"] = most
     base = defaults.but(**changes, **more)
     if base.temperature == 0.0:
         return [base] * count
@@ -203,12 +204,12 @@ async def _chat(host: Host, request: Request) -> Any:
     if "reasoning_effort" in found:
         variables.setdefault("reasoning_effort", found["reasoning_effort"])
     talk = tools.talk(messages, variables, _continues(found))
-    ticket = worker.submit(Wish([talk], settings), host.loop)
+    ticket, text = worker.submit(Wish([talk], settings), host.loop), worker.engine.text
     head = {"id": f"chatcmpl-{secrets.token_hex(12)}", "created": int(time.time()), "model": name}
     return await answered(
         request, worker, ticket, bool(found.get("stream")),
-        lambda: _chat_stream(head, ticket.events(), bool(options.get("include_usage")), len(settings)),
-        lambda: _chat_whole(head, ticket.events(), len(settings)),
+        lambda: _chat_stream(head, ticket.events(), bool(options.get("include_usage")), len(settings), text),
+        lambda: _chat_whole(head, ticket.events(), len(settings), text),
     )  # fmt: skip
 
 
@@ -225,7 +226,7 @@ def _continues(found: Mapping[str, Any]) -> bool:
 
 
 async def _chat_stream(
-    head: Mapping[str, Any], events: AsyncIterator[Event], usage: bool, count: int
+    head: Mapping[str, Any], events: AsyncIterator[Event], usage: bool, count: int, text: Text
 ) -> AsyncIterator[bytes]:
     base = {"id": head["id"], "object": "chat.completion.chunk", "created": head["created"], "model": head["model"]}
     more = {"usage": None} if usage else {}
@@ -242,7 +243,7 @@ async def _chat_stream(
         async for each in events:
             if isinstance(each, Wrote):
                 name = "content" if each.part == "answer" else "reasoning_content"
-                yield chunk(each.choice, {name: each.text}, None, _chat_probs(each.logprobs))
+                yield chunk(each.choice, {name: each.text}, None, _chat_probs(each.logprobs, text))
             elif isinstance(each, Called):
                 called.add(each.choice)
                 function = {"name": each.name, "arguments": ""}
@@ -252,17 +253,16 @@ async def _chat_stream(
                 yield chunk(each.choice, {"tool_calls": [{"index": each.call, "function": {"arguments": each.text}}]})
             else:
                 ends.append(each)
-                yield chunk(each.choice, {}, _reason(each, each.choice in called), _chat_probs(each.logprobs))
+                yield chunk(each.choice, {}, _reason(each, each.choice in called), _chat_probs(each.logprobs, text))
     except Exception as error:
-        status, text = status_of(error)
-        yield event({"error": told(error, status, text)})
+        yield event({"error": told(error, *status_of(error))})
         return
     if usage:
         yield event({**base, "choices": [], "usage": usage_of(ends)})
     yield event(b"[DONE]")
 
 
-async def _chat_whole(head: Mapping[str, Any], events: AsyncIterator[Event], count: int) -> dict[str, Any]:
+async def _chat_whole(head: Mapping[str, Any], events: AsyncIterator[Event], count: int, text: Text) -> dict[str, Any]:
     texts: list[dict[str, str]] = [{"answer": "", "thinking": ""} for _ in range(count)]
     calls: list[list[dict[str, Any]]] = [[] for _ in range(count)]
     probs: list[list[Logprobs]] = [[] for _ in range(count)]
@@ -289,7 +289,7 @@ async def _chat_whole(head: Mapping[str, Any], events: AsyncIterator[Event], cou
         if calls[choice]:
             message["tool_calls"] = calls[choice]
         choices.append({
-            "index": choice, "message": message, "logprobs": _chat_probs(probs[choice]),
+            "index": choice, "message": message, "logprobs": _chat_probs(probs[choice], text),
             "finish_reason": _reason(ends[choice], bool(calls[choice])),
         })  # fmt: skip
     usage = usage_of([ends[choice] for choice in range(count)])
@@ -305,15 +305,14 @@ def _reason(end: Ended, called: bool = False) -> str:
     return "tool_calls" if called else "stop"
 
 
-def _chat_probs(found: Sequence[Logprobs]) -> dict[str, Any] | None:
+def _chat_probs(found: Sequence[Logprobs], text: Text) -> dict[str, Any] | None:
+    def likely(token: Likely) -> dict[str, Any]:
+        return {"token": token.text, "logprob": token.logprob, "bytes": [*text.bytes_of(token.id, token.text)]}
+
     if not found:
         return None
-    content = [{**_likely(step.chosen), "top_logprobs": [*map(_likely, step.likeliest)]} for step in found]
+    content = [{**likely(step.chosen), "top_logprobs": [*map(likely, step.likeliest)]} for step in found]
     return {"content": content, "refusal": None}
-
-
-def _likely(token: Likely) -> dict[str, Any]:
-    return {"token": token.text, "logprob": token.logprob, "bytes": [*token.text.encode()]}
 
 
 # Text -----------------------------------------------------------------------------------------------------------------
@@ -333,7 +332,7 @@ async def _complete(host: Host, request: Request) -> Any:
         raise Refused("max_tokens is 0: without echo it should be 1 or more", "max_tokens")
     more = {"logprobs": found["logprobs"]} if "logprobs" in found else {}
     settings = settings_of(found, host.defaults, count, **more, **form_of(found))
-    ticket = worker.submit(Wish(prompts, settings), host.loop)
+    ticket, text = worker.submit(Wish(prompts, settings), host.loop), worker.engine.text
     head = {
         "id": f"cmpl-{secrets.token_hex(12)}",
         "object": "text_completion",
@@ -342,8 +341,10 @@ async def _complete(host: Host, request: Request) -> Any:
     }
     return await answered(
         request, worker, ticket, bool(found.get("stream")),
-        lambda: _text_stream(head, ticket.events(), bool(options.get("include_usage")), len(prompts)),
-        lambda: _text_whole(head, ticket.events(), len(prompts), len(prompts) * count),
+        lambda: _text_stream(
+            head, ticket.events(), bool(options.get("include_usage")), len(prompts), _placed(text, len(prompts) * count)
+        ),
+        lambda: _text_whole(head, ticket.events(), len(prompts), _placed(text, len(prompts) * count)),
     )  # fmt: skip
 
 
@@ -363,27 +364,41 @@ def texts_of(given: Any, field: str, most: int) -> list[Any]:
     raise Refused(f"{field} should be text, a list of token ids, or a list of these", field)
 
 
+class _Placed:
+    """The text that tokens make up as they come, and where in it each begins: the tokens of a character together."""
+
+    def __init__(self, names: Detokenizer) -> None:
+        self._names, self._length = names, 0
+
+    def offset(self, token: int) -> int:
+        """Returns the place of the next token."""
+        at = self._length
+        self._length += len(self._names.push(token))
+        return at
+
+
+def _placed(text: Text, count: int) -> list[_Placed]:
+    return [_Placed(text.detokenizer()) for _ in range(count)]
+
+
 async def _text_stream(
-    head: Mapping[str, Any], events: AsyncIterator[Event], usage: bool, prompts: int
+    head: Mapping[str, Any], events: AsyncIterator[Event], usage: bool, prompts: int, placed: Sequence[_Placed]
 ) -> AsyncIterator[bytes]:
     more = {"usage": None} if usage else {}
     ends: dict[int, Ended] = {}
-    offsets: dict[int, int] = {}
     try:
         async for each in events:
             if not isinstance(each, (Wrote, Ended)):
                 continue
             text = each.text if isinstance(each, Wrote) else ""
-            probs = _text_probs(each.logprobs, offsets.get(each.choice, 0)) if each.logprobs else None
-            offsets[each.choice] = offsets.get(each.choice, 0) + len(text)
+            probs = _text_probs(each.logprobs, placed[each.choice]) if each.logprobs else None
             if isinstance(each, Ended):
                 ends[each.choice] = each
             reason = _reason(each) if isinstance(each, Ended) else None
             one = {"index": each.choice, "text": text, "logprobs": probs, "finish_reason": reason}
             yield event({**head, "choices": [one], **more})
     except Exception as error:
-        status, text = status_of(error)
-        yield event({"error": told(error, status, text)})
+        yield event({"error": told(error, *status_of(error))})
         return
     if usage:
         yield event({**head, "choices": [], "usage": usage_of([ends[at] for at in sorted(ends)], prompts)})
@@ -391,8 +406,9 @@ async def _text_stream(
 
 
 async def _text_whole(
-    head: Mapping[str, Any], events: AsyncIterator[Event], prompts: int, count: int
+    head: Mapping[str, Any], events: AsyncIterator[Event], prompts: int, placed: Sequence[_Placed]
 ) -> dict[str, Any]:
+    count = len(placed)
     texts, probs = [""] * count, [list[Logprobs]() for _ in range(count)]
     ends: dict[int, Ended] = {}
     async for each in events:
@@ -404,7 +420,7 @@ async def _text_whole(
             probs[each.choice] += each.logprobs
     choices = [
         {
-            "index": at, "text": texts[at], "logprobs": _text_probs(probs[at], 0) if probs[at] else None,
+            "index": at, "text": texts[at], "logprobs": _text_probs(probs[at], placed[at]) if probs[at] else None,
             "finish_reason": _reason(ends[at]),
         }
         for at in range(count)
@@ -412,17 +428,23 @@ async def _text_whole(
     return {**head, "choices": choices, "usage": usage_of([ends[at] for at in range(count)], prompts)}
 
 
-def _text_probs(found: Sequence[Logprobs], offset: int) -> dict[str, Any]:
-    offsets = []
-    for step in found:
-        offsets.append(offset)
-        offset += len(step.chosen.text)
+def _text_probs(found: Sequence[Logprobs], placed: _Placed) -> dict[str, Any]:
     return {
         "tokens": [step.chosen.text for step in found],
         "token_logprobs": [step.chosen.logprob for step in found],
-        "top_logprobs": [{each.text: each.logprob for each in step.likeliest} for step in found],
-        "text_offset": offsets,
+        "top_logprobs": [*map(_by_text, found)],
+        "text_offset": [placed.offset(step.chosen.id) for step in found],
     }
+
+
+def _by_text(step: Logprobs | None) -> dict[str, float] | None:
+    """Returns the likeliest tokens by their text; of those with the same one, the likeliest."""
+    if step is None:
+        return None
+    found: dict[str, float] = {}
+    for each in step.likeliest:
+        found.setdefault(each.text, each.logprob)
+    return found
 
 
 async def _echoed(
@@ -439,22 +461,20 @@ async def _echoed(
     def run(engine: Engine) -> list[list[tuple[int, str, Logprobs | None]]]:
         return [engine.steps(prompt, count or 0, most) for prompt in prompts]
 
-    rows = await unless_gone(request, asyncio.wrap_future(worker.call(run, alone=True)))
+    rows, text = await unless_gone(request, asyncio.wrap_future(worker.call(run, alone=True))), worker.engine.text
     choices = []
     for at, found_steps in enumerate(rows):
-        texts, steps = [text for _, text, _ in found_steps], [step for *_, step in found_steps]
+        ids, texts, steps = zip(*found_steps, strict=True)
+        placed = _Placed(text.detokenizer_with(text.special))
         probs = None
         if count is not None:
-            offsets = [sum(map(len, texts[:place])) for place in range(len(texts))]
             probs = {
                 "tokens": texts,
                 "token_logprobs": [None if step is None else step.chosen.logprob for step in steps],
-                "top_logprobs": [
-                    None if step is None else {each.text: each.logprob for each in step.likeliest} for step in steps
-                ],
-                "text_offset": offsets,
+                "top_logprobs": [*map(_by_text, steps)],
+                "text_offset": [*map(placed.offset, ids)],
             }
-        choices.append({"index": at, "text": "".join(texts), "logprobs": probs, "finish_reason": "length"})
+        choices.append({"index": at, "text": text.decode(ids), "logprobs": probs, "finish_reason": "length"})
     read_tokens = sum(map(len, rows)) - most * len(rows)
     new = most * len(rows)
     usage = {"prompt_tokens": read_tokens, "completion_tokens": new, "total_tokens": read_tokens + new}

@@ -6,8 +6,10 @@ import re
 import signal
 import socket
 import stat
+import struct
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -18,6 +20,7 @@ from cgroups import Group, missing
 from chat_packs import ENDLESS, write_chat_pack
 
 from moert.engine.engine import Engine
+from moert.pack.reader import Pack
 
 HELLO = [{"role": "user", "content": "hello"}]
 
@@ -61,10 +64,34 @@ def test_it_answers_and_ends_cleanly(pack: Path, sent: signal.Signals, status: i
         found = httpx.post(f"{url}/v1/chat/completions", json=body, timeout=60).json()
         with Engine.open(pack) as engine:
             assert found["choices"][0]["message"]["content"] == engine.chat(HELLO, max_new_tokens=8).text
+        for wrong, named in (
+            ({"stop": [""]}, "stop has an empty"),
+            ({"logit_bias": {"9999": 1}}, "logit_bias has the id"),
+        ):
+            refused = httpx.post(f"{url}/v1/chat/completions", json={**body, **wrong}, timeout=60).json()
+            assert refused["error"]["message"].startswith(named), "clients have no options"
+        (listed,) = httpx.get(f"{url}/api/tags").json()["models"]
+        assert listed["size"] == Pack.open(pack).manifest.nbytes()
         process.send_signal(sent)
         _, errors = process.communicate(timeout=60)
         assert process.returncode == status
         assert "Traceback" not in errors
+
+
+def test_a_client_that_leaves_in_the_middle_ends_no_server(pack: Path) -> None:
+    """What it did not read waits in the server, which sees its half of the connection closed and writes on."""
+    with started(pack) as (_, url):
+        host, port = url.removeprefix("http://").split(":")
+        for _ in range(3):
+            with socket.socket() as client:
+                client.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 2048)
+                client.connect((host, int(port)))
+                client.sendall(b"GET /openapi.json HTTP/1.1\r\nHost: here\r\n\r\n" * 200)
+                assert client.recv(1)
+                client.shutdown(socket.SHUT_WR)
+                time.sleep(0.2)  # for the server to see it
+                client.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))  # a reset follows
+            assert httpx.get(f"{url}/health", timeout=60).json()["status"] == "ok"
 
 
 @pytest.mark.parametrize("sent", [signal.SIGINT, signal.SIGTERM])

@@ -70,6 +70,17 @@ def ballast(disk: Path, leave_kilobytes: int) -> Path:
     return path
 
 
+@pytest.mark.parametrize("work", ["x.pack", "x.pack/work"])
+def test_a_work_directory_in_the_place_of_the_pack_is_refused_at_once(
+    model: Path, text: Path, tmp_path: Path, work: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    out = tmp_path / "x.pack"
+    asked = ["quantize", str(model), "--calib", str(text), "--out", str(out), "--work", str(tmp_path / work)]
+    assert _exit_code(asked) == 2
+    assert capsys.readouterr().err == f"moeconv: --work {tmp_path / work}: --out {out} holds it: give another --work\n"
+    assert not out.exists()
+
+
 def test_a_full_work_directory_is_one_line_and_its_journal_is_used(model: Path, text: Path, tmp_path: Path) -> None:
     words = command(model, text, tmp_path / "m.pack", tmp_path / "disk" / "work", *OPTIONS)
     with small_disk(tmp_path / "disk", 8192) as disk:

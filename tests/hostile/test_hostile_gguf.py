@@ -60,7 +60,7 @@ LIES: dict[str, tuple[bytes, str]] = {
     "an offset between": (header(tensors=tensor(b"t", (4,), 0, 7), n=1) + bytes(64), "no multiple of 32"),
     "two in one place": (header(tensors=tensor(b"t", (4,)) + tensor(b"u", (4,)), n=2) + bytes(64), "where 't' is"),
     "a tensor twice": (header(tensors=tensor(b"t", (4,)) * 2, n=2) + bytes(64), "the tensor 't' twice"),
-    "whole numbers": (header(tensors=tensor(b"t", (4,), 26), n=1) + bytes(128), "'t' is stored as I32"),
+    "whole numbers": (header(tensors=tensor(b"t", (4,), 25), n=1) + bytes(128), "'t' is stored as I16"),
     "8 bits with sums": (header(tensors=tensor(b"t", (32,), 9), n=1) + bytes(256), "'t' is stored as Q8_1"),
     "no architecture": (header() + bytes(64), "has no general.architecture"),
     "an architecture that is a number": (

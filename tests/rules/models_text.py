@@ -23,6 +23,7 @@ from moeconv.plan.outlook import parameters  # noqa: E402
 from moeconv.source.archs import FAMILIES, REFUSED  # noqa: E402
 from moeconv.source.archs.config import Config as Asked  # noqa: E402
 from moeconv.source.gguf.families import ARCHS  # noqa: E402
+from moeconv.source.gguf.families import REFUSED as LAYOUTS  # noqa: E402
 from moeconv.source.gguf.tokenizer import CUTS  # noqa: E402
 from moeconv.source.outline import features  # noqa: E402
 from moert.pack.model_spec import ModelSpec  # noqa: E402
@@ -59,11 +60,11 @@ _REFUSED_LAST = (
     "Weights in a coding that is not read. Read are, in every family, the weights of GPTQ (2, 3, 4 and 8 bits, inputs "
     "in any order), AWQ (gemm), AutoRound, compressed-tensors (whole numbers of 4 and 8 bits, FP8, NVFP4, MXFP4), "
     "modelopt (FP8, MXFP8, NVFP4), bitsandbytes (NF4, FP4, 8 bits), and FP8 with a scale for each matrix, row or "
-    "block; each was compared with the numbers that its own library reads (`tests/golden/codings.py`), MXFP8 with its "
-    "definition. A loss is against these numbers; scales for the rounding of activations are left out. gpt-oss and "
-    "MXFP4 of compressed-tensors keep their four bits if the plan gives at least four. Experts in 4 bits without zero "
-    "points, in groups of 32, 64 or 128 inputs in their order, are stored as they are for `--bits 4` (`--quantizer "
-    "source`).",
+    "block, also beside experts in FP4 (DeepSeek-V4); each was compared with the numbers that its own library reads "
+    "(`tests/golden/codings.py`), MXFP8 and DeepSeek-V4's with their definitions. A loss is against these numbers; "
+    "scales for the rounding of activations are left out. gpt-oss, experts in FP4 and MXFP4 of compressed-tensors "
+    "keep their four bits if the plan gives at least four. Experts in 4 bits without zero points, in groups of 32, 64 "
+    "or 128 inputs in their order, are stored as they are for `--bits 4` (`--quantizer source`).",
     "Checkpoints in other files than safetensors and GGUF. If several files have a tensor, the index decides which "
     "counts.",
     "A tensor without a place in the pack, except those that a note names as left out: layers that predict several "
@@ -74,13 +75,15 @@ _REFUSED_LAST = (
 _GGUF = (
     "A GGUF file of llama.cpp stands for a folder, alone or as one of several files: `moeconv quantize model.gguf`, "
     "also `check` and `plan`, and `owner/name/model.gguf` of the hub. Its weights are the numbers that its types "
-    "mean, exactly; experts in MXFP4, for `--bits 4` those in Q4_0 or Q4_1, and for `--bits 8` those in Q8_0 stay as "
-    "they are. A loss is one against the file, not against the model that the file was made of. The settings and the "
-    "tokenizer come from the file's metadata. Where these do not say a setting, it is the one that llama.cpp takes for "
-    "granted for all models of the architecture: files of a model with another one can't be told apart.",
+    "mean, exactly, times the numbers that some files have beside a matrix (NVFP4); experts in MXFP4, for `--bits 4` "
+    "those in Q4_0 or Q4_1, and for `--bits 8` those in Q8_0 stay as they are. A loss is one against the file, not "
+    "against the model that the file was made of. The settings and the tokenizer come from the file's metadata. Where "
+    "these do not say a setting, it is the one that llama.cpp takes for granted for all models of the architecture: "
+    "files of a model with another one can't be told apart.",
     f"Architectures: {', '.join(f'`{name}`' for name in ARCHS)}. Tokenizers: `gpt2`, `llama`, `t5` and `gemma4`. Ways "
     f"to cut text into words before pairs of tokens merge: {', '.join(f'`{name}`' for name in CUTS)}. All others are "
-    "refused by their names.",
+    f"refused by their names, these with a reason: {'; '.join(f'`{name}` ({why})' for name, why in LAYOUTS.items())}. "
+    "Families of this page without an architecture have no GGUF files, or none whose layout a program states.",
     "Files that llama.cpp's own program makes of a tiny model of each family give the packs that its safetensors give, "
     "byte for byte in 16 bits (`tests/unit/test_gguf.py` has such files, written anew).",
 )

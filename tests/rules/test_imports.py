@@ -79,7 +79,9 @@ INSIDE = {
     "moeconv.source": [
         ("outline", "decoders"), ("hub", "tensors"), ("decoded", "gguf"), ("checkpoint", "experts", "skeleton"),
     ],
-    "moeconv.source.gguf": [("container",), ("facts",), ("families", "tokenizer"), ("tensors",), ("folder",)],
+    "moeconv.source.gguf": [
+        ("container",), ("facts",), ("settings",), ("families", "tokenizer"), ("tensors",), ("folder",),
+    ],
     "moeconv.calibration": [("samples",), ("apart",), ("rendering",), ("load",)],
     "moeconv.quantizers": [("quantizer",), ("group", "moments"), ("gptq", "source"), ("trellis",), ("coder",)],
     "moeconv.measure": [

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, get_args
 
 import httpx
 import pytest
-from chat_packs import ENDLESS, THINKING, write_chat_pack
+from chat_packs import ENDLESS, TEMPLATE, THINKING, write_chat_pack
+from grammar_packs import TOKENIZERS, write_grammar_pack
 from serving import serving
 
 from moert.engine.engine import Engine
@@ -165,6 +167,48 @@ def test_log_probabilities_are_those_of_the_engine(client: httpx.Client, pack: P
         (step.chosen.text, step.chosen.logprob) for step in wanted
     ]
     assert [len(step["top_logprobs"]) for step in whole] == [2] * NEW
+
+
+@pytest.fixture(scope="module", params=["bytes", "fallback"])
+def spelling(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Path, str]]:
+    """A pack whose tokens are often parts of a character, and the address of its server."""
+    out = tmp_path_factory.mktemp("spelling") / "spells.pack"
+    pack = write_grammar_pack(out, TOKENIZERS[request.param](), TEMPLATE)
+    with serving(pack) as running:
+        yield pack, running.url
+
+
+def test_tokens_of_half_a_character_have_their_own_bytes(spelling: tuple[Path, str]) -> None:
+    body = {"messages": HELLO, "grammar": 'start: "a\N{EURO SIGN}ßb"', "logprobs": True, "top_logprobs": 20}
+    (choice,) = httpx.post(f"{spelling[1]}/v1/chat/completions", json=body, timeout=60).json()["choices"]
+    steps = choice["logprobs"]["content"][:-1]  # without the end token
+    assert choice["message"]["content"] == "a\N{EURO SIGN}ßb"
+    assert b"".join(bytes(step["bytes"]) for step in steps) == "a\N{EURO SIGN}ßb".encode()
+    assert {step["token"] for step in steps} == {"a", "\ufffd", "b"}
+    likely = [bytes(each["bytes"]) for each in steps[0]["top_logprobs"] if each["token"]]
+    assert len({*likely}) == len(likely) > 10, "each token is told from the others"
+
+
+def test_a_prompt_of_split_characters_is_echoed_as_it_was(spelling: tuple[Path, str]) -> None:
+    pack, url = spelling
+    text = "a\N{EURO SIGN}b"
+    body = {"prompt": text, "max_tokens": 0, "logprobs": 20, "echo": True}
+    (choice,) = httpx.post(f"{url}/v1/completions", json=body, timeout=60).json()["choices"]
+    assert choice["text"] == text
+    assert choice["logprobs"]["text_offset"] == [0, 1, 1, 1, 2]
+    with Engine.open(pack) as engine:
+        steps = [step for *_, step in engine.steps(text, 20) if step is not None]
+    for found, step in zip(choice["logprobs"]["top_logprobs"][1:], steps, strict=True):
+        assert found == {text: max(each.logprob for each in step.likeliest if each.text == text) for text in found}
+
+
+def test_offsets_are_places_in_the_answer_whole_and_in_pieces(spelling: tuple[Path, str]) -> None:
+    body = {"prompt": "a", "grammar": 'start: "\N{EURO SIGN}ßb"', "logprobs": 0}
+    whole = httpx.post(f"{spelling[1]}/v1/completions", json=body, timeout=60).json()["choices"][0]
+    pieces = events(httpx.post(f"{spelling[1]}/v1/completions", json={**body, "stream": True}, timeout=60).text)
+    assert whole["logprobs"]["text_offset"] == [0, 0, 0, 1, 1, 2, 3]
+    found = [each["choices"][0]["logprobs"] for each in pieces if each["choices"][0]["logprobs"]]
+    assert [at for each in found for at in each["text_offset"]] == whole["logprobs"]["text_offset"]
 
 
 @pytest.mark.parametrize("most", [0, 1])

@@ -79,7 +79,7 @@ def test_a_body_that_is_none_is_one_line(path: str, body: bytes, words: str, cli
         ({"n": 0}, "n"), ({"n": True}, "n"), ({"n": 1000}, "n"), ({"stop": [1]}, "stop"), ({"stop": [""]}, None),
         ({"logit_bias": {"x": 1}}, "logit_bias"), ({"logit_bias": {"99999": 1}}, None), ({"stream": "yes"}, "stream"),
         ({"top_logprobs": 3}, "top_logprobs"), ({"messages": []}, "messages"),
-        ({"messages": [{"role": "x"}]}, "messages"),
+        ({"messages": [{"role": "x"}]}, "messages"), ({"max_tokens": 0}, "max_tokens"),
         ({"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {}}]}]}, "messages"),
         ({"messages": [{"role": "user"}]}, "messages"), ({"messages": None}, "messages"),
         ({"stream_options": {"x": 1}, "stream": True}, "x"),

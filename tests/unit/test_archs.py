@@ -90,7 +90,7 @@ def check_frequencies(described: Description, model: Any) -> None:
     ours = [value for name, value in described.computed.items() if name.startswith("rope.")]
     theirs = [
         (_in_order(module, b), module.config.rope_parameters.get("short_mscale") or _factor(module, name))
-        for module in (of_layers if "GraniteMoeSWA" in type(model).__name__ else modules.values())
+        for module in (of_layers if "SWA" in type(model).__name__ else modules.values())
         for name, b in module.named_buffers() if not name.endswith("original_inv_freq")
     ]  # fmt: skip
     assert len(described.spec.ropes) == len(ours) == len(theirs)
@@ -238,7 +238,7 @@ def run(model: Any, spec: ModelSpec) -> torch.Tensor:
         ("switch_transformers", {"batch_prioritized_routing": True}, "batch_prioritized_routing True"),
         ("switch_transformers", {"is_full_sparse": True, "decoder_sparse_step": 0}, "only 2 of 4 layers would have"),
         ("nllb-moe", {"router_dtype": "float16"}, "router_dtype 'float16'"),
-        ("deepseek_v4", {"expert_dtype": "fp4"}, "expert_dtype 'fp4': experts of four bits are read of no checkpoint"),
+        ("deepseek_v4", {"expert_dtype": "int4"}, "expert_dtype 'int4'"),
         ("deepseek_v4", {"norm_topk_prob": False}, "norm_topk_prob False"),
         ("deepseek_v4", {"scoring_func": "softmax"}, "scoring_func 'softmax': only sqrtsoftplus, sigmoid"),
         ("deepseek_v4", {"sliding_window": 1}, "sliding_window 1: it should be a whole number from 2 on"),

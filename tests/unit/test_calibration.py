@@ -71,6 +71,12 @@ def test_paragraphs_of_plain_text_join_to_the_file(tmp_path: Path) -> None:
     assert "".join(sample.source for sample in (*splits.calibration, *splits.heldout)) == text
 
 
+def test_plain_text_without_blank_lines_is_told_how_to_be_divided(tmp_path: Path) -> None:
+    path = tmp_path / "a.txt"
+    path.write_text("a paragraph on each line\n" * 99)
+    assert refusal(path).endswith("or held-out text of its own; blank lines divide it into samples")
+
+
 @pytest.mark.parametrize(
     ("text", "says"),
     [

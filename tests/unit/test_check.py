@@ -233,3 +233,23 @@ def test_no_such_model(tmp_path: Path) -> None:
     for asked, named in ((tmp_path, "has no config.json"), (tmp_path / "no", "there is no directory")):
         with one_line(CheckpointError, named):
             check(str(asked), HOST)
+
+
+SHELL = {
+    "closed pipe": ("check {model} | true", 141, ""),
+    "stdout closed": ("check {model} >&-", 2, "moeconv: stdout: Bad file descriptor\n"),
+    "stdout full": ("check {model} >/dev/full", 2, "moeconv: stdout: No space left on device\n"),
+    "help full": ("--help >/dev/full", 2, "moeconv: stdout: No space left on device\n"),
+    "stderr full": ("quantize {model} --bits 2 --out {out} >/dev/null 2>/dev/full", 0, ""),
+    "stderr without reader": ("quantize {model} --bits 2 --out {out} 2>&1 >/dev/null | true", 0, ""),
+    "mistake that nobody reads": ("check {model}/config 2>/dev/full", 2, ""),
+}
+
+
+@pytest.mark.parametrize("case", SHELL)
+def test_streams_that_are_closed_or_full(case: str, tmp_path: Path) -> None:
+    asked, code, errors = SHELL[case]
+    words = {"model": tiny_olmoe(tmp_path / "model"), "out": tmp_path / "model.pack"}
+    shell = ["bash", "-o", "pipefail", "-c", f"{sys.executable} -m moeconv {asked.format(**words)}"]
+    done = subprocess.run(shell, capture_output=True, text=True)
+    assert (done.returncode, done.stderr) == (code, errors)

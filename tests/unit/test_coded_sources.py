@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 import torch
 from coded_sources import (
+    DEEPSEEK_V4,
     FP8,
     FP8_ROWS,
     GPTQ,
@@ -20,6 +21,7 @@ from coded_sources import (
     SIZES,
     Tensors,
     coded_and_plain,
+    in_deepseek_v4,
     in_fp8,
     in_fp8_rows,
     in_gptq,
@@ -58,7 +60,7 @@ def pack_of(path: Path, out: Path) -> dict[str, str]:
         ("deepseek_v3", in_fp8, FP8), ("qwen3_next", in_fp8, FP8), ("qwen3_5_moe", in_fp8, FP8),
         ("glm5_next", in_fp8, FP8), ("kimi_k2", in_int4, INT4), ("gpt_oss", in_mxfp4, MXFP4),
         ("mixtral", in_gptq, GPTQ), ("qwen3_moe", in_fp8_rows, FP8_ROWS),
-        ("qwen3_moe", in_packed_mxfp4, PACKED_MXFP4),
+        ("qwen3_moe", in_packed_mxfp4, PACKED_MXFP4), ("deepseek_v4", in_deepseek_v4, DEEPSEEK_V4),
     ],
 )  # fmt: skip
 def test_a_coded_checkpoint_gives_the_pack_of_its_numbers(
@@ -66,7 +68,7 @@ def test_a_coded_checkpoint_gives_the_pack_of_its_numbers(
 ) -> None:
     coded_at, plain_at = coded_and_plain(family, code, coding, tmp_path)
     of_coded, of_plain = (pack_of(path, path.with_suffix(".pack")) for path in (coded_at, plain_at))
-    if coding not in (MXFP4, PACKED_MXFP4):
+    if coding not in (MXFP4, PACKED_MXFP4, DEEPSEEK_V4):
         assert of_coded == of_plain
     else:  # which stay what they are
         assert Pack.open(coded_at.with_suffix(".pack")).manifest.quantization.mxfp4
@@ -107,6 +109,17 @@ def test_notes_say_what_a_loss_is_against(tmp_path: Path) -> None:
     other = {"producer": {"name": "modelopt"}, "quantization": {**FP8_ROWS, "kv_cache_quant_algo": None}}
     (coded_at / "hf_quant_config.json").write_text(json.dumps(other))
     assert Checkpoint.open(coded_at).notes == notes
+
+
+def test_deepseek_v4_names_the_type_of_experts_in_either_place(tmp_path: Path) -> None:
+    coded_at, _ = coded_and_plain("deepseek_v4", in_deepseek_v4, DEEPSEEK_V4, tmp_path)
+    found = Checkpoint.open(coded_at).description.scheme
+    coding = {name: value for name, value in DEEPSEEK_V4.items() if name != "expert_dtype"}
+    reconfigure(coded_at, quantization_config=coding, expert_dtype="fp4")
+    assert Checkpoint.open(coded_at).description.scheme == found
+    reconfigure(coded_at, expert_dtype="int4")
+    with pytest.raises(CheckpointError, match="expert_dtype 'int4'"):
+        Checkpoint.open(coded_at)
 
 
 def test_a_damaged_scale_is_refused(tmp_path: Path) -> None:

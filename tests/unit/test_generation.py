@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import math
 from dataclasses import dataclass, field
 from typing import Any
@@ -9,6 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from grammar_packs import byte_fallback, byte_level
 from hypothesis import given
 from hypothesis import strategies as st
 from tiny_packs import DECODER_SHAPE
@@ -123,6 +125,16 @@ def test_pieces_join_to_the_whole_text(byte_tokenizer: Tokenizer, text: str) -> 
     ids = byte_tokenizer.encode(text).ids
     joined = "".join(detokenizer.push(token) for token in ids) + detokenizer.flush()
     assert joined == byte_tokenizer.decode(ids)
+
+
+@pytest.mark.parametrize("tokenizer", [byte_level(), byte_fallback()], ids=["level", "fallback"])
+def test_half_a_character_behind_a_whole_one_is_one_replacement(tokenizer: Tokenizer) -> None:
+    detokenizer, ids = Detokenizer(tokenizer), tokenizer.encode("\N{EURO SIGN}\N{EURO SIGN}a").ids
+    assert "".join(map(detokenizer.push, ids[:3])) == "\N{EURO SIGN}"
+    assert (detokenizer.piece(ids[3]), detokenizer.push(ids[3])) == ("\ufffd", "")
+    cut_short = copy.copy(detokenizer)
+    assert cut_short.flush() == "\ufffd"
+    assert detokenizer.push(ids[6]) == "\ufffda"
 
 
 def test_words_joined_by_spaces() -> None:

@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 import torch
 from gguf_files import ARCHS, AS_LLAMA_CPP, RELATIVES, in_16_bits, write_gguf
+from safetensors import safe_open
 from tiny import TINY, tiny_of
 from tokenizers import Tokenizer, pre_tokenizers
 from transformers import GPT2Tokenizer, Qwen2Tokenizer
@@ -105,6 +106,19 @@ VARIANTS = [
     ("nemotron_h", "no experts"),
     ("kimi_linear", "queries with a rank"),
     ("kimi_linear", "two shared"),
+    ("cohere2_moe", "untied head"),
+    ("cohere2_moe", "rms norms"),
+    ("cohere2_moe", "windows everywhere"),
+    ("cohere2_moe", "sigmoid as it is"),
+    ("minimax_m3_vl", "all layers with experts"),
+    ("bailing_hybrid", "not normed"),
+    ("bailing_hybrid", "attention first, all layers with experts"),
+    ("glm5_next", "decays without a bound"),
+    ("glm5_next", "two shared"),
+    ("granite_swa", "biases"),
+    ("granitemoe_swa", "biases"),
+    ("deepseek_v4", "yarn"),
+    ("deepseek_v4", "no pools"),
 ]
 
 
@@ -120,6 +134,19 @@ def test_a_variant_has_the_settings_of_its_safetensors(family: str, variant: str
     for key in theirs.spec.expert_keys():
         matrices = theirs.expert(key)
         assert all(np.array_equal(matrices[name], weight) for name, weight in ours.expert(key).items())
+
+
+@pytest.mark.parametrize(("key", "value", "words"), [
+    ("attention.compress_ratios", [0, 8, 0, 0], "should have one of 0, 4, 128 for each of 4 layers"),
+    ("attention.compress_ratios", [0, 4], "should have one of 0, 4, 128 for each of 4 layers"),
+    ("swiglu_clamp_exp", [1.0, 1.0, 1.0, 2.0], "should be the same number for all layers"),
+    ("swiglu_clamp_shexp", [3.0] * 4, "should be the same number for all layers"),
+    ("swiglu_clamp_exp", None, "should be the same number for all layers"),
+    ("expert_gating_func", 7, "scoring_func 'number 7'"),
+])  # fmt: skip
+def test_settings_that_no_deepseek_v4_has_are_refused(key: str, value: Any, words: str, tmp_path: Path) -> None:
+    with pytest.raises(CheckpointError, match=words):
+        Checkpoint.open(file_of("deepseek_v4", tmp_path / "m", **{f"ARCH.{key}": value}))
 
 
 def test_positions_of_llama3_in_half_of_each_head(tmp_path: Path) -> None:
@@ -199,6 +226,62 @@ def test_experts_in_mxfp4_stay_as_they_are(tmp_path: Path) -> None:
             whole = gguf.quants.dequantize(tensor.data, tensor.tensor_type)
             np.testing.assert_array_equal(weight, whole.reshape(checkpoint.spec.moe.n, *weight.shape)[key.expert])
     verify(pack, checkpoint)
+
+
+def test_numbers_beside_matrices_multiply_them(tmp_path: Path) -> None:
+    """As files made of NVFP4 checkpoints have them: one number for a matrix, or one for each expert."""
+    tiny_of("mixtral")(tmp_path / "m", hidden_size=64, intermediate_size=64)
+    in_16_bits(tmp_path / "m")
+    plain = Checkpoint.open(write_gguf(tmp_path / "m", tmp_path / "plain.gguf", "Q8_0"))
+    each = np.linspace(0.1, 3, plain.spec.moe.n, dtype=np.float32)
+    more = {
+        "blk.0.ffn_up_exps.scale": each, "blk.1.ffn_down_exps.scale": each[::-1].copy(),
+        "blk.0.attn_q.scale": np.float32([0.3]), "blk.0.attn_q.input_scale": np.float32([0.7]),
+    }  # fmt: skip
+    file = write_gguf(tmp_path / "m", tmp_path / "m.gguf", "Q8_0", more)
+    ours = Checkpoint.open(file)
+    assert any("rounding of activations are left out" in note for note in ours.notes)
+    for key in plain.spec.expert_keys():
+        for name, weight in plain.expert(key).items():
+            by = more.get(f"blk.{key.layer}.ffn_{name}_exps.scale", np.ones_like(each))[key.expert]
+            np.testing.assert_array_equal(ours.expert(key)[name], weight * by)
+    for name, part in plain.spec.tensors.items():
+        by = 0.3 if name == "decoder.0.attn.q.weight" else 1
+        assert torch.equal(ours.backbone_tensor(name, part.shape), plain.backbone_tensor(name, part.shape) * by), name
+    verify(pack_of(file, tmp_path / "p"), ours)
+    for name, wrong in (("blk.0.ffn_up_exps.scale", each[1:]), ("blk.0.attn_q.scale", each)):
+        file = write_gguf(tmp_path / "m", tmp_path / "wrong.gguf", "Q8_0", {name: wrong})
+        with pytest.raises(CheckpointError, match=f"{name} has {len(wrong)} numbers"):
+            pack_of(file, tmp_path / f"{len(wrong)}")
+
+
+def test_nvfp4_gives_the_numbers_of_the_checkpoint_it_was_made_of(tmp_path: Path) -> None:
+    """In groups of 16 inputs, of which llama.cpp's program puts the first eight into the lower halves of bytes."""
+    with safe_open(Path(__file__).parents[1] / "golden" / "codings.safetensors", "pt") as golden:
+        codes, scale, whole, expected = (
+            golden.get_tensor(f"modelopt-nvfp4:{name}")
+            for name in ("weight", "weight_scale", "weight_scale_2", "expected")
+        )
+    each = torch.stack((codes & 15, codes >> 4), -1).reshape(32, 2, 4, 16)
+    blocks = (each[..., :8] | each[..., 8:] << 4).reshape(32, 2, 32)
+    coded = torch.cat((scale.view(torch.uint8).reshape(32, 2, 4), blocks), 2).reshape(32, 72)
+    tiny_of("mixtral")(tmp_path / "m", hidden_size=32, head_dim=32)
+    in_16_bits(tmp_path / "m")
+    at = "blk.0.attn_output"
+    more = {f"{at}.weight": coded.numpy(), f"{at}.scale": whole.reshape(1).numpy()}
+    found = Checkpoint.open(write_gguf(tmp_path / "m", tmp_path / "m.gguf", None, more))
+    matrix = found.backbone_tensor("decoder.0.attn.o.weight", (32, 128))
+    torch.testing.assert_close(matrix, expected, rtol=2**-22, atol=0)  # the order of two products
+
+
+@pytest.mark.parametrize(("kind", "scaled", "stays"), [("Q4_0", False, True), ("Q4_0", True, False)])
+def test_multiplied_codes_are_no_longer_the_types_own(kind: str, scaled: bool, stays: bool, tmp_path: Path) -> None:
+    tiny_of("mixtral")(tmp_path / "m", hidden_size=64, intermediate_size=64)
+    in_16_bits(tmp_path / "m")
+    more = {"blk.0.ffn_up_exps.scale": np.float32([0.3])} if scaled else {}
+    scheme = Checkpoint.open(write_gguf(tmp_path / "m", tmp_path / "m.gguf", kind, more)).description.scheme
+    assert scheme is not None
+    assert (scheme.group is not None) is stays
 
 
 @pytest.mark.parametrize(
@@ -486,6 +569,9 @@ def test_unknown_architectures_and_types_are_refused_by_name(mixtral: Path, tmp_
     body = file.read_bytes()
     file.write_bytes(body.replace(b"llama", b"lamma"))
     with pytest.raises(CheckpointError, match="the architecture 'lamma' is not supported; supported: llama, qwen2"):
+        Checkpoint.open(file)
+    write_gguf(mixtral, file, None, None, **{"general.architecture": "kimi-k3"})
+    with pytest.raises(CheckpointError, match="'kimi-k3' is not supported: transformers lacks it"):
         Checkpoint.open(file)
 
 

@@ -236,6 +236,16 @@ def test_a_pass_whose_writing_was_cut_short_is_left_out(packs, tmp_path) -> None
     assert len([each for each in events_of(out) if ":" in each["name"]]) == 2 + 3
 
 
+def test_a_full_disk_is_said_of_the_trace(packs, tmp_path) -> None:
+    with pytest.MonkeyPatch.context() as patched:
+        made = lambda dir, **how: open("/dev/full", "w+b", **how)  # noqa: E731, SIM115
+        patched.setattr(profile, "TemporaryFile", made)
+        engine = Engine.open(packs["decoder"], profile=str(tmp_path / "trace.json"), **READS)
+    with one_line(SettingInvalid, "can't be written .No space left on device.: choose another place"), engine:
+        engine.generate([5, 6], max_new_tokens=3, ignore_eos=True)
+    assert list(tmp_path.iterdir()) == []
+
+
 def test_without_a_token_there_is_no_file(packs, tmp_path, monkeypatch) -> None:
     out = tmp_path / "trace.json"
     with Engine.open(packs["decoder"], profile=str(out)):

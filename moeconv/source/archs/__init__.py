@@ -29,7 +29,7 @@ from moeconv.source.archs.family import Family
 from moeconv.source.archs.gemma4 import Gemma4, Gemma4Text
 from moeconv.source.archs.gpt_oss import GptOss
 from moeconv.source.archs.gptsan_japanese import GptsanJapanese
-from moeconv.source.archs.granite import GraniteMoe, GraniteMoeShared, GraniteMoeSwa
+from moeconv.source.archs.granite import GraniteMoe, GraniteMoeShared, GraniteMoeSwa, GraniteSwa
 from moeconv.source.archs.hybrids import GraniteMoeHybrid, Jamba, Lfm2Moe, NemotronH
 from moeconv.source.archs.kda import BailingHybrid, Glm5Next, KimiLinear
 from moeconv.source.archs.llama4 import Llama4, Llama4Text
@@ -64,7 +64,7 @@ from moeconv.source.archs.qwen4 import Qwen4Exp, Qwen4ExpText
 from moeconv.source.archs.step import Step3p5, Step3p7
 from moeconv.source.archs.switch import SwitchTransformers
 
-__all__ = ["FAMILIES", "REFUSED", "Description", "Family", "UnsupportedModel"]
+__all__ = ["FAMILIES", "NOT_COMPARED", "REFUSED", "Description", "Family", "UnsupportedModel"]
 
 FAMILIES: Mapping[str, Family] = {
     family.model_type: family
@@ -78,18 +78,18 @@ FAMILIES: Mapping[str, Family] = {
         SolarOpen(), HyV3(), Afmoe(), Ernie45VlMoe(), Cohere2Vision(), Step3p5(), Step3p7(), Glm4vMoe(),
         DeepseekV32(), GlmMoeDsa(), MiMoV2Flash(), MiniMaxM3Vl(), Cohere2(), Cohere2Moe(),
         Qwen3Vl(), Qwen35(), Qwen35Text(), KimiLinear(), BailingHybrid(), Glm5Next(), LongcatFlash(),
-        GraniteMoeSwa(), DeepseekV4(), Qwen4Exp(), Qwen4ExpText(),
+        GraniteMoeSwa(), GraniteSwa(), DeepseekV4(), Qwen4Exp(), Qwen4ExpText(),
     )
 }  # fmt: skip
 """model_type of config.json → its family."""
 
-_NOT_COMPARED = "transformers lacks it, so that no pack of it could be compared with anything"
+NOT_COMPARED = "transformers lacks it, so that no pack of it could be compared with anything"
 REFUSED: Mapping[str, str] = {
-    "bailing_moe": _NOT_COMPARED, "bailing_moe_v2": _NOT_COMPARED,
+    "bailing_moe": NOT_COMPARED, "bailing_moe_v2": NOT_COMPARED,
     "deepseek_ref": "transformers knows DeepSeek-V4 as deepseek_v4: take a checkpoint of that form",
-    "kimi_k3": _NOT_COMPARED,
-    "mimo": _NOT_COMPARED,
+    "kimi_k3": NOT_COMPARED,
+    "mimo": NOT_COMPARED,
     "minimax_m3": "transformers knows MiniMax-M3 as minimax_m3_vl alone: take a checkpoint of that form",
-    "nemotron-nas": _NOT_COMPARED,
+    "nemotron-nas": NOT_COMPARED,
 }  # fmt: skip
 """model_type of a known family that can't be packed → the reason."""

@@ -31,6 +31,7 @@ _KINDS = {
     for kind in (
         Kind("fp8 blocks", "_scale_inv", ("", "_scale_inv")),
         Kind("scaled", "_scale", ("", "_scale"), ("_zero_point",)),
+        Kind("fp8 or fp4 of deepseek", ".scale", (".weight", ".scale"), (), ".weight"),
         Kind("packed", "_packed", ("_packed", "_scale", "_shape"), ("_zero_point", "_g_idx")),
         Kind("nvfp4", "_packed", ("_packed", "_scale", "_global_scale")),
         Kind("nvfp4 of modelopt", "_scale_2", ("", "_scale", "_scale_2")),
@@ -56,7 +57,7 @@ class Scheme(NamedTuple):
     """The coding of a checkpoint. `name`: for messages; `kinds`: those that its matrices may have; `bits`: the widths
     of its whole numbers; `block`: rows and inputs with one scale; `plus`: the number by which zero points are larger
     than their codes; `group`: the inputs with one scale, where all numbers have four bits in groups without zero
-    points."""
+    points; `fp4_experts`: experts have the four bits of MXFP4, whatever other matrices have."""
 
     name: str
     kinds: tuple[Kind, ...]
@@ -64,11 +65,12 @@ class Scheme(NamedTuple):
     block: tuple[int, int] | None = None
     plus: int = 0
     group: int | None = None
+    fp4_experts: bool = False
 
     @property
     def mxfp4(self) -> bool:
-        """True if all coded matrices have the four bits that a pack can keep."""
-        return all(kind.name in MXFP4 for kind in self.kinds)
+        """True if experts have the four bits that a pack can keep."""
+        return self.fp4_experts or all(kind.name in MXFP4 for kind in self.kinds)
 
     def matrices(self, names: Collection[str]) -> Iterator[tuple[str, str, Kind]]:
         """Yields the name of each coded matrix among a checkpoint's tensors, the beginning of its tensors' names, and
@@ -111,7 +113,9 @@ def _kinds(*names: str) -> tuple[Kind, ...]:
 def _fp8(said: Mapping[str, Any]) -> Scheme:
     block = said.get("weight_block_size")
     found = None if block is None else _pair(block, "fp8", "weight_block_size")
-    return Scheme("fp8", _kinds("fp8 blocks", "scaled"), block=found)
+    experts = _one_of(said.get("expert_dtype") or "fp8", ("fp8", "fp4"), "fp8", "expert_dtype")
+    kinds, name = _kinds("fp8 blocks", "scaled", "fp8 or fp4 of deepseek"), "fp8" if experts == "fp8" else "fp8 and fp4"
+    return Scheme(name, kinds, block=found, fp4_experts=experts == "fp4")
 
 
 def _fbgemm(_: Mapping[str, Any]) -> Scheme:

@@ -3,6 +3,7 @@ routers, whose first ones take the experts that a table names for a token, and a
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
@@ -39,9 +40,7 @@ class DeepseekV4(Family):
         config.must_be("mlp_bias", False, "networks with biases can't be packed for this family")
         config.must_be("num_key_value_heads", 1, "transformers has one head of keys in this family")
         config.must_be("n_shared_experts", 1, "transformers has one shared expert in this family")
-        config.must_be("expert_dtype", None, "experts of four bits are read of no checkpoint of this family: save it "
-                       "with transformers in 16 bits")  # fmt: skip
-        config.only(topk_method=("noaux_tc",))
+        config.only(topk_method=("noaux_tc",), expert_dtype=("fp4", "fp8"))
         config.get("layer_types", "compress_ratios")
         config.get("mlp_layer_types", "num_hash_layers")
         config.get("partial_rotary_factor", "qk_rope_head_dim", "rope_theta", "compress_rope_theta")
@@ -55,9 +54,15 @@ class DeepseekV4(Family):
         names = Names(
             {**stored, **places_of_streams("hc_{}_{}")}, {**in_memory, **places_of_streams("{}_hc.{}")},
             expert=named("ffn.experts.{expert}.{projection}", _W123), left_out={r"(model\.)?mtp\.": MORE_PREDICTED},
-            head="head", outside=_OUTSIDE,
+            head="head", outside=_OUTSIDE, other_names=("embed.weight", _as_published),
         )  # fmt: skip
         return decoder(self.model_type, config, tokens, layers, names, ropes)
+
+    def own(self, config: Mapping[str, Any]) -> Mapping[str, Any]:
+        coding = config.get("quantization_config")
+        if not isinstance(coding, dict) or "expert_dtype" not in config:
+            return config
+        return {**config, "quantization_config": {"expert_dtype": config["expert_dtype"], **coding}}
 
     def prepared(self, model: nn.Module) -> nn.Module:
         """Puts all streams of a token, and its number where a table names experts by it, into one vector between
@@ -104,6 +109,19 @@ def _networks(config: Config) -> Mapping[str, Experts]:
     chosen = Experts(config.count("n_routed_experts", "num_local_experts"), network, router, network)
     table = replace(router, choice_bias=False, by_token=config.count("vocab_size"))
     return {"moe": chosen, "hash_moe": replace(chosen, router=table)}
+
+
+_PUBLISHED = {
+    r"^model\.embed_tokens\.": "embed.", r"^model\.hc_head\.hc_": "hc_head_", r"\.attn\.norm\.": ".attn.kv_norm.",
+    r"^model\.": "",
+}  # fmt: skip
+
+
+def _as_published(name: str) -> str:
+    """Returns the name in checkpoints of the makers, of one in those that transformers writes."""
+    for pattern, other in _PUBLISHED.items():
+        name = re.sub(pattern, other, name)
+    return name
 
 
 def _as_floats(table: Tensor) -> Tensor:

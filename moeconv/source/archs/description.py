@@ -140,6 +140,8 @@ class Source:
         return found
 
 
+OtherNames = tuple[str, Callable[[str], str]]
+
 # A family's description of one checkpoint: the model as a tree of parts, and the source of each of its tensors.
 
 _LAYER = re.compile(r"decoder\.(\d+)\.(.+)")
@@ -198,7 +200,8 @@ class Description:
     transformers' model. `copies`: pairs of a packed tensor and one that repeats it in the checkpoint, and must equal
     it; `repeated`: these pairs in transformers' model. `left_out`: beginnings of tensors' names (regular expressions)
     that a pack leaves out → a note on them. `other_root`: the beginning of names here, and their beginning in other
-    checkpoints of the same model, for example in those that were saved without a head. `without_effect`: settings of
+    checkpoints of the same model, for example in those that were saved without a head. `other_names`: a name that only
+    some checkpoints have, and the function that turns all names here into theirs. `without_effect`: settings of
     config.json without effect on the model. `limits`: notes on texts that the pack refuses, and on settings that the
     pack does not follow. `scheme`: the coding of the checkpoint's numbers; None for plain ones. `tables`: canonical
     names of tables that stay on the drive (ModelSpec.tables) → the sources of their rows, one after the other, and
@@ -217,6 +220,7 @@ class Description:
     left_out: Mapping[str, str] = field(default_factory=dict)
     joined: Callable[[ExpertKey, str], Source] | None = None
     other_root: tuple[str, str] | None = None
+    other_names: OtherNames | None = None
     without_effect: tuple[str, ...] = ()
     limits: tuple[str, ...] = ()
     scheme: Scheme | None = None
@@ -254,16 +258,17 @@ class Description:
         """Returns the description of a checkpoint with tensors of these names: experts of a layer may lie in one
         tensor, and all tensors of a checkpoint that was saved without a head have other names."""
         if self.other_root and _begin_otherwise(names, *self.other_root):
-            return self._rooted(*self.other_root).as_stored(names)
+            root, other = self.other_root
+            by_root = lambda name: other + name.removeprefix(root) if name.startswith(root) else name  # noqa: E731
+            return self._renamed(by_root).as_stored(names)
+        if self.other_names and self.other_names[0] in names:
+            return self._renamed(self.other_names[1]).as_stored(names)
         if self.joined is not None and self.joined(self.spec.expert_keys()[0], "down").name in names:
             return replace(self, experts=self.joined, joined=None).as_stored(names)
         return self
 
-    def _rooted(self, root: str, other: str) -> Description:
-        """Returns the description with names in checkpoints that begin with `other` in place of `root`."""
-
-        def renamed(name: str) -> str:
-            return other + name.removeprefix(root) if name.startswith(root) else name
+    def _renamed(self, renamed: Callable[[str], str]) -> Description:
+        """Returns the description with other names in checkpoints."""
 
         def placed(source: Source) -> Source:
             return replace(source, name=renamed(source.name), behind=tuple(map(renamed, source.behind)))
@@ -274,6 +279,7 @@ class Description:
         return replace(
             self, backbone={name: placed(source) for name, source in self.backbone.items()},
             experts=of(self.experts), biases=of(self.biases), joined=of(self.joined), other_root=None,
+            other_names=None,
             copies=tuple((renamed(one), renamed(copy)) for one, copy in self.copies),
             tables={name: tuple(map(placed, pieces)) for name, pieces in self.tables.items()},
             stated={renamed(name): numbers for name, numbers in self.stated.items()},
@@ -294,10 +300,10 @@ class Names:
     """A family's own names, where they differ from most families'. `inside`: in its checkpoints; `in_memory`: in the
     model, where they differ again. `expert`, `bias`: an expert's matrices and their biases; `joined`: see Description.
     `root`: the beginning of names in checkpoints (longer if the model is published inside a larger one), `other_root`:
-    another beginning in some checkpoints, `model`: the beginning in memory; `head`: the name of the head; `outside`:
-    canonical names outside the layers. `ones`, `zeros`: endings of the canonical names of tensors that are not stored,
-    because all their numbers are 1, or 0. `parts`: see Family; {part} in names inside is the place of a pack's layer
-    among those of a layer, from 0."""
+    another beginning in some checkpoints, `other_names`: see Description, `model`: the beginning in memory; `head`: the
+    name of the head; `outside`: canonical names outside the layers. `ones`, `zeros`: endings of the canonical names of
+    tensors that are not stored, because all their numbers are 1, or 0. `parts`: see Family; {part} in names inside is
+    the place of a pack's layer among those of a layer, from 0."""
 
     inside: Inside = field(default_factory=dict)
     in_memory: Inside = field(default_factory=dict)
@@ -312,6 +318,7 @@ class Names:
     ones: tuple[str, ...] = ()
     zeros: tuple[str, ...] = ()
     other_root: str = ""
+    other_names: OtherNames | None = None
     parts: int = 1
 
 
@@ -424,7 +431,7 @@ def decoder(
     at_once = None if names.joined is None else rooted(names.joined)
     return Description(
         spec, backbone, rooted(names.expert or _EXPERT), parameters, computed, copies, repeated, biases,
-        names.left_out, at_once, (names.root, names.other_root) if names.other_root else None,
+        names.left_out, at_once, (names.root, names.other_root) if names.other_root else None, names.other_names,
     )  # fmt: skip
 
 

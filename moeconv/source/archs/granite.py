@@ -1,5 +1,5 @@
 """Granite 3 MoE: factors of embedding, attention, stream and logits; with a shared expert, GraniteMoeShared; with sinks
-and windows, and a base of positions for each layer, GraniteMoeSWA."""
+and windows, and a base of positions for each layer, GraniteMoeSWA, and GraniteSWA without experts."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from moeconv.source.archs.config import Config, UnsupportedModel, turns
+from moeconv.source.archs.dense import Dense, alone
 from moeconv.source.archs.description import (
     Description,
     Inside,
@@ -33,7 +34,21 @@ if TYPE_CHECKING:
 _ROUTER = "block_sparse_moe.router"
 
 
-class GraniteMoe(Family):
+class _Multiplied(Family):
+    """A family that multiplies embeddings by a factor."""
+
+    @contextmanager
+    def resuming(self, tower: nn.Module) -> Iterator[None]:
+        """Keeps the tower from multiplying hidden states as it multiplies embeddings, inside a with block."""
+        before = tower.embedding_multiplier
+        tower.embedding_multiplier = 1.0  # type: ignore[assignment]
+        try:
+            yield
+        finally:
+            tower.embedding_multiplier = before
+
+
+class GraniteMoe(_Multiplied):
     """See `Family`."""
 
     model_type = "granitemoe"
@@ -60,9 +75,8 @@ class GraniteMoe(Family):
             }
         of_expert = self._of_expert(network.d_ff, config.count("hidden_size"))
         names = Names({**inside, **of_mixers}, {"router": _ROUTER}, of_expert)
-        head = Head(bool(config.get("tie_word_embeddings")), 1 / config.number("logits_scaling"))
         return decoder(
-            self.model_type, config, tokens, layers, names, self._ropes(config, layers), head=head,
+            self.model_type, config, tokens, layers, names, self._ropes(config, layers), head=_head(config),
             embed_scale=config.number("embedding_multiplier"),
         )  # fmt: skip
 
@@ -83,24 +97,10 @@ class GraniteMoe(Family):
 
     def _mixers(self, config: Config, norm: Norm) -> tuple[Sequence[Attention | FixedState], Inside]:
         """Returns the mixer of each layer, and the places of the tensors of mixers other than attention."""
-        return [self._attention(config)] * config.count("num_hidden_layers"), {}
-
-    def _attention(self, config: Config, rope: int | None = 0) -> Attention:
-        biases = config.biases("attention_bias", "qkvo")
-        return config.attention(biases=biases, scale=config.number("attention_multiplier"), rope=rope)
+        return [granite_attention(config)] * config.count("num_hidden_layers"), {}
 
     def _shared(self, config: Config) -> Ffn | None:
         return None
-
-    @contextmanager
-    def resuming(self, tower: nn.Module) -> Iterator[None]:
-        """Keeps the tower from multiplying hidden states as it multiplies embeddings, inside a with block."""
-        before = tower.embedding_multiplier
-        tower.embedding_multiplier = 1.0  # type: ignore[assignment]
-        try:
-            yield
-        finally:
-            tower.embedding_multiplier = before
 
 
 class GraniteMoeShared(GraniteMoe):
@@ -124,16 +124,53 @@ class GraniteMoeSwa(GraniteMoeShared):
         return joined("block_sparse_moe.experts", d_ff, d_model)
 
     def _mixers(self, config: Config, norm: Norm) -> tuple[Sequence[Attention | FixedState], Inside]:
-        bases = _bases(config)
-        turning = [*dict.fromkeys(base for base in bases if base)]
-        return [
-            replace(self._attention(config, turning.index(base) if base else None), window=window, sinks=True)
-            for base, window in zip(bases, config.windows(), strict=True)
-        ], {}
+        return _with_windows(config), {}
 
     def _ropes(self, config: Config, layers: Sequence[Layer]) -> list[tuple[Rope, F32]]:
-        config.rope(dim := config.head_dim(), kinds=("default",))  # others would turn by each layer's base as well
-        return [(Rope(dim), turns(base, dim)) for base in dict.fromkeys(_bases(config)) if base]
+        return _of_bases(config)
+
+
+class GraniteSwa(_Multiplied, Dense):
+    """The same without experts."""
+
+    model_type = "granite_swa"
+    model_class = "GraniteSWAForCausalLM"
+
+    def describe(self, config: Config, tokens: Tokens) -> Description:
+        norm, join = Norm(config.get("rms_norm_eps")), Join(add=config.number("residual_multiplier"))
+        network = config.network("intermediate_size", bias=bool(config.get("mlp_bias")))
+        attentions = _with_windows(config)
+        layers = [Layer(norm, attention, None, alone(network), join, join) for attention in attentions]
+        return decoder(
+            self.model_type, config, tokens, layers, self.names(config, attentions[0], network), _of_bases(config),
+            head=_head(config), embed_scale=config.number("embedding_multiplier"),
+        )  # fmt: skip
+
+
+def granite_attention(config: Config, rope: int | None = 0) -> Attention:
+    """Raises UnsupportedModel."""
+    biases = config.biases("attention_bias", "qkvo")
+    return config.attention(biases=biases, scale=config.number("attention_multiplier"), rope=rope)
+
+
+def _head(config: Config) -> Head:
+    return Head(bool(config.get("tie_word_embeddings")), 1 / config.number("logits_scaling"))
+
+
+def _with_windows(config: Config) -> list[Attention]:
+    """Returns the attention of each layer, with sinks. Raises UnsupportedModel."""
+    bases = _bases(config)
+    turning = [*dict.fromkeys(base for base in bases if base)]
+    return [
+        replace(granite_attention(config, turning.index(base) if base else None), window=window, sinks=True)
+        for base, window in zip(bases, config.windows(), strict=True)
+    ]
+
+
+def _of_bases(config: Config) -> list[tuple[Rope, F32]]:
+    """Returns the ropes. Raises UnsupportedModel."""
+    config.rope(dim := config.head_dim(), kinds=("default",))  # others would turn by each layer's base as well
+    return [(Rope(dim), turns(base, dim)) for base in dict.fromkeys(_bases(config)) if base]
 
 
 def _bases(config: Config) -> list[float]:

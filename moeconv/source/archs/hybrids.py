@@ -11,7 +11,7 @@ from moeconv.source.archs.deepseek import MORE_PREDICTED, sigmoid_router
 from moeconv.source.archs.dense import NO_ROUTERS, alone, of_network, put_alone
 from moeconv.source.archs.description import Description, Inside, Names, Place, decoder, named, rows
 from moeconv.source.archs.family import Family
-from moeconv.source.archs.granite import GraniteMoe
+from moeconv.source.archs.granite import GraniteMoe, granite_attention
 from moert.pack.mixers import FixedState, Mamba, Mamba2, ShortConv
 from moert.pack.model_spec import ExpertKey, Layer, StackName, Tokens
 from moert.pack.parts import Act, Attention, Experts, Ffn, Narrow, Norm, Router
@@ -276,7 +276,7 @@ class GraniteMoeHybrid(GraniteMoe):
         return super().describe(config, tokens)
 
     def _mixers(self, config: Config, norm: Norm) -> tuple[Sequence[Attention | FixedState], Inside]:
-        mamba, attention = _granite_mamba(config, norm), self._attention(config, 0 if _turns(config) else None)
+        mamba, attention = _granite_mamba(config, norm), granite_attention(config, 0 if _turns(config) else None)
         kinds: Mapping[str, Mamba2 | Attention] = {
             "mamba": mamba, "attention": attention, "linear_attention": mamba, "full_attention": attention,
         }  # fmt: skip

@@ -48,12 +48,19 @@ class Facts:
         """Returns a number for each layer, which may be one for all."""
         name, metadata = f"{self.arch}.{key}", self.container.metadata
         if isinstance(metadata.values.get(name), list):
-            return list(metadata.listed(name, int, self.blocks) or ())[: self.layers]
+            return self.of_layers(name, int) or []
         return [metadata.need(name, int)] * self.layers
 
     def bounds(self, key: str) -> list[float] | None:
         """Returns a number for each layer; None if there are none."""
-        found = self.container.metadata.listed(f"{self.arch}.{key}", float, self.blocks)
+        return self.of_layers(f"{self.arch}.{key}", float)
+
+    def of_layers(self, name: str, kind: type[T]) -> list[T] | None:
+        """Returns a list of the metadata with a value for each layer; None if there is none. It may have values for
+        layers behind the last one."""
+        found = self.container.metadata.listed(name, kind)
+        if found is not None and len(found) not in (self.layers, self.blocks):
+            raise self.container.metadata.wrong(name, f"should have {self.layers:,} values, it has {len(found):,}")
         return None if found is None else [*found][: self.layers]
 
     @cached_property
@@ -65,11 +72,14 @@ class Facts:
 
     @property
     def layers(self) -> int:
-        """The layers without those behind the last one that predict tokens after the next."""
+        """The layers without those behind the last one that predict tokens after the next, of which some files say how
+        many the model has, and count none."""
         key = "nextn_predict_layers"
         if not 0 <= (more := self.count(key, 0)) < self.blocks:
             raise self.container.metadata.wrong(f"{self.arch}.{key}", f"is {more} of {self.blocks} layers")
-        return self.blocks - more
+        at, tensors = f"blk.{self.blocks - more}.", self.container.tensors
+        usual = f"{at}attn_norm.weight" in tensors and f"{at}nextn.eh_proj.weight" not in tensors
+        return self.blocks if usual else self.blocks - more
 
     def has(self, tensor: str) -> list[bool]:
         """Returns for each layer whether it has a tensor."""

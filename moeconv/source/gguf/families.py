@@ -3,132 +3,53 @@ tensors."""
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
 
 import numpy as np
 
-from moeconv.source.archs.config import frequencies
+from moeconv.source.archs import NOT_COMPARED
 from moeconv.source.archs.deepseek import INDEXERS_LEFT_OUT
 from moeconv.source.gguf.facts import Facts
+from moeconv.source.gguf.settings import (
+    LONG,
+    ROPE,
+    SHORT,
+    SIGMOID,
+    SOFTMAX,
+    SQRT_SOFTPLUS,
+    Settings,
+    biases_of,
+    by_kind,
+    check_scores,
+    dense_of,
+    experts_of,
+    first_dense,
+    groups_of,
+    in_part,
+    longrope,
+    networks_of,
+    norm_eps,
+    plain_positions,
+    positions,
+    positions_of_llama3,
+    rows_of,
+    scores_of,
+    shared_experts,
+    turning_share,
+    usual,
+    widths_of,
+    windows_of,
+    with_llama3,
+)
 from moeconv.source.outline import CheckpointError
-
-Settings = dict[str, Any]
-
-OUTPUT, EMBED, ROPE = "output.weight", "token_embd.weight", "rope_freqs.weight"
-SHORT, LONG = "rope_factors_short.weight", "rope_factors_long.weight"
-_SOFTMAX, _SIGMOID = 1, 2  # of expert_gating_func
-_GATES = {_SOFTMAX: "softmax", _SIGMOID: "sigmoid"}
-_CLOSE = 1e-4
-
-
-def usual(facts: Facts) -> Settings:
-    """Returns the settings that most families have by the same names."""
-    embed = facts.container.tensors.get(EMBED)
-    if embed is None or len(embed.shape) != 2:
-        raise CheckpointError(f"{facts.container.files[0]} has no {EMBED}: it is incomplete, or not a language model")
-    found: Settings = {
-        "num_hidden_layers": facts.layers, "max_position_embeddings": facts.count("context_length"),
-        "hidden_size": facts.count("embedding_length"), "vocab_size": embed.shape[0],
-        "num_attention_heads": facts.heads, "num_key_value_heads": max(facts.each("attention.head_count_kv")),
-        "tie_word_embeddings": OUTPUT not in facts.container.tensors,
-    }  # fmt: skip
-    for name, key in (("intermediate_size", "feed_forward_length"), ("head_dim", "attention.key_length")):
-        if facts.said(key):
-            found[name] = max(facts.each(key))
-    return {**found, "rms_norm_eps": _eps(facts), "rope_parameters": _rope(facts)}
-
-
-def _eps(facts: Facts) -> float:
-    return facts.number(
-        f"attention.layer_norm_{'rms_' if facts.said('attention.layer_norm_rms_epsilon') else ''}epsilon"
-    )
-
-
-def _rope(facts: Facts) -> Settings:
-    """Returns the parameters of rotary positions."""
-    found: Settings = {"rope_type": "default", "rope_theta": facts.number("rope.freq_base", 10000.0)}
-    kind, metadata = f"{facts.arch}.rope.scaling.type", facts.container.metadata
-    match metadata.get(kind, str, "none"):
-        case "none" | "longrope":
-            pass
-        case "linear":
-            found |= {"rope_type": "linear", "factor": facts.number("rope.scaling.factor")}
-        case "yarn":
-            found |= {
-                "rope_type": "yarn", "factor": facts.number("rope.scaling.factor"),
-                "original_max_position_embeddings": facts.count("rope.scaling.original_context_length"),
-            }  # fmt: skip
-            for name in ("beta_fast", "beta_slow"):
-                if facts.said(key := f"rope.scaling.yarn_{name}"):
-                    found[name] = facts.number(key)
-            if facts.said(key := "rope.scaling.yarn_attn_factor") or facts.said(key := "rope.scaling.attn_factor"):
-                found["attention_factor"] = facts.number(key)
-        case other:
-            raise metadata.wrong(kind, f"is {other!r}, only none, linear, yarn and longrope are known")
-    return found
-
-
-def _llama3(facts: Facts, pairs: int | None = None) -> Settings:
-    """Returns the parameters of Llama 3's positions that give a file's factors of its turns, of the first `pairs`; the
-    file has no others."""
-    plain, factors = _rope(facts), facts.numbers(ROPE)[:pairs]
-    if not np.isfinite(factors).all() or not (factors > 0).all():
-        raise CheckpointError(f"{facts.container.files[0]}: {ROPE} holds values that are no factors")
-    dims, longest = 2 * len(factors), facts.count("context_length")
-    base = frequencies({**plain, "rope_type": "linear", "factor": 1.0}, dims, longest)[0]
-    for low, high in ((1.0, 4.0), (1.0, 1.0)):
-        for length in (8192, longest, *(1 << power for power in range(4, 21))):
-            tried = {
-                **plain, "rope_type": "llama3", "factor": float(factors.max()), "low_freq_factor": low,
-                "high_freq_factor": high, "original_max_position_embeddings": length,
-            }  # fmt: skip
-            if np.allclose(frequencies(tried, dims, longest)[0] * factors, base, rtol=_CLOSE, atol=0):
-                return tried
-    raise CheckpointError(
-        f"{facts.container.files[0]}: {ROPE} turns positions in a way that is not Llama 3's: it can't be converted"
-    )
-
-
-def _with_llama3(facts: Facts) -> Settings:
-    return {"rope_parameters": _llama3(facts)} if ROPE in facts.container.tensors else {}
-
-
-def _partial(facts: Facts) -> Settings:
-    """Returns rope_parameters of which a share of each head turns."""
-    return {**_rope(facts), **_share(facts, facts.head_dim)}
-
-
-def _share(facts: Facts, dim: int) -> Settings:
-    """Returns the share that turns of a head's `dim` features: a number that gives theirs again, rounded down."""
-    turning = facts.count("rope.dimension_count")
-    share = turning / dim
-    return {"partial_rotary_factor": share if int(dim * share) == turning else math.nextafter(share, math.inf)}
-
-
-def _experts(facts: Facts, n: str = "num_experts", top_k: str = "num_experts_per_tok") -> Settings:
-    return {n: facts.count("expert_count"), top_k: facts.count("expert_used_count")}
-
-
-def _widths(facts: Facts) -> Settings:
-    return {"moe_intermediate_size": facts.count("expert_feed_forward_length")}
-
-
-def _dense(facts: Facts) -> Settings:
-    without = [at for at, has in enumerate(facts.has("ffn_gate_inp.weight")) if not has]
-    return {"mlp_only_layers": without, "decoder_sparse_step": 1}
-
-
-def _biases(facts: Facts, setting: str = "attention_bias") -> Settings:
-    return {setting: facts.some("attn_q.bias")}
+from moert.pack.mixers import MOST_GROUPS
 
 
 def _llama(facts: Facts) -> Settings:
     if facts.count("expert_count", 0):
-        return {**_experts(facts, "num_local_experts"), "sliding_window": None, **_with_llama3(facts)}
-    return {**_biases(facts), "mlp_bias": facts.some("ffn_up.bias"), **_with_llama3(facts)}
+        return {**experts_of(facts, "num_local_experts"), "sliding_window": None, **with_llama3(facts)}
+    return {**biases_of(facts), "mlp_bias": facts.some("ffn_up.bias"), **with_llama3(facts)}
 
 
 def _qwen2_dense(facts: Facts) -> Settings:
@@ -136,24 +57,16 @@ def _qwen2_dense(facts: Facts) -> Settings:
 
 
 def _qwen3_dense(facts: Facts) -> Settings:
-    return {**_qwen2_dense(facts), **_biases(facts)}
+    return {**_qwen2_dense(facts), **biases_of(facts)}
 
 
 def _phi3(facts: Facts) -> Settings:
-    rope, length = _partial(facts), "rope.scaling.original_context_length"
+    rope, length = in_part(facts), "rope.scaling.original_context_length"
     if SHORT in facts.container.tensors and LONG in facts.container.tensors:
-        rope |= {**_longrope(facts), "attention_factor": facts.number("rope.scaling.attn_factor", 1.0)}
+        rope |= {**longrope(facts), "attention_factor": facts.number("rope.scaling.attn_factor", 1.0)}
     return {
         "sliding_window": facts.count("attention.sliding_window", 0) or None, "rope_parameters": rope,
         "original_max_position_embeddings": facts.count(length, facts.count("context_length")),
-    }  # fmt: skip
-
-
-def _longrope(facts: Facts) -> Settings:
-    return {
-        "rope_type": "longrope", "short_factor": facts.numbers(SHORT).tolist(),
-        "long_factor": facts.numbers(LONG).tolist(),
-        "original_max_position_embeddings": facts.count("rope.scaling.original_context_length"),
     }  # fmt: skip
 
 
@@ -162,11 +75,11 @@ def _gemma3(facts: Facts) -> Settings:
     window = "attention.sliding_window"
     return {
         "head_dim": head, "query_pre_attn_scalar": hidden // facts.heads if facts.layers == _LARGEST_GEMMA3 else head,
-        "sliding_window": facts.count(window), **_biases(facts),
+        "sliding_window": facts.count(window), **biases_of(facts),
         "layer_types": ["full_attention" if at % 6 == 5 else "sliding_attention" for at in range(facts.layers)],
         "final_logit_softcapping": facts.number(softcap) if facts.said(softcap) else None,
         "rope_parameters": {
-            "full_attention": _rope(facts),
+            "full_attention": positions(facts),
             "sliding_attention": {"rope_type": "default", "rope_theta": facts.number("rope.freq_base_swa", 10000.0)},
         },
     }  # fmt: skip
@@ -177,16 +90,28 @@ _LARGEST_GEMMA3 = 62  # layers of the model whose scores have a scale of their o
 
 def _cohere2(facts: Facts) -> Settings:
     return {
-        **_windows(facts, 4), **_biases(facts), "rms_norm_eps": None, "layer_norm_eps": _eps(facts),
+        **windows_of(facts, 4), **biases_of(facts), "rms_norm_eps": None, "layer_norm_eps": norm_eps(facts),
         "logit_scale": facts.number("logit_scale", 1.0),
+    }  # fmt: skip
+
+
+def _cohere2_moe(facts: Facts) -> Settings:
+    check_scores(facts, SIGMOID)
+    rms = norm_eps(facts) if facts.said("attention.layer_norm_rms_epsilon") else None
+    return {
+        **_cohere2(facts), **experts_of(facts), "rms_norm_eps": rms, "expert_selection_fn": "sigmoid",
+        "intermediate_size": facts.count("expert_feed_forward_length"),
+        "prefix_dense_intermediate_size": facts.count("feed_forward_length"), "mlp_layer_types": networks_of(facts),
+        "num_shared_experts": facts.count("expert_shared_count", 0), "prefix_dense_sliding_window_pattern": 1,
+        "norm_topk_prob": facts.flag("expert_weights_norm", False),
     }  # fmt: skip
 
 
 def _olmo2(facts: Facts) -> Settings:
     if _olmo_type(facts) == "olmo2":
-        return _biases(facts)
-    ropes = {"full_attention": _rope(facts), "sliding_attention": _plain_rope(facts)}
-    return {**_biases(facts), **_windows(facts, 4), "rope_parameters": ropes}
+        return biases_of(facts)
+    ropes = {"full_attention": positions(facts), "sliding_attention": plain_positions(facts)}
+    return {**biases_of(facts), **windows_of(facts, 4), "rope_parameters": ropes}
 
 
 def _olmo_type(facts: Facts) -> str:
@@ -195,23 +120,23 @@ def _olmo_type(facts: Facts) -> str:
 
 def _olmoe(facts: Facts) -> Settings:
     clip = facts.number("attention.clamp_kqv") if facts.said("attention.clamp_kqv") else None
-    return {**_experts(facts), "norm_topk_prob": False, "clip_qkv": clip}
+    return {**experts_of(facts), "norm_topk_prob": False, "clip_qkv": clip}
 
 
 def _qwen2(facts: Facts) -> Settings:
     return {
-        **_experts(facts), **_widths(facts), **_dense(facts), **_biases(facts, "qkv_bias"), "norm_topk_prob": False,
-        "shared_expert_intermediate_size": facts.count("expert_shared_feed_forward_length"),
+        **experts_of(facts), **widths_of(facts), **dense_of(facts), **biases_of(facts, "qkv_bias"),
+        "norm_topk_prob": False, "shared_expert_intermediate_size": facts.count("expert_shared_feed_forward_length"),
     }  # fmt: skip
 
 
 def _qwen3(facts: Facts) -> Settings:
-    return {**_experts(facts), **_widths(facts), **_dense(facts), "norm_topk_prob": True}
+    return {**experts_of(facts), **widths_of(facts), **dense_of(facts), "norm_topk_prob": True}
 
 
 def _qwen_next(facts: Facts) -> Settings:
     return {
-        **_experts(facts), **_widths(facts), "norm_topk_prob": True, **_deltas(facts),
+        **experts_of(facts), **widths_of(facts), "norm_topk_prob": True, **_deltas(facts),
         "shared_expert_intermediate_size": facts.count("expert_shared_feed_forward_length"),
     }  # fmt: skip
 
@@ -220,55 +145,32 @@ def _deltas(facts: Facts) -> Settings:
     values = facts.count("ssm.time_step_rank")
     kinds = ["full_attention" if attends else "linear_attention" for attends in facts.has("attn_k.weight")]
     return {
-        "layer_types": kinds, **_biases(facts),
+        "layer_types": kinds, **biases_of(facts),
         "linear_conv_kernel_dim": facts.count("ssm.conv_kernel"), "linear_key_head_dim": facts.count("ssm.state_size"),
         "linear_num_key_heads": facts.count("ssm.group_count"), "linear_num_value_heads": values,
-        "linear_value_head_dim": facts.count("ssm.inner_size") // max(values, 1), "rope_parameters": _partial(facts),
+        "linear_value_head_dim": facts.count("ssm.inner_size") // max(values, 1), "rope_parameters": in_part(facts),
     }  # fmt: skip
 
 
 def _qwen3_next(facts: Facts) -> Settings:
-    return {**_qwen_next(facts), **_dense(facts)}
+    return {**_qwen_next(facts), **dense_of(facts)}
 
 
 def _gpt_oss(facts: Facts) -> Settings:
-    rope = _rope(facts)
+    rope = positions(facts)
     if rope["rope_type"] == "yarn":
         rope["truncate"] = False
     return {
-        **_experts(facts, "num_local_experts"), **_biases(facts), "rope_parameters": rope,
+        **experts_of(facts, "num_local_experts"), **biases_of(facts), "rope_parameters": rope,
         "intermediate_size": facts.count("expert_feed_forward_length"),
         "sliding_window": facts.count("attention.sliding_window"),
         "layer_types": [("sliding_attention", "full_attention")[at % 2] for at in range(facts.layers)],
     }  # fmt: skip
 
 
-def _shared_experts(facts: Facts, n: str = "n_routed_experts", shared: str = "n_shared_experts") -> Settings:
-    """Returns the settings of DeepSeek's experts and routers."""
-    return {
-        **_experts(facts, n), **_widths(facts), shared: facts.count("expert_shared_count", 0) or None,
-        "routed_scaling_factor": facts.number("expert_weights_scale", 1.0),
-        "norm_topk_prob": facts.flag("expert_weights_norm", False), **_groups(facts),
-    }  # fmt: skip
-
-
-def _groups(facts: Facts) -> Settings:
-    return {"n_group": facts.count("expert_group_count", 1), "topk_group": facts.count("expert_group_used_count", 1)}
-
-
-def _scores(facts: Facts, usual: int = _SIGMOID) -> str:
-    """Returns the name of the function that makes a router's scores; `usual`: its number where a file says none."""
-    said = facts.count("expert_gating_func", 0) or usual
-    return _GATES.get(said, f"number {said}")
-
-
-def _first_dense(facts: Facts) -> Settings:
-    return {"first_k_dense_replace": facts.count("leading_dense_block_count", 0)}
-
-
 def _latent(facts: Facts) -> Settings:
     """Returns the settings of DeepSeek's layers."""
-    rope, turning = _rope(facts), facts.count("rope.dimension_count")
+    rope, turning = positions(facts), facts.count("rope.dimension_count")
     if facts.said(key := "rope.scaling.yarn_log_multiplier"):
         rope["mscale"] = rope["mscale_all_dim"] = round(10 * facts.number(key), 6)
     whole, value = (
@@ -277,7 +179,7 @@ def _latent(facts: Facts) -> Settings:
     )
     rank = facts.count("attention.q_lora_rank") if facts.said("attention.q_lora_rank") else None
     return {
-        **_shared_experts(facts), **_first_dense(facts), "rope_parameters": rope, "num_key_value_heads": facts.heads,
+        **shared_experts(facts), **first_dense(facts), "rope_parameters": rope, "num_key_value_heads": facts.heads,
         "head_dim": turning, "q_lora_rank": rank, "kv_lora_rank": facts.count("attention.kv_lora_rank"),
         "qk_nope_head_dim": whole - turning, "qk_rope_head_dim": turning, "v_head_dim": value,
     }  # fmt: skip
@@ -291,128 +193,197 @@ def _deepseek(facts: Facts) -> Settings:
 
 
 def _mistral4(facts: Facts) -> Settings:
-    if (scores := _scores(facts, _SOFTMAX)) != "softmax":
-        raise facts.container.metadata.wrong(f"{facts.arch}.expert_gating_func", f"says {scores}, expected softmax")
+    check_scores(facts, SOFTMAX)
     found = _latent(facts)
     whole, beta = found["qk_nope_head_dim"] + found["qk_rope_head_dim"], "attention.temperature_scale"
-    rope = {**found["rope_parameters"], **_share(facts, whole)}
+    rope = {**found["rope_parameters"], **turning_share(facts, whole)}
     rope["llama_4_scaling_beta"] = facts.number(beta) if facts.said(beta) else 1.0  # has no effect on a pack's texts
     return {**found, "head_dim": whole, "rope_interleave": True, "rope_parameters": rope}
 
 
-def _kimi_linear(facts: Facts) -> Settings:
-    found, linear = _latent(facts), [not has for has in facts.has("attn_kv_a_mqa.weight")]
-    groups = {"num_expert_group": found.pop("n_group"), "topk_group": found.pop("topk_group")}
-    names = {"n_routed_experts": "num_experts", "n_shared_experts": "num_shared_experts"}
-    found = {names.get(name, name): value for name, value in found.items() if name != "first_k_dense_replace"}
+def _by_feature(facts: Facts, other: str = "full_attention") -> Settings:
+    """Returns the settings of layers with delta rules by feature, and of others with latent attention, by its word."""
+    found, latent = _latent(facts), facts.has("attn_kv_a_mqa.weight")
     return {
-        **found, **groups, "rope_parameters": None, "moe_renormalize": True, "mlp_layer_types": _networks(facts),
-        "layer_types": ["linear_attention" if each else "full_attention" for each in linear],
-        "linear_head_dim": facts.count("kda.head_dim"), "linear_num_heads": _rows(facts, "ssm_beta.weight") or 1,
+        **found, "mlp_layer_types": networks_of(facts),
+        "layer_types": [other if each else "linear_attention" for each in latent],
+        "linear_head_dim": facts.count("kda.head_dim"), "linear_num_heads": rows_of(facts, "ssm_beta.weight") or 1,
         "linear_conv_kernel_dim": facts.count("ssm.conv_kernel"),
     }  # fmt: skip
 
 
-def _step(facts: Facts) -> Settings:
-    windows = _windows(facts)
-    full = [kind == "full_attention" for kind in windows["layer_types"]]
-    heads, kv = (_by_kind(facts.each(f"attention.head_count{end}"), full) for end in ("", "_kv"))
-    of_full, of_rest = (max(each or other) for each, other in (heads, heads[::-1]))
-    rope, half = _rope(facts), {"partial_rotary_factor": 0.5}  # of layers without a window, in all that there are
-    if ROPE in facts.container.tensors:
-        rope = _llama3(facts, facts.head_dim // 4)
+def _renamed(found: Settings) -> Settings:
+    """Returns settings by the names of some makers."""
+    names = {
+        "n_routed_experts": "num_experts", "n_shared_experts": "num_shared_experts", "n_group": "num_expert_group",
+    }  # fmt: skip
+    return {names.get(name, name): value for name, value in found.items() if name != "first_k_dense_replace"}
+
+
+def _kimi_linear(facts: Facts) -> Settings:
+    return {**_renamed(_by_feature(facts)), "rope_parameters": None, "moe_renormalize": True}
+
+
+def _glm5_next(facts: Facts) -> Settings:
+    check_scores(facts, SIGMOID)
+    bound, pool = "kda.gate_lower_bound", "attention.indexer.kpool"
     return {
-        **_experts(facts, "n_routed_experts"), **_widths(facts), **windows, "mlp_layer_types": _networks(facts),
+        **_by_feature(facts, "indexed_attention"), **_streams(facts), "rope_parameters": None,
+        "linear_lower_bound": facts.number(bound) if facts.said(bound) else None, "index_kpool": facts.count(pool),
+        "index_kpool_always_select_tail": facts.flag(f"{pool}_select_tail", True),
+        **{name: facts.count(f"attention.{key}") for name, key in _INDEXER.items()},
+    }  # fmt: skip
+
+
+def _bailing3(facts: Facts) -> Settings:
+    check_scores(facts, SIGMOID)
+    for key in ("swiglu_clamp_exp", "swiglu_clamp_shexp"):
+        if any(facts.bounds(key) or ()):
+            raise facts.container.metadata.wrong(f"{facts.arch}.{key}", "bounds gates, which transformers does not do")
+    found = _renamed(_by_feature(facts))
+    return {
+        **found, "moe_renormalize": found.pop("norm_topk_prob"), "kda_safe_gate": facts.flag("kda.safe_gate", True),
+        "kda_lower_bound": facts.number("kda.gate_lower_bound"),
+    }  # fmt: skip
+
+
+def _step(facts: Facts) -> Settings:
+    windows = windows_of(facts)
+    full = [kind == "full_attention" for kind in windows["layer_types"]]
+    heads, kv = (by_kind(facts.each(f"attention.head_count{end}"), full) for end in ("", "_kv"))
+    of_full, of_rest = (max(each or other) for each, other in (heads, heads[::-1]))
+    rope, half = positions(facts), {"partial_rotary_factor": 0.5}  # of layers without a window, in all that there are
+    if ROPE in facts.container.tensors:
+        rope = positions_of_llama3(facts, facts.head_dim // 4)
+    return {
+        **experts_of(facts, "n_routed_experts"), **widths_of(facts), **windows, "mlp_layer_types": networks_of(facts),
         "num_attention_heads": of_full, "num_sliding_attention_heads": of_rest,
         "num_key_value_heads": max(kv[0] or kv[1]), "head_dim": facts.head_dim,
         "share_expert_dim": facts.count("expert_shared_feed_forward_length"),
         "moe_router_scaling_factor": facts.number("expert_weights_scale", 1.0),
         "norm_expert_weight": facts.flag("expert_weights_norm", True),
         "swiglu_limits": facts.bounds("swiglu_clamp_exp"), "swiglu_limits_shared": facts.bounds("swiglu_clamp_shexp"),
-        "rope_parameters": {"full_attention": {**rope, **half}, "sliding_attention": _plain_rope(facts)},
+        "rope_parameters": {"full_attention": {**rope, **half}, "sliding_attention": plain_positions(facts)},
     }  # fmt: skip
 
 
 def _indexed(facts: Facts) -> Settings:
     """Returns the settings of DeepSeek-V3.2's layers and indexers."""
-    indexers = {"index_n_heads": "head_count", "index_head_dim": "key_length", "index_topk": "top_k"}
     return {
-        **_latent(facts), "mlp_layer_types": _networks(facts), "scoring_func": _scores(facts),
-        **{name: facts.count(f"attention.indexer.{key}") for name, key in indexers.items()},
+        **_latent(facts), "mlp_layer_types": networks_of(facts), "scoring_func": scores_of(facts),
+        **{name: facts.count(f"attention.{key}") for name, key in _INDEXER.items()},
     }  # fmt: skip
+
+
+_INDEXER = {
+    f"index_{name}": f"indexer.{key}"
+    for name, key in (("n_heads", "head_count"), ("head_dim", "key_length"), ("topk", "top_k"))
+}
+
+
+def _deepseek4(facts: Facts) -> Settings:
+    key, metadata = f"{facts.arch}.attention.compress_ratios", facts.container.metadata
+    ratios = metadata.listed(key, int) or ()
+    if len(ratios) < facts.layers or not {*ratios} <= _POOLS.keys():
+        raise metadata.wrong(key, f"should have one of {', '.join(map(str, _POOLS))} for each of {facts.layers} layers")
+    share, hashed = turning_share(facts, facts.head_dim), facts.count("hash_layer_count", 0)
+    main = {"rope_type": "default", "rope_theta": facts.number("rope.freq_base", 10000.0), **share}
+    pooled = {**positions(facts), **share, "rope_theta": facts.number("attention.compress_rope_freq_base")}
+    if pooled["rope_type"] == "yarn":
+        pooled["attention_factor"] = 1.0
+    counts = {
+        "q_lora_rank": "q_lora_rank", "o_lora_rank": "output_lora_rank", "o_groups": "output_group_count",
+        "sliding_window": "sliding_window", **_INDEXER,
+    }  # fmt: skip
+    return {
+        **experts_of(facts, "n_routed_experts"), **widths_of(facts), **share,
+        "rope_parameters": {"main": main, "compress": pooled},
+        **{name: facts.count(f"attention.{said}") for name, said in counts.items()}, **_streams(facts),
+        "n_shared_experts": facts.count("expert_shared_count"), "scoring_func": scores_of(facts, SQRT_SOFTPLUS),
+        "routed_scaling_factor": facts.number("expert_weights_scale", 1.0),
+        "norm_topk_prob": facts.flag("expert_weights_norm", True),
+        "layer_types": [_POOLS[every] for every in ratios[: facts.layers]],
+        "compress_rates": {kind: every for every, kind in _POOLS.items() if every},
+        "mlp_layer_types": ["hash_moe" if at < hashed else "moe" for at in range(facts.layers)],
+    }  # fmt: skip
+
+
+def _streams(facts: Facts) -> Settings:
+    """Returns the settings of streams, and of the bound on gates of networks between them."""
+    limits = {*(facts.bounds(key := "swiglu_clamp_exp") or ()), *(facts.bounds("swiglu_clamp_shexp") or ())}
+    if len(limits) != 1:
+        raise facts.container.metadata.wrong(
+            f"{facts.arch}.{key}", "should be the same number for all layers and experts"
+        )
+    return {
+        "hc_mult": facts.count("hyper_connection.count"), "hc_eps": facts.number("hyper_connection.epsilon"),
+        "hc_sinkhorn_iters": facts.count("hyper_connection.sinkhorn_iterations"), "swiglu_limit": limits.pop(),
+    }  # fmt: skip
+
+
+_POOLS = {0: "sliding_attention", 4: "compressed_sparse_attention", 128: "heavily_compressed_attention"}
+"""Tokens of a pool → the attention that has such pools."""
 
 
 def deepseek_type(facts: Facts) -> str:
     """Returns the model_type of llama.cpp's deepseek2."""
-    sigmoid = facts.count("expert_gating_func", 0) == _SIGMOID or facts.some("exp_probs_b.bias")
+    sigmoid = facts.count("expert_gating_func", 0) == SIGMOID or facts.some("exp_probs_b.bias")
     return "deepseek_v3" if sigmoid else "deepseek_v2"
 
 
 def _glm4(facts: Facts) -> Settings:
     return {
-        **_shared_experts(facts), **_first_dense(facts), **_biases(facts), "rope_parameters": _partial(facts),
+        **shared_experts(facts), **first_dense(facts), **biases_of(facts), "rope_parameters": in_part(facts),
         "use_qk_norm": facts.some("attn_q_norm.weight"),
     }  # fmt: skip
 
 
-def _windows(facts: Facts, period: int = 1) -> Settings:
-    """Returns the windows of layers. A file has a list of the layers with one, or a number N: each Nth layer has none;
-    `period`: N if it says neither."""
-    key, metadata = f"{facts.arch}.attention.sliding_window_pattern", facts.container.metadata
-    if isinstance(said := metadata.values.get(key), list):
-        kind = int if any(type(each) is int for each in said) else bool
-        pattern = [bool(each) for each in metadata.listed(key, kind, facts.blocks) or ()][: facts.layers]
-    else:
-        period = facts.count("attention.sliding_window_pattern", period)
-        pattern = [period == 0 or at % period < period - 1 for at in range(facts.layers)]
-    kinds = ["sliding_attention" if each else "full_attention" for each in pattern]
-    window = facts.count("attention.sliding_window") if any(pattern) else None
-    return {"layer_types": kinds, "sliding_window": window}
-
-
-def _plain_rope(facts: Facts) -> Settings:
-    """Returns the parameters of rotary positions in layers with a window, which are never scaled."""
-    theta = facts.number("rope.freq_base_swa", facts.number("rope.freq_base", 10000.0))
-    return {"rope_type": "default", "rope_theta": theta}
-
-
 def _dots1(facts: Facts) -> Settings:
-    return {**_shared_experts(facts), **_first_dense(facts), **_biases(facts), **_windows(facts)}
-
-
-def _networks(facts: Facts) -> list[str]:
-    """Returns for each layer whether it has experts, as words."""
-    return ["sparse" if has else "dense" for has in facts.has("ffn_gate_inp.weight")]
+    return {**shared_experts(facts), **first_dense(facts), **biases_of(facts), **windows_of(facts)}
 
 
 def _exaone(facts: Facts) -> Settings:
     return {
-        **_shared_experts(facts, "num_experts", "num_shared_experts"), **_windows(facts), **_with_llama3(facts),
-        "mlp_layer_types": _networks(facts),
+        **shared_experts(facts, "num_experts", "num_shared_experts"), **windows_of(facts), **with_llama3(facts),
+        "mlp_layer_types": networks_of(facts),
     }  # fmt: skip
 
 
 def _afmoe(facts: Facts) -> Settings:
     return {
-        **_experts(facts), **_widths(facts), **_windows(facts, 4), **_biases(facts), "mup_enabled": True,
-        "num_shared_experts": facts.count("expert_shared_count"), "score_func": _scores(facts),
+        **experts_of(facts), **widths_of(facts), **windows_of(facts, 4), **biases_of(facts), "mup_enabled": True,
+        "num_shared_experts": facts.count("expert_shared_count"), "score_func": scores_of(facts),
         "num_dense_layers": facts.count("leading_dense_block_count", 0),
         "route_scale": facts.number("expert_weights_scale", 1.0),
-        "route_norm": facts.flag("expert_weights_norm", False), **_groups(facts),
+        "route_norm": facts.flag("expert_weights_norm", False), **groups_of(facts),
     }  # fmt: skip
 
 
 def _minimax(facts: Facts) -> Settings:
     return {
-        **_experts(facts, "num_local_experts"), "intermediate_size": facts.count("expert_feed_forward_length"),
-        "rotary_dim": facts.count("rope.dimension_count"), "rope_parameters": _partial(facts),
+        **experts_of(facts, "num_local_experts"), "intermediate_size": facts.count("expert_feed_forward_length"),
+        "rotary_dim": facts.count("rope.dimension_count"), "rope_parameters": in_part(facts),
+    }  # fmt: skip
+
+
+def _minimax_m3(facts: Facts) -> Settings:
+    check_scores(facts, SIGMOID)
+    width, kinds = facts.count("expert_feed_forward_length"), ("full_attention", "minimax_m3_sparse")
+    blocks = {"index_block_size": "block_size", "index_topk_blocks": "top_k", "index_local_blocks": "local_blocks"}
+    return {
+        **experts_of(facts, "num_local_experts"), "intermediate_size": width, "rope_parameters": in_part(facts),
+        "dense_intermediate_size": facts.count("feed_forward_length"), "mlp_layer_types": networks_of(facts),
+        "shared_intermediate_size": width * facts.count("expert_shared_count"),
+        "routed_scaling_factor": facts.number("expert_weights_scale", 1.0), "swiglu_limit": 7.0, "swiglu_alpha": 1.702,
+        "layer_types": [kinds[has] for has in facts.has("indexer.q_proj.weight")],
+        **{name: facts.count(f"attention.indexer.{key}") for name, key in blocks.items()},
     }  # fmt: skip
 
 
 def _ernie(facts: Facts) -> Settings:
     with_experts = [at for at, has in enumerate(facts.has("ffn_gate_inp.weight")) if has] or [0]
     return {
-        **_experts(facts, "moe_num_experts", "moe_k"), **_widths(facts), **_biases(facts, "use_bias"),
+        **experts_of(facts, "moe_num_experts", "moe_k"), **widths_of(facts), **biases_of(facts, "use_bias"),
         "moe_num_shared_experts": facts.count("expert_shared_count", 0),
         "moe_layer_interval": facts.count("interleave_moe_layer_step", 1),
         "moe_layer_start_index": facts.count("leading_dense_block_count", 0), "moe_layer_end_index": with_experts[-1],
@@ -421,7 +392,7 @@ def _ernie(facts: Facts) -> Settings:
 
 def _hunyuan(facts: Facts) -> Settings:
     return {
-        **_experts(facts, top_k="moe_topk"), **_biases(facts), "head_dim": facts.head_dim,
+        **experts_of(facts, top_k="moe_topk"), **biases_of(facts), "head_dim": facts.head_dim,
         "intermediate_size": facts.count("expert_feed_forward_length"),
     }  # fmt: skip
 
@@ -431,23 +402,33 @@ def _hy(facts: Facts) -> Settings:
     if not facts.flag(key := "expert_weights_norm", False):
         raise facts.container.metadata.wrong(f"{facts.arch}.{key}", "is not true: such weights can't be packed")
     return {
-        **_experts(facts), "moe_intermediate_size": width, **_biases(facts), "mlp_layer_types": _networks(facts),
+        **experts_of(facts), "moe_intermediate_size": width, **biases_of(facts), "mlp_layer_types": networks_of(facts),
         "num_shared_experts": facts.count("expert_shared_feed_forward_length", width) // max(width, 1),
-        "router_scaling_factor": facts.number("expert_weights_scale", 1.0), "scoring_func": _scores(facts),
+        "router_scaling_factor": facts.number("expert_weights_scale", 1.0), "scoring_func": scores_of(facts),
     }  # fmt: skip
 
 
 def _granite(facts: Facts) -> Settings:
+    return {**experts_of(facts, "num_local_experts"), **_granite_factors(facts), **with_llama3(facts)}
+
+
+def _granite_swa(facts: Facts) -> Settings:
+    many, base = facts.count("expert_count", 0) > 0, facts.number("rope.freq_base", 10000.0)
+    turning = facts.of_layers(f"{facts.arch}.attention.rope_pattern", bool) or [True] * facts.layers
+    return {
+        **_granite_factors(facts), **windows_of(facts), "layer_rope_theta": [base * turns for turns in turning],
+        **(experts_of(facts, "num_local_experts") if many else {"mlp_bias": facts.some("ffn_up.bias")}),
+    }  # fmt: skip
+
+
+def _granite_factors(facts: Facts) -> Settings:
     factors = {
         "attention_multiplier": "attention.scale", "embedding_multiplier": "embedding_scale",
         "residual_multiplier": "residual_scale", "logits_scaling": "logit_scale",
     }  # fmt: skip
     found = {name: facts.number(key, 1.0) for name, key in factors.items()}
     shared = facts.count("expert_shared_feed_forward_length", 0)
-    return {
-        **_experts(facts, "num_local_experts"), **found, **_biases(facts), **_with_llama3(facts),
-        **({"shared_intermediate_size": shared} if shared else {}),
-    }  # fmt: skip
+    return {**found, **biases_of(facts), **({"shared_intermediate_size": shared} if shared else {})}
 
 
 def _granite_hybrid(facts: Facts) -> Settings:
@@ -465,14 +446,14 @@ def _granite_hybrid(facts: Facts) -> Settings:
 
 def _phimoe(facts: Facts) -> Settings:
     found = {
-        **_experts(facts, "num_local_experts"), **_biases(facts),
+        **experts_of(facts, "num_local_experts"), **biases_of(facts),
         "lm_head_bias": "output.bias" in facts.container.tensors,
         "sliding_window": facts.count("attention.sliding_window", 0) or None,
     }  # fmt: skip
     if SHORT in facts.container.tensors and LONG in facts.container.tensors:
         factor = facts.number("rope.scaling.attn_factor", 1.0)
         found["rope_parameters"] = {
-            **_rope(facts), **_longrope(facts), "short_mscale": factor, "long_mscale": factor,
+            **positions(facts), **longrope(facts), "short_mscale": factor, "long_mscale": factor,
         }  # fmt: skip
     return found
 
@@ -480,11 +461,11 @@ def _phimoe(facts: Facts) -> Settings:
 def _llama4(facts: Facts) -> Settings:
     experts = [at for at, has in enumerate(facts.has("ffn_gate_inp.weight")) if has]
     return {
-        **_experts(facts, "num_local_experts"), "moe_layers": experts,
+        **experts_of(facts, "num_local_experts"), "moe_layers": experts,
         "intermediate_size": facts.count("expert_feed_forward_length"),
         "intermediate_size_mlp": facts.count("feed_forward_length"),
-        "use_qk_norm": facts.count("expert_count") != _MAVERICK, "rope_parameters": _rope(facts),
-        "attention_chunk_size": facts.count("attention.chunk_size", 8192), **_with_llama3(facts),
+        "use_qk_norm": facts.count("expert_count") != _MAVERICK, "rope_parameters": positions(facts),
+        "attention_chunk_size": facts.count("attention.chunk_size", 8192), **with_llama3(facts),
     }  # fmt: skip
 
 
@@ -492,17 +473,17 @@ _MAVERICK = 128  # experts of the model whose heads are not normed
 
 
 def _gemma4(facts: Facts) -> Settings:
-    windows = _windows(facts)
+    windows = windows_of(facts)
     full = [kind == "full_attention" for kind in windows["layer_types"]]
     kv = facts.each("attention.head_count_kv")
-    of_full, of_rest = _by_kind(kv, full)
+    of_full, of_rest = by_kind(kv, full)
     factors = facts.numbers(ROPE) if ROPE in facts.container.tensors else np.ones(1, np.float32)
     own_values = [has for has, whole in zip(facts.has("attn_v.weight"), full, strict=True) if whole]
     softcap = "final_logit_softcapping"
     many = facts.count("expert_count", 0) > 0
-    experts = {**_experts(facts, top_k="top_k_experts"), **_widths(facts)} if many else {}
+    experts = {**experts_of(facts, top_k="top_k_experts"), **widths_of(facts)} if many else {}
     return {
-        **windows, **experts, **_biases(facts),
+        **windows, **experts, **biases_of(facts),
         "head_dim": facts.count("attention.key_length_swa"), "global_head_dim": facts.count("attention.key_length"),
         "num_key_value_heads": max(of_rest or kv), "num_global_key_value_heads": max(of_full or kv),
         "attention_k_eq_v": not all(own_values), "enable_moe_block": many,
@@ -519,28 +500,22 @@ def _gemma4(facts: Facts) -> Settings:
     }  # fmt: skip
 
 
-def _by_kind(numbers: Sequence[int], full: Sequence[bool]) -> tuple[list[int], list[int]]:
-    """Returns the numbers of layers without a window, and of those with one."""
-    both = [*zip(numbers, full, strict=True)]
-    return [each for each, whole in both if whole], [each for each, whole in both if not whole]
-
-
 def _mimo(facts: Facts) -> Settings:
     facts.container.metadata.need(f"{facts.arch}.attention.sliding_window_pattern", list)
-    windows, scale = _windows(facts), facts.number("attention.value_scale")  # older files lack it, and are refused
-    of_full, of_rest = _by_kind(
+    windows, scale = windows_of(facts), facts.number("attention.value_scale")  # older files lack it, and are refused
+    of_full, of_rest = by_kind(
         facts.each("attention.head_count_kv"), [kind == "full_attention" for kind in windows["layer_types"]]
     )
     kv = max(of_full or [max(of_rest) // 2])
-    share = _share(facts, facts.head_dim)
+    share = turning_share(facts, facts.head_dim)
     return {
-        **_experts(facts, "n_routed_experts"), **_widths(facts), **_biases(facts), **windows, **_groups(facts),
-        "mlp_layer_types": _networks(facts), "norm_topk_prob": True, "head_dim": facts.head_dim,
+        **experts_of(facts, "n_routed_experts"), **widths_of(facts), **biases_of(facts), **windows, **groups_of(facts),
+        "mlp_layer_types": networks_of(facts), "norm_topk_prob": True, "head_dim": facts.head_dim,
         "routed_scaling_factor": 1.0, "num_key_value_heads": kv, "swa_num_key_value_heads": max(of_rest or [2 * kv]),
         "v_head_dim": facts.count("attention.value_length", facts.head_dim),
         "attention_value_scale": scale,
         "rope_parameters": {
-            "full_attention": {**_rope(facts), **share}, "sliding_attention": {**_plain_rope(facts), **share},
+            "full_attention": {**positions(facts), **share}, "sliding_attention": {**plain_positions(facts), **share},
         },
     }  # fmt: skip
 
@@ -548,8 +523,8 @@ def _mimo(facts: Facts) -> Settings:
 def _lfm2(facts: Facts) -> Settings:
     kinds = ["full_attention" if attends else "conv" for attends in facts.has("attn_q.weight")]
     return {
-        **_experts(facts), **_widths(facts), "layer_types": kinds, "rms_norm_eps": None,
-        "norm_eps": _eps(facts), "conv_L_cache": facts.count("shortconv.l_cache"),
+        **experts_of(facts), **widths_of(facts), "layer_types": kinds, "rms_norm_eps": None,
+        "norm_eps": norm_eps(facts), "conv_L_cache": facts.count("shortconv.l_cache"),
         "num_dense_layers": facts.count("leading_dense_block_count", 0), "conv_bias": facts.some("shortconv.conv.bias"),
         "use_expert_bias": facts.some("exp_probs_b.bias"), "norm_topk_prob": facts.flag("expert_weights_norm", True),
         "routed_scaling_factor": facts.number("expert_weights_scale", 1.0),
@@ -562,7 +537,7 @@ def _jamba(facts: Facts) -> Settings:
         **_every("expert", facts.has("ffn_gate_inp.weight"), facts),
     }
     return {
-        **_experts(facts), **found, "rope_parameters": None, "mamba_d_state": facts.count("ssm.state_size"),
+        **experts_of(facts), **found, "rope_parameters": None, "mamba_d_state": facts.count("ssm.state_size"),
         "mamba_dt_rank": facts.count("ssm.time_step_rank"), "mamba_d_conv": facts.count("ssm.conv_kernel"),
         "mamba_expand": facts.count("ssm.inner_size") // max(facts.count("embedding_length"), 1),
         "mamba_conv_bias": facts.some("ssm_conv1d.bias"), "mamba_proj_bias": facts.some("ssm_in.bias"),
@@ -589,24 +564,19 @@ def _nemotron(facts: Facts) -> Settings:
     heads, inner, experts = facts.count("ssm.time_step_rank"), facts.count("ssm.inner_size"), Settings()
     if "moe" in kinds:
         experts = {
-            **_shared_experts(facts), "moe_latent_size": facts.count("moe_latent_size", 0) or None,
+            **shared_experts(facts), "moe_latent_size": facts.count("moe_latent_size", 0) or None,
             "moe_shared_expert_intermediate_size": facts.count("expert_shared_feed_forward_length"),
         }  # fmt: skip
     return {
         **experts, "layers_block_type": kinds, "rms_norm_eps": None,
-        "layer_norm_epsilon": _eps(facts), "head_dim": facts.head_dim,
-        "intermediate_size": _rows(facts, "ffn_up.weight") or 1, "mamba_num_heads": heads,
+        "layer_norm_epsilon": norm_eps(facts), "head_dim": facts.head_dim,
+        "intermediate_size": rows_of(facts, "ffn_up.weight") or 1, "mamba_num_heads": heads,
         "mamba_head_dim": inner // max(heads, 1), "n_groups": facts.count("ssm.group_count"),
         "ssm_state_size": facts.count("ssm.state_size"), "conv_kernel": facts.count("ssm.conv_kernel"),
         "use_conv_bias": facts.some("ssm_conv1d.bias"), "use_bias": facts.some("ssm_in.bias"),
         "mlp_hidden_act": "relu2",
         "attention_bias": False, "mlp_bias": False, "rope_parameters": None,
     }  # fmt: skip
-
-
-def _rows(facts: Facts, tensor: str) -> int | None:
-    names = (f"blk.{layer}.{tensor}" for layer in range(facts.layers))
-    return next((facts.container.tensors[name].shape[0] for name in names if name in facts.container.tensors), None)
 
 
 # Names of tensors: those of a pack, within a layer or outside, → a file's.
@@ -662,10 +632,36 @@ def _granite_type(facts: Facts) -> str:
     return "granitemoeshared" if facts.count("expert_shared_feed_forward_length", 0) else "granitemoe"
 
 
+def _granite_swa_type(facts: Facts) -> str:
+    return "granitemoe_swa" if facts.count("expert_count", 0) else "granite_swa"
+
+
 def _llama_type(facts: Facts) -> str:
     return "mixtral" if facts.count("expert_count", 0) else "llama"
 
 
+_HYPER = {
+    f"{place}.{name}": f"{at}_{called}.weight"
+    for place, at in (("mixer_streams", "hc_attn"), ("ffn_streams", "hc_ffn"), ("decoder.streams", "output_hc"))
+    for name, called in (("weight", "fn"), ("bias", "base"), ("scale", "scale"))
+}
+_BY_FEATURE = {
+    **{f"mixer.{name}": f"attn_{name}" for name in "qkv"}, "mixer.conv": "ssm_conv1d_q", "mixer.b": "ssm_beta",
+    "mixer.out": "attn_output",
+}  # fmt: skip
+_NARROWED = {
+    "mixer.a_narrow": "ssm_f_a", "mixer.a": "ssm_f_b", "mixer.z_narrow": "ssm_g_a", "mixer.z": "ssm_g_b",
+}  # fmt: skip
+_POOLED = {
+    "mixer.q_a": "attn_q_a", "mixer.q_norm": "attn_q_a_norm", "mixer.q": "attn_q_b", "mixer.kv": "attn_kv",
+    "mixer.kv_norm": "attn_kv_a_norm", "mixer.sinks": "attn_sinks.weight", "mixer.out": "attn_output_b",
+    **{f"mixer.narrow.{group}": "attn_output_a" for group in range(MOST_GROUPS)},
+    "mixer.index.q": "indexer.attn_q_b", "mixer.index.weights": "indexer.proj",
+    **{f"mixer.{kind}.{name}": f"{at}_compressor_{called}" for kind, at in (("pool", "attn"), ("index", "indexer"))
+       for name, called in (("values", "kv"), ("gates", "gate"), ("places", "ape.weight"), ("norm", "norm"))},
+    "router.table": "ffn_gate_tid2eid.weight",
+    **_HYPER,
+}  # fmt: skip
 _BEHIND = {"mixer_after": "post_attention_norm", "ffn_after": "post_ffw_norm"}
 _Q = frozenset({"attn_q", "attn_k"})
 _IN = frozenset({"ssm_in"})
@@ -679,6 +675,7 @@ ARCHS: Mapping[str, Arch] = {
     "phi3": Arch("phi3", _phi3),
     "gemma3": Arch("gemma3_text", _gemma3, _BEHIND),
     "cohere2": Arch("cohere2", _cohere2, {"ffn_norm": "attn_norm"}, whole=_Q),
+    "cohere2moe": Arch("cohere2_moe", _cohere2_moe, {"ffn_norm": "attn_norm"}, whole=_Q),
     "olmo2": Arch(_olmo_type, _olmo2, _BEHIND),
     "olmoe": Arch("olmoe", _olmoe),
     "qwen2moe": Arch("qwen2_moe", _qwen2),
@@ -688,21 +685,26 @@ ARCHS: Mapping[str, Arch] = {
     "gpt-oss": Arch("gpt_oss", _gpt_oss, {"ffn_norm": "post_attention_norm"}),
     "deepseek2": Arch(deepseek_type, _deepseek, whole=_LATENT),
     "mistral4": Arch("mistral4", _mistral4, whole=_LATENT),
-    "kimi-linear": Arch("kimi_linear", _kimi_linear, {
-        **{f"mixer.{name}": f"attn_{name}" for name in "qkv"}, "mixer.conv": "ssm_conv1d_q", "mixer.b": "ssm_beta",
-        "mixer.a_narrow": "ssm_f_a", "mixer.a": "ssm_f_b", "mixer.z_narrow": "ssm_g_a", "mixer.z": "ssm_g_b",
-        "mixer.out": "attn_output",
+    "kimi-linear": Arch("kimi_linear", _kimi_linear, {**_BY_FEATURE, **_NARROWED}, whole=_LATENT),
+    "glm5-next": Arch("glm5_next", _glm5_next, {**_BY_FEATURE, **_NARROWED, **_HYPER}, whole=_LATENT, inside=True,
+                      left_out={r"blk\.\d+\.indexer[._]": INDEXERS_LEFT_OUT}),
+    "bailingmoe3": Arch("bailing_hybrid", _bailing3, {
+        **_BY_FEATURE, "mixer.a": "ssm_f_a", "mixer.z": "ssm_g_a", "attn.gate": "attn_gate",
     }, whole=_LATENT),
     "step35": Arch("step3p5", _step, {"attn.gate": "attn_gate"}),
     "glm-dsa": Arch("glm_moe_dsa", _indexed, whole=_LATENT, left_out=_INDEXERS),
     "deepseek32": Arch("deepseek_v32", _indexed, whole=_LATENT, left_out=_INDEXERS),
+    "deepseek4": Arch("deepseek_v4", _deepseek4, _POOLED, frozenset({"attn_output_a", "ffn_gate_tid2eid"})),
     "glm4moe": Arch("glm4_moe", _glm4, {"ffn_norm": "post_attention_norm"}),
     "minimax-m2": Arch("minimax_m2", _minimax),
+    "minimax-m3": Arch("minimax_m3_vl", _minimax_m3, inside=True, left_out=_INDEXERS),
     "ernie4_5-moe": Arch("ernie4_5_moe", _ernie, whole=_Q),
     "hunyuan-moe": Arch("hunyuan_v1_moe", _hunyuan),
     "hy_v3": Arch("hy_v3", _hy, {"router.choice_bias": "exp_probs_b"}),
     "dots1": Arch("dots1", _dots1),
     "granitemoe": Arch(_granite_type, _granite, turned=True),
+    "granite_swa": Arch(_granite_swa_type, _granite_swa, {"shared.gate": "ffn_up_shexp"}, frozenset({"ffn_up_shexp"}),
+                        turned=True),
     "granitehybrid": Arch("granitemoehybrid", _granite_hybrid, whole=_IN, turned=True),
     "phimoe": Arch("phimoe", _phimoe),
     "afmoe": Arch("afmoe", _afmoe, {**_BEHIND, "attn.gate": "attn_gate"}),
@@ -731,3 +733,9 @@ ARCHS: Mapping[str, Arch] = {
     }, frozenset({"ffn_gate_inp.scale"}), alone={"ffn_norm": "ffn_norm"}),
 }  # fmt: skip
 """llama.cpp's name → its family here."""
+
+REFUSED: Mapping[str, str] = {
+    "qwen4exp": "its tables of tokens together are read of safetensors files alone: take those",
+    **dict.fromkeys(("bailingmoe", "bailingmoe2", "kimi-k3"), NOT_COMPARED),
+}  # fmt: skip
+"""llama.cpp's name of a known architecture whose files can't be read → the reason."""

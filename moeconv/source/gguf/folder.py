@@ -13,7 +13,8 @@ from weakref import finalize
 
 from moeconv.source.gguf.container import read_container
 from moeconv.source.gguf.facts import Facts
-from moeconv.source.gguf.families import ARCHS, EMBED
+from moeconv.source.gguf.families import ARCHS, REFUSED
+from moeconv.source.gguf.settings import EMBED
 from moeconv.source.gguf.tensors import GgufTensors
 from moeconv.source.gguf.tokenizer import KEY, Vocabulary, begins, special, tokenizer_of, vocabulary
 from moeconv.source.outline import CONFIG, GENERATION_CONFIG, GGUF, CheckpointError
@@ -56,9 +57,9 @@ def files_of(tensors: GgufTensors) -> Mapping[str, str]:
     facts = Facts(tensors.container, tensors.numbers)
     arch = ARCHS.get(facts.arch)
     if arch is None:
-        raise CheckpointError(
-            f"{tensors.path}: the architecture {facts.arch[:60]!r} is not supported; supported: {', '.join(ARCHS)}"
-        )
+        reason = REFUSED.get(facts.arch)
+        why = f"; supported: {', '.join(ARCHS)}" if reason is None else f": {reason}"
+        raise CheckpointError(f"{tensors.path}: the architecture {facts.arch[:60]!r} is not supported{why}")
     try:
         config = arch.config(facts)
     except (ArithmeticError, ValueError) as error:  # of sizes that fit nothing

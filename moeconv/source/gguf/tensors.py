@@ -13,11 +13,12 @@ from typing import TYPE_CHECKING
 import numpy as np
 import numpy.typing as npt
 
-from moeconv.source.archs.coding import Kind, Scheme
+from moeconv.source.archs.coding import OF_ACTIVATIONS, Kind, Scheme
 from moeconv.source.archs.deepseek import MORE_PREDICTED
 from moeconv.source.archs.description import Description, Source, View, halves, in_turn, rows
 from moeconv.source.gguf.container import Container, Place, data_of
-from moeconv.source.gguf.families import ARCHS, INSIDE, LONG, OUTSIDE, ROPE, SHORT, Arch
+from moeconv.source.gguf.families import ARCHS, INSIDE, OUTSIDE, Arch
+from moeconv.source.gguf.settings import LONG, ROPE, SHORT
 from moeconv.source.outline import CheckpointError, line
 from moeconv.source.tensors import Digest, Shape, Tensors, add_file
 from moert.pack.codec import F32
@@ -30,8 +31,8 @@ if TYPE_CHECKING:
 
 Bytes = npt.NDArray[np.uint8]
 
-_PLAIN = {"F32": "float32", "F16": "float16", "BF16": "bfloat16"}
-_MX, _LOG = "MXFP4", ".log"
+_PLAIN = {"F32": "float32", "F16": "float16", "BF16": "bfloat16", "I32": "int32"}
+_MX, _LOG, _SCALE = "MXFP4", ".log", ".scale"
 _STORED, _GROUP = ({"Q4_0", "Q4_1"}, {"Q8_0"}), 32  # types that a pack can store without loss, and their inputs a scale
 _NETWORK = tuple(f".ffn_{part}.weight" for part in ("gate", "up", "down"))
 _MOST_NUMBERS = 1 << 16  # of a tensor that settings are made of
@@ -41,7 +42,7 @@ _OF_CONFIG = re.compile(rf"(blk\.\d+\.)?({re.escape(ROPE)}|{re.escape(LONG)}|{re
 
 class GgufTensors(Tensors):
     """The tensors of a model by their names in the file; in place of some a tensor NAME.log, the logarithm of the
-    opposite."""
+    magnitude. A tensor NAME.weight beside NAME.scale is multiplied by it: by one number, or by one for each expert."""
 
     as_saved = False
 
@@ -51,6 +52,11 @@ class GgufTensors(Tensors):
 
         self.container = container
         self._kinds = {name: GGMLQuantizationType(place.kind).name for name, place in container.tensors.items()}
+        arch = ARCHS.get(str(container.metadata.values.get("general.architecture")))
+        own = tuple(name for name in arch.names.values() if name.endswith(_SCALE)) if arch is not None else ()
+        found = {name: name.removesuffix(".weight") + _SCALE for name in self._kinds if name.endswith(".weight")}
+        self.of_activations = [name for name in self._kinds if name.endswith(OF_ACTIVATIONS)]
+        self._scales = {name: by for name, by in found.items() if by in self._kinds and not by.endswith(own)}
         known = {*_PLAIN, *(kind.name for kind in quants._type_traits)}
         if (strange := next((name for name, kind in self._kinds.items() if kind not in known), None)) is not None:
             raise CheckpointError(
@@ -74,8 +80,9 @@ class GgufTensors(Tensors):
     @cached_property
     def names(self) -> Collection[str]:
         found: dict[str, None] = {}
+        apart = {*self._scales.values(), *self.of_activations}
         for name in self.container.tensors:
-            if _OF_CONFIG.fullmatch(name):
+            if name in apart or _OF_CONFIG.fullmatch(name):
                 continue
             found[name + _LOG if name.endswith(".ssm_a") else name] = None
         return found.keys()
@@ -96,10 +103,11 @@ class GgufTensors(Tensors):
 
     @property
     def _of_experts(self) -> set[str]:
-        """The types of the experts' matrices; of the networks', where a model has no experts."""
+        """The types of the experts' matrices, with .scale where they are multiplied; of the networks', where a model
+        has no experts."""
         names = list(self.container.tensors)
         for ends in ("_exps.weight",), _NETWORK:
-            if found := {self._kinds[name] for name in names if name.endswith(ends)}:
+            if found := {self._kinds[name] + _SCALE * (name in self._scales) for name in names if name.endswith(ends)}:
                 return found
         return set()
 
@@ -112,7 +120,7 @@ class GgufTensors(Tensors):
         return Scheme(self.types, (kind,), group=_GROUP if kept else None) if kinds else None
 
     def is_coded(self, name: str) -> bool:
-        return self._kinds.get(name) not in (None, *_PLAIN)
+        return name in self._scales or self._kinds.get(name) not in (None, *_PLAIN)
 
     def dtype16(self, _: str) -> torch.dtype:
         """Returns the type of 16 bits that holds a coded matrix best: the one of the types' own scales."""
@@ -140,12 +148,28 @@ class GgufTensors(Tensors):
         kind = self._kinds[stem]
         if kind in _PLAIN:
             found = torch.from_numpy(data).view(getattr(torch, _PLAIN[kind])).reshape(shape)
+            found = found if found.is_floating_point() else found.float()
         else:
             from gguf import GGMLQuantizationType, quants
 
             with np.errstate(all="ignore"):  # numbers that are not finite are refused where they are used
                 found = torch.from_numpy(quants.dequantize(data, GGMLQuantizationType(place.kind))).reshape(shape)
-        return _log(-found.float()) if name.endswith(_LOG) else found
+        if stem in self._scales:
+            found = found.float() * self._scale(stem, index)
+        return _log(found.float().abs()) if name.endswith(_LOG) else found
+
+    def _scale(self, name: str, index: int | None) -> torch.Tensor:
+        """Returns the numbers by which a tensor, or one index of it, is multiplied. Raises CheckpointError."""
+        import torch
+
+        found, shape = torch.from_numpy(self.numbers(self._scales[name])), self.shapes[name]
+        if len(found) == 1:
+            return found
+        if len(shape) != 3 or len(found) != shape[0]:
+            raise CheckpointError(
+                f"{self.path}: {self._scales[name]} has {len(found):,} numbers for a tensor of {shape}: fetch it again"
+            )
+        return found[:, None, None] if index is None else found[index]
 
     def _data(self, place: Place, index: int | None) -> Bytes:
         if index is None:
