@@ -118,7 +118,8 @@ void linear_cases(void) {
         linear(kinds[k], 67, 96, 64, PLAIN, 200, 1);
         linear(kinds[k], 9, 33, 0, EXTREME, 200, 2);
         linear(kinds[k], 66, 2048, 128, PLAIN, 1, 1);
-        for (int tokens = 3; kinds[k] < 0 && tokens < 10; tokens += 2) linear(kinds[k], 131, 160, 0, PLAIN, tokens, 1);
+        for (int tokens = 2; tokens < 10; tokens++) linear(kinds[k], 131, tokens % 2 ? 160 : 307, groups[tokens % 5], PLAIN, tokens, 1);
+        linear(kinds[k], 40, 1100, 32, EXTREME, 27, 1); /* several vectors of groups, and more tokens than are taken at once */
         linear(kinds[k], 3, 2048, 0, PLAIN, 17, 1);
         linear(kinds[k], 300, 128, 0, PLAIN, 1 + 16 * (k % 2), 1);
         for (int g = 0; g < COUNT(groups); g++) {

@@ -179,7 +179,7 @@ int64_t matrix_bytes(const moert_matrix *w) { return bytes_of_row(w) * w->rows; 
 int item_rows(const moert_pool *pool, const moert_matrix *w, int all, int n, int64_t bytes) {
     const int64_t share = bytes / (ITEMS_A_THREAD * pool_threads(pool));
     int64_t rows = (share < MOST_ITEM_BYTES ? share : MOST_ITEM_BYTES) / (bytes_of_row(w) + 1) / 4 * 4;
-    const int tile = step_of(w) ? TRELLIS_PART : 4;
+    const int tile = step_of(w) ? TRELLIS_PART : n > 1 ? MANY_ROWS_AN_ITEM : 4;
     if (n > 1) rows = MANY_ROWS_AN_ITEM;
     if (rows < tile) rows = tile;
     const int64_t items = (all + rows - 1) / rows;

@@ -9,18 +9,23 @@
 #define ONE_ROWS(bits) 4
 #define MANY_ROWS 2
 #define MANY_TOKENS 2
-#define TRELLIS_TOKENS 4
 #define TILED(bits) 0
+#define TRELLIS_TOKENS 4
+#define FEW_VECTORS 2
 #define SCORE_VECTORS 2
 #define DELTA_VECTORS 4
 #define SCAN_ROWS 4
 #define STRIP_ROWS 2
 #define STRIP_VECTORS 2
 #ifdef DOT_PRODUCT
-#define MANY(bits) ((bits) == 0 ? 10 : (bits) == 2 ? 13 : (bits) == 3 ? 10 : (bits) == 8 ? 12 : 11)
+#define FEW_TOKENS 4
+#define FEW(bits) ((bits) == 2 ? MANY(2) : (bits) == 8 ? 3 : 2)
+#define MANY(bits) ((bits) == 0 ? 10 : (bits) == 2 ? 13 : 44)
 #define SAME_WIDTHS 0x13C /* strips: the code for 2 bits is that for all */
 #else
-#define MANY(bits) ((bits) == 0 ? 10 : (bits) == 2 ? 13 : (bits) == 3 ? 9 : (bits) == 8 ? 15 : 16)
+#define FEW_TOKENS 2 /* sums of more would not stay in registers */
+#define FEW(bits) ((bits) == 2 ? MANY(2) : (bits) == 4 || (bits) == MOERT_MXFP4 ? 4 : 2)
+#define MANY(bits) ((bits) == 0 ? 10 : (bits) == 2 ? 13 : (bits) == 3 ? 12 : 100)
 #define SAME_WIDTHS 0xC /* 2 and 3 */
 #endif
 
@@ -202,6 +207,22 @@ INLINE reals load_half_part(const uint16_t *p, int n) {
 }
 INLINE reals load_brain(const uint16_t *p) {
     return _mm256_castsi256_ps(_mm256_slli_epi32(_mm256_cvtepu16_epi32(_mm_loadu_si128((const void *)p)), 16));
+}
+/* to[i * stride][place] = from[place][i], LANES by LANES words of 4 bytes. */
+INLINE void transpose_all(const void *const *from, int64_t offset, bytes *to, int stride) {
+    bytes four[8]; /* half h of 4 * i + j: word 4 * h + j of vectors 4 * i and following */
+    for (int i = 0; i < 8; i += 4) {
+        bytes v[4];
+        for (int k = 0; k < 4; k++) v[k] = load_bytes((const char *)from[i + k] + offset);
+        const bytes a = _mm256_unpacklo_epi32(v[0], v[1]), b = _mm256_unpacklo_epi32(v[2], v[3]);
+        const bytes c = _mm256_unpackhi_epi32(v[0], v[1]), d = _mm256_unpackhi_epi32(v[2], v[3]);
+        four[i] = _mm256_unpacklo_epi64(a, b), four[i + 1] = _mm256_unpackhi_epi64(a, b);
+        four[i + 2] = _mm256_unpacklo_epi64(c, d), four[i + 3] = _mm256_unpackhi_epi64(c, d);
+    }
+    for (int j = 0; j < 4; j++) {
+        to[j * stride] = _mm256_permute2x128_si256(four[j], four[4 + j], 0x20);
+        to[(4 + j) * stride] = _mm256_permute2x128_si256(four[j], four[4 + j], 0x31);
+    }
 }
 /* to[i][place] = from[place][i], 4 by 4 words of 4 bytes; `stride` bytes from one to[i] to the next. */
 INLINE void transpose_words(const void *first, const void *second, const void *third, const void *fourth, void *to,

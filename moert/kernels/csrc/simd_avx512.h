@@ -9,14 +9,17 @@
 #define ONE_ROWS(bits) ((bits) < 4 ? 4 : 1) /* of a tile, for one token: wide codes are read in their own order */
 #define MANY_ROWS 4
 #define MANY_TOKENS 4
+#define TILED(bits) 0 /* few.inc is for more tokens */
 #define TRELLIS_TOKENS 4
-#define TILED(bits) ((bits) == 2)
+#define FEW_TOKENS 4
+#define FEW_VECTORS 2
+#define FEW(bits) ((bits) == 2 || (bits) == 8 ? 3 : 2)
 #define SCORE_VECTORS 4
 #define DELTA_VECTORS 8
 #define SCAN_ROWS 4
 #define STRIP_ROWS 4
 #define STRIP_VECTORS 2
-#define MANY(bits) ((bits) == 0 ? 44 : (bits) == 8 ? 12 : (bits) == 3 ? 11 : 13)
+#define MANY(bits) 44
 #define SAME_WIDTHS 0x13C /* strips: the code for 2 bits is that for all */
 
 typedef __m512i bytes;
@@ -202,6 +205,24 @@ INLINE reals load_half_part(const uint16_t *p, int n) {
 }
 INLINE reals load_brain(const uint16_t *p) {
     return _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32(_mm256_loadu_si256((const void *)p)), 16));
+}
+/* to[i * stride][place] = from[place][i], LANES by LANES words of 4 bytes. */
+INLINE void transpose_all(const void *const *from, int64_t offset, bytes *to, int stride) {
+    bytes four[16]; /* quarter q of 4 * i + j: word 4 * q + j of vectors 4 * i and following */
+    for (int i = 0; i < 16; i += 4) {
+        bytes v[4];
+        for (int k = 0; k < 4; k++) v[k] = load_bytes((const char *)from[i + k] + offset);
+        const bytes a = _mm512_unpacklo_epi32(v[0], v[1]), b = _mm512_unpacklo_epi32(v[2], v[3]);
+        const bytes c = _mm512_unpackhi_epi32(v[0], v[1]), d = _mm512_unpackhi_epi32(v[2], v[3]);
+        four[i] = _mm512_unpacklo_epi64(a, b), four[i + 1] = _mm512_unpackhi_epi64(a, b);
+        four[i + 2] = _mm512_unpacklo_epi64(c, d), four[i + 3] = _mm512_unpackhi_epi64(c, d);
+    }
+    for (int j = 0; j < 4; j++) {
+        const bytes a = _mm512_shuffle_i32x4(four[j], four[4 + j], 0x44), b = _mm512_shuffle_i32x4(four[8 + j], four[12 + j], 0x44);
+        const bytes c = _mm512_shuffle_i32x4(four[j], four[4 + j], 0xEE), d = _mm512_shuffle_i32x4(four[8 + j], four[12 + j], 0xEE);
+        to[j * stride] = _mm512_shuffle_i32x4(a, b, 0x88), to[(4 + j) * stride] = _mm512_shuffle_i32x4(a, b, 0xDD);
+        to[(8 + j) * stride] = _mm512_shuffle_i32x4(c, d, 0x88), to[(12 + j) * stride] = _mm512_shuffle_i32x4(c, d, 0xDD);
+    }
 }
 /* to[i][place] = from[place][i], 4 by 4 words of 4 bytes; `stride` bytes from one to[i] to the next. */
 INLINE void transpose_words(const void *first, const void *second, const void *third, const void *fourth, void *to,
