@@ -96,9 +96,10 @@ def dense_units(spec: ModelSpec, by_layer: bool = True) -> list[DenseUnit]:
 
 
 def _unit(name: str, role: str, by_layer: bool) -> DenseUnit:
-    stack, layer, *_, last = name.removesuffix(".weight").split(".") if name.count(".") > 1 else ("", "", name)
-    part = PARTS.get(role, {}).get(last, "")
-    return DenseUnit(role, stack, int(layer), part) if by_layer and layer.isdecimal() else DenseUnit(role)
+    words = name.removesuffix(".weight").split(".")
+    if not by_layer or len(words) < 3 or not words[1].isdecimal():
+        return DenseUnit(role)
+    return DenseUnit(role, words[0], int(words[1]), PARTS.get(role, {}).get(words[-1], ""))
 
 
 def matrices_of(spec: ModelSpec, unit: DenseUnit) -> list[str]:

@@ -15,6 +15,7 @@ from typing import IO, Any
 from moeconv.artifacts import SCHEMA, to_json
 from moeconv.errors import ConversionError, SettingsError
 from moeconv.strict_json import NotJson, bounded, parse
+from moert.pack.documents import brief
 from moert.pack.files import write_atomically
 from moert.pack.reader import pack_around
 
@@ -288,8 +289,8 @@ def finished_work(path: Path) -> tuple[dict[str, Any], Journal, list[dict[str, A
     assert inputs is not None
     if inputs.get("schema") != SCHEMA:
         raise SettingsError(
-            f"{inner.path / INPUTS} has schema {inputs.get('schema')!r}, this version of moeconv reads {SCHEMA}: run "
-            "`moeconv quantize` again"
+            f"{inner.path / INPUTS} has schema {brief(inputs.get('schema'))}, this version of moeconv reads {SCHEMA}: "
+            "run `moeconv quantize` again"
         )
     fitted, journal = (inner.load(RESIDENCES) or {}).get("residences", []), inner.journal(inner.path.name)
     for file in filter(Path.exists, (inner.path / INPUTS, inner.path / RESIDENCES)):

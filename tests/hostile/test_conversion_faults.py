@@ -116,7 +116,7 @@ def test_a_full_output_is_one_line_and_nothing_is_measured_again(
 ) -> None:
     words = command(model, text, tmp_path / "disk" / "m.pack", tmp_path / "work", *OPTIONS)
     with small_disk(tmp_path / "disk", 8192) as disk:
-        filling = ballast(disk, leave_kilobytes=64)
+        filling = ballast(disk, leave_kilobytes=32)
         said = complaint(run(words))
         assert "m.pack needs" in said
         assert "free some space" in said

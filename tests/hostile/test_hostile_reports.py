@@ -254,7 +254,9 @@ INPUTS: dict[str, Any] = {
     "schema": 2, "model": "m", "quantizer": "group", "group_size": 64, "metric": "perplexity", "samples": "s",
     "dense": {"head": 8}, "base_bits": 4, "base": [1.0, 0.1, 0.2, None], "coverage": [["decoder", 0, 1, 5]],
     "costs": [["decoder", 0, 1, [2, 2, 2], [0.1, None, 0.3]]],
-    "units": [["head", "", 0, 4, 0.1, None, 0.3], ["attention", "decoder", 1, 8, 0.1, 0.2, 0.3]],
+    "units": [
+        ["head", "", 0, "", 4, 0.1, None, 0.3], ["attention", "decoder", 1, "keys and values", 8, 0.1, 0.2, 0.3],
+    ],
 }  # fmt: skip
 
 
