@@ -18,17 +18,17 @@ from moert.command.tuning import NOTHING, Asked, prepare_completion
 from moert.pack.fence import left_behind, owned_stderr
 from moert.pack.files import beside, placed
 from moert.pack.messages import (
-    NO_READER,
     USAGE,
     asks_json,
     complain,
     failure,
     own_streams,
     print_failure,
-    reader_left,
+    refused_stream,
     short_of_memory,
     shown,
     silence,
+    without_reader,
 )
 
 if TYPE_CHECKING:
@@ -344,12 +344,9 @@ def _exit_code(arguments: list[str] | None) -> int:
             complain(f"moeconv: interrupted{kept}")
         return code if isinstance(code, int) else 0
     except (BrokenPipeError, SystemExit) as error:
-        if not reader_left(error):
-            raise
-        silence(sys.stdout)
-        return NO_READER
+        return without_reader(error)
     except Exception as error:
-        if isinstance(error, OSError) and error.filename is None:
+        if refused_stream(error):
             silence(sys.stdout)
         if (found := _mistake(error)) is None:
             raise
@@ -373,7 +370,7 @@ def _mistake(error: Exception) -> tuple[str, str] | None:
         return type(error).__name__, str(error)
     if isinstance(error, ModuleNotFoundError):
         return None if (advice := missing_extra(error)) is None else ("ExtraMissing", advice)
-    if isinstance(error, OSError):
+    if isinstance(error, OSError) and not short_of_memory(error):
         return "OSError", f"{error.filename or 'stdout'}: {error.strerror or error}"
     if short_of_memory(error):
         short = "the system gives no more memory: give a smaller --memory, or this process a higher limit"

@@ -14,17 +14,17 @@ from moert.errors import RunError, command_line
 from moert.pack.errors import PackError
 from moert.pack.fence import left_behind, owned_stderr
 from moert.pack.messages import (
-    NO_READER,
     USAGE,
     asks_json,
     complain,
     in_one_line,
     own_streams,
     print_failure,
-    reader_left,
+    refused_stream,
     short_of_memory,
     shown,
     silence,
+    without_reader,
 )
 
 SHORT = "the system gives no more memory: give a smaller --memory, or this process a higher limit (ulimit -v)"
@@ -49,12 +49,9 @@ def exit_code(command: Callable[[], Any], arguments: Sequence[str] | None = None
         sys.stdout.flush()
         return code if isinstance(code, int) else 0
     except (BrokenPipeError, SystemExit) as error:
-        if not reader_left(error):
-            raise
-        silence(sys.stdout)
-        return NO_READER
+        return without_reader(error)
     except Exception as error:
-        if isinstance(error, OSError) and not short_of_memory(error) and error.filename is None:
+        if refused_stream(error):
             silence(sys.stdout)
         if (found := _mistake(error)) is None:
             if interrupted(error):

@@ -159,9 +159,19 @@ def own_streams() -> None:
         sys.stdout.reconfigure(encoding="utf-8", errors="backslashreplace")
 
 
-def reader_left(error: BaseException) -> bool:
-    """Returns whether an error says that the reader of stdout went away; click makes it an end of the program."""
-    return isinstance(error.__context__ if isinstance(error, SystemExit) else error, BrokenPipeError)
+def without_reader(error: BaseException) -> int:
+    """Returns the exit status for an error that says that the reader of stdout went away; click makes it an end of the
+    program. Raises any other error."""
+    if not isinstance(error.__context__ if isinstance(error, SystemExit) else error, BrokenPipeError):
+        raise error
+    silence(sys.stdout)
+    return NO_READER
+
+
+def refused_stream(error: BaseException) -> bool:
+    """Returns whether the system refused a stream, after which nothing more can be written to stdout. Errors of files
+    name them."""
+    return isinstance(error, OSError) and not short_of_memory(error) and error.filename is None
 
 
 def complain(line: str) -> None:

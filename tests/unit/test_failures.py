@@ -254,3 +254,17 @@ def test_a_command_that_finds_no_memory_says_so(error: Exception, capsys: pytest
 
     assert console.exit_code(command) == console.USAGE
     assert capsys.readouterr().err == f"moert: {console.SHORT}\n"
+
+
+@pytest.mark.parametrize("error", [MemoryError(), OSError(errno.ENOMEM, "x"), RuntimeError("can't start new thread")])
+def test_a_conversion_that_finds_no_memory_says_so_in_json_too(
+    error: Exception, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def command(*words: object, **settings: object) -> None:
+        raise error
+
+    monkeypatch.setattr(cli, "app", command)
+    assert cli._exit_code(["quantize", "--json"]) == console.USAGE
+    found = capfd.readouterr()
+    assert found.err.startswith("moeconv: the system gives no more memory: ")
+    assert json.loads(found.out)["error"]["kind"] == "OutOfMemory"
