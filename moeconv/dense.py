@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 
 import numpy as np
 
@@ -88,11 +88,15 @@ def usual_widths(spec: ModelSpec) -> dict[str, int]:
     return {role: USUAL for role in spec.roles() if role != "router"}
 
 
-def dense_units(spec: ModelSpec, by_layer: bool = True) -> list[DenseUnit]:
-    """Returns the units of a model, in the order of its tensors: each role of each layer, in parts where it has PARTS,
-    the embedding, the head. Not `by_layer`: each role of all layers. Routers belong to none."""
-    found = dict.fromkeys(_unit(name, tensor.role, by_layer) for name, tensor in spec.tensors.items() if tensor.role)
-    return [unit for unit in found if unit.role != "router"]
+def dense_units(spec: ModelSpec, by_layer: bool = True) -> dict[DenseUnit, list[str]]:
+    """Returns the units of a model, in the order of its tensors, with the canonical names of their matrices: each role
+    of each layer, in parts where it has PARTS, the embedding, the head. Not `by_layer`: each role of all layers.
+    Routers belong to none."""
+    found: dict[DenseUnit, list[str]] = {}
+    for name, tensor in spec.tensors.items():
+        if tensor.role not in (None, "router"):
+            found.setdefault(_unit(name, tensor.role, by_layer), []).append(name)
+    return found
 
 
 def _unit(name: str, role: str, by_layer: bool) -> DenseUnit:
@@ -102,16 +106,10 @@ def _unit(name: str, role: str, by_layer: bool) -> DenseUnit:
     return DenseUnit(role, words[0], int(words[1]), PARTS.get(role, {}).get(words[-1], ""))
 
 
-def matrices_of(spec: ModelSpec, unit: DenseUnit) -> list[str]:
-    """Returns the canonical names of a unit's matrices."""
-    roles, by_layer = {name: tensor.role for name, tensor in spec.tensors.items()}, bool(unit.stack)
-    return [name for name, role in roles.items() if role and _unit(name, role, by_layer) == unit]
-
-
 def weighed(spec: ModelSpec) -> list[str]:
     """Returns the canonical names of the matrices of units whose inputs are collected when text runs: all but the
     embedding, keys and values of another sequence, with its padding, and matrices of more than MOST_WEIGHED inputs."""
-    named = (name for unit in dense_units(spec) for name in matrices_of(spec, unit) if name != "embed.weight")
+    named = (name for names in dense_units(spec).values() for name in names if name != "embed.weight")
     seen = (name for name in named if not name.endswith((".cross.k.weight", ".cross.v.weight")))
     return [name for name in seen if spec.tensors[name].shape[-1] <= MOST_WEIGHED]
 
@@ -121,12 +119,18 @@ def head_of(spec: ModelSpec) -> str:
     return "embed.weight" if spec.head.tied else "head.weight"
 
 
+def _all_as(spec: ModelSpec, units: Collection[DenseUnit]) -> dict[DenseUnit, list[str]]:
+    """Returns all units of the kind of these: by layer, or of all layers."""
+    return dense_units(spec, by_layer=any(unit.stack for unit in units))
+
+
 def dense_of_units(spec: ModelSpec, widths: Mapping[DenseUnit, int], quantizer: str = QUANTIZER) -> Dense | None:
     """Returns the manifest's entry for widths of all units; None for none. A role has the width of most of its
     matrices, others have their own."""
     if not widths:
         return None
-    each = {name: abs(bits) for unit, bits in widths.items() for name in matrices_of(spec, unit)}
+    named = _all_as(spec, widths)
+    each = {name: abs(bits) for unit, bits in widths.items() for name in named[unit]}
     trellis = tuple(role for role in TRELLIS_ROLES if any(unit.role == role and widths[unit] < 0 for unit in widths))
     usual = {
         role: Counter(bits for name, bits in each.items() if spec.tensors[name].role == role).most_common(1)[0][0]
@@ -140,11 +144,11 @@ def unit_bytes(spec: ModelSpec, units: Sequence[DenseUnit], bits: int) -> dict[D
     """Returns the bytes of each unit's tensors in a pack at a width, scales and minima counted."""
     trellis = TRELLIS_ROLES if bits < 0 else ()
     dense = Dense(QUANTIZER, UNIT_GROUP_SIZE, dict.fromkeys(spec.roles(), abs(bits)), trellis=trellis)
-    tensors = stored_tensors(spec, Quantization("", 0, "BF16", 0, dense))
+    tensors, named = stored_tensors(spec, Quantization("", 0, "BF16", 0, dense)), _all_as(spec, units)
     return {
         unit: sum(
             DTYPE_BITS[dtype or "BF16"] // 8 * int(np.prod(shape))
-            for name in matrices_of(spec, unit)
+            for name in named[unit]
             for dtype, shape in tensors[name].values()
         )
         for unit in units

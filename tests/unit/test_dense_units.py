@@ -11,7 +11,6 @@ from moeconv.dense import (
     UNQUANTIZED,
     dense_of_units,
     dense_units,
-    matrices_of,
     unit_bytes,
 )
 from moeconv.plan.dense import Beside
@@ -28,7 +27,7 @@ SPECS = {"decoder": DECODER, "switch": SWITCH, "rich": RICH}
 def test_every_matrix_with_a_role_but_a_routers_is_in_one_unit(name: str, by_layer: bool) -> None:
     spec = SPECS[name]
     units = dense_units(spec, by_layer)
-    found = [matrix for unit in units for matrix in matrices_of(spec, unit)]
+    found = [matrix for unit in units for matrix in units[unit]]
     wanted = [name for name, tensor in spec.tensors.items() if tensor.role not in ("", None, "router")]
     assert sorted(found) == sorted(wanted)
     assert len(units) > len(dense_units(spec, by_layer=False)) or not by_layer
@@ -37,7 +36,7 @@ def test_every_matrix_with_a_role_but_a_routers_is_in_one_unit(name: str, by_lay
 @pytest.mark.parametrize("bits", [2, 3, 4, 8, UNQUANTIZED])
 def test_a_units_bytes_are_those_of_its_tensors(bits: int) -> None:
     for unit, nbytes in unit_bytes(DECODER, dense_units(DECODER), bits).items():
-        shapes = [DECODER.tensors[name].shape for name in matrices_of(DECODER, unit)]
+        shapes = [DECODER.tensors[name].shape for name in dense_units(DECODER)[unit]]
         if bits == UNQUANTIZED:
             assert nbytes == sum(2 * rows * cols for rows, cols in shapes)
         else:
@@ -51,7 +50,7 @@ def test_a_role_has_the_width_of_most_and_others_their_own() -> None:
     dense = dense_of_units(DECODER, {unit: 8 if unit == first else 4 for unit in units})
     assert dense is not None
     assert dense.bits["attention"] == 4
-    assert dense.matrices == dict.fromkeys(matrices_of(DECODER, first), 8)
+    assert dense.matrices == dict.fromkeys(dense_units(DECODER)[first], 8)
     assert dense_of_units(DECODER, {}) is None
 
 
@@ -60,11 +59,11 @@ def test_keys_and_values_and_down_are_units_of_their_own() -> None:
     units = dense_units(RICH)
     keys = [unit for unit in units if unit.part == "keys and values"]
     assert [str(unit) for unit in keys] == [f"keys and values of D0{layer}" for layer in range(3)]
-    assert [name.split(".")[3] for name in matrices_of(RICH, keys[0])] == ["kv_a", "k_turn", "keys", "values"]
-    assert [name.split(".")[3] for name in matrices_of(RICH, keys[1])] == ["k", "v"]
+    assert [name.split(".")[3] for name in dense_units(RICH)[keys[0]]] == ["kv_a", "k_turn", "keys", "values"]
+    assert [name.split(".")[3] for name in dense_units(RICH)[keys[1]]] == ["k", "v"]
     down = next(unit for unit in units if unit.part == "down")
     assert [*map(str, (down, down._replace(part="")))] == ["down of D00", "ffn of D00"]
-    assert all(name.endswith(".down.weight") for name in matrices_of(RICH, down))
+    assert all(name.endswith(".down.weight") for name in dense_units(RICH)[down])
 
 
 def test_widths_below_0_are_trellis_codes() -> None:
@@ -77,7 +76,7 @@ def test_widths_below_0_are_trellis_codes() -> None:
     assert dense is not None
     assert dict(dense.bits) == {"head": 3, "embed": 4, "attention": 2}
     assert dense.trellis == ("attention", "head")
-    assert dense.matrices == dict.fromkeys(matrices_of(DECODER, first), 8)
+    assert dense.matrices == dict.fromkeys(dense_units(DECODER)[first], 8)
 
 
 def test_plans_choose_the_codes_that_were_measured_where_it_is_the_others_that_they_want() -> None:
