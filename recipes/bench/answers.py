@@ -11,8 +11,6 @@ import os
 
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # before torch is imported
 
-import argparse
-import shutil
 import sys
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
@@ -26,9 +24,9 @@ from moeconv.dense import SOURCE
 from moeconv.plan.problem import Plan
 from moeconv.plan.search import uniform_bytes, weights_of
 from moeconv.promise.judging import estimate
-from recipes.bench.conversions import opened
+from recipes.bench.conversions import opened, run_models
 from recipes.bench.program import as_program
-from recipes.bench.result import Row, context, table, write
+from recipes.bench.result import Row
 from recipes.bench.sized import sized
 
 FOLDER = Path("build/bench/answers")
@@ -60,16 +58,14 @@ def rows_of(name: str, quantizer: str) -> Iterator[Row]:
         yield Row(f"{name}, unquantized, {quantizer}: {heldout.metric.name}", loss.reference, "", n=loss.samples)
 
 
+def rows_of_all(name: str) -> Iterator[Row]:
+    """Raises ConversionError."""
+    for quantizer in WIDTHS:
+        yield from rows_of(name, quantizer)
+
+
 def main() -> int:
-    parser = argparse.ArgumentParser(description="What models write, by the quantizer of their experts.")
-    parser.add_argument("--models", nargs="+", choices=MODELS, default=list(MODELS))
-    asked = parser.parse_args()
-    shutil.rmtree(FOLDER, ignore_errors=True)
-    rows = [row for name in asked.models for quantizer in WIDTHS for row in rows_of(name, quantizer)]
-    path = write("answers", context({"models": asked.models}), rows)
-    print(table(rows))
-    print(f"written to {path}")
-    return 0
+    return run_models("answers", "What models write, by the quantizer of their experts.", MODELS, FOLDER, rows_of_all)
 
 
 if __name__ == "__main__":

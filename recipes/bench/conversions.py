@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import argparse
 import math
+import shutil
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -34,7 +36,7 @@ from moeconv.sweep.probes import Found, Seq2SeqProber, TextProber
 from moeconv.sweep.sensitivity import BASE_BITS
 from moert.pack.codec import WIDTHS
 from moert.pack.model_spec import ExpertKey, LayerKey
-from recipes.bench.result import Row, row_of_runs
+from recipes.bench.result import Row, context, row_of_runs, table, write
 
 # What a conversion measures with, over the journal in its work directory, without the conversion.
 
@@ -47,6 +49,28 @@ def opened(settings: Settings) -> Iterator[Bench]:
     directory = directory_of(subject_of(material, coding))
     with WorkDir(settings.work / directory) as work:
         yield Bench(coding, material, work.journal(directory), coding.moments_in(work.path))
+
+
+def run_models(
+    name: str,
+    about: str,
+    models: Collection[str],
+    folder: Path,
+    rows_of: Callable[[str], Iterable[Row]],
+    packages: Sequence[str] = (),
+    **settings: Any,
+) -> int:
+    """Runs a bench of the models that the command line names, all of `models` by default, in an empty folder, and
+    writes its rows as NAME.json. `packages`, `settings`: see context."""
+    parser = argparse.ArgumentParser(description=about)
+    parser.add_argument("--models", nargs="+", choices=models, default=list(models))
+    asked = parser.parse_args()
+    shutil.rmtree(folder, ignore_errors=True)
+    rows = [row for model in asked.models for row in rows_of(model)]
+    path = write(name, context({"models": asked.models, **settings}, packages), rows)
+    print(table(rows))
+    print(f"written to {path}")
+    return 0
 
 
 # How well do the sweep's signals rank experts? From scores of every probe.

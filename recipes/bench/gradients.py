@@ -7,8 +7,6 @@ on is the same text, and so is what both plans are judged on. Writes build/bench
 
 from __future__ import annotations
 
-import argparse
-import shutil
 import sys
 from collections.abc import Mapping
 from dataclasses import replace
@@ -22,9 +20,9 @@ from moeconv.command.recipe import Recipe
 from moeconv.conversion.conversion import Conversion
 from moeconv.dense import SOURCE
 from moeconv.progress import unseen
-from recipes.bench.conversions import correlation
+from recipes.bench.conversions import correlation, run_models
 from recipes.bench.program import as_program
-from recipes.bench.result import Row, context, table, write
+from recipes.bench.result import Row
 from recipes.bench.sized import sized
 
 FOLDER = Path("build/bench/gradients")
@@ -112,14 +110,7 @@ def plan_rows(name: str, exact: ConversionReport, gradients: ConversionReport) -
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description="The sweep by gradients beside the exact one.")
-    parser.add_argument("--models", nargs="+", choices=MODELS, default=list(MODELS))
-    asked = parser.parse_args()
-    shutil.rmtree(FOLDER, ignore_errors=True)
-    rows = [row for name in asked.models for row in rows_of(name)]
-    write("gradients", context({"models": asked.models}, ["scipy"]), rows)
-    print(table(rows))
-    return 0
+    return run_models("gradients", "The sweep by gradients beside the exact one.", MODELS, FOLDER, rows_of, ["scipy"])
 
 
 if __name__ == "__main__":

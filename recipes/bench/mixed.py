@@ -13,8 +13,6 @@ import os
 
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # before torch is imported
 
-import argparse
-import shutil
 import sys
 from collections.abc import Mapping
 from dataclasses import replace
@@ -28,9 +26,9 @@ from moeconv.plan.problem import Plan
 from moeconv.plan.search import uniform_bytes, weights_of
 from moeconv.promise.judging import estimate
 from moert.pack.manifest import LossEstimate
-from recipes.bench.conversions import opened
+from recipes.bench.conversions import opened, run_models
 from recipes.bench.program import as_program
-from recipes.bench.result import Row, context, table, write
+from recipes.bench.result import Row
 from recipes.bench.sized import sized
 
 FOLDER = Path("build/bench/mixed")
@@ -124,15 +122,7 @@ def rows_of(name: str) -> list[Row]:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description="Widths outside the experts by widths of the experts.")
-    parser.add_argument("--models", nargs="+", choices=MODELS, default=list(MODELS))
-    asked = parser.parse_args()
-    shutil.rmtree(FOLDER, ignore_errors=True)
-    rows = [row for name in asked.models for row in rows_of(name)]
-    path = write("mixed", context({"models": asked.models}), rows)
-    print(table(rows))
-    print(f"written to {path}")
-    return 0
+    return run_models("mixed", "Widths outside the experts by widths of the experts.", MODELS, FOLDER, rows_of)
 
 
 if __name__ == "__main__":

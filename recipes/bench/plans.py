@@ -15,8 +15,6 @@ import os
 
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # before torch is imported
 
-import argparse
-import shutil
 import sys
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
@@ -41,9 +39,9 @@ from moeconv.promise.judging import estimate
 from moeconv.quantizers.coder import batches
 from moeconv.source.experts import Call, expert_ffn
 from moert.pack.model_spec import ExpertKey, LayerKey
-from recipes.bench.conversions import opened
+from recipes.bench.conversions import opened, run_models
 from recipes.bench.program import as_program
-from recipes.bench.result import Row, context, row_of_runs, table, write
+from recipes.bench.result import Row, row_of_runs
 from recipes.bench.sized import sized
 
 FOLDER = Path("build/bench/plans")
@@ -258,15 +256,8 @@ def say(line: str) -> None:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description="Plans by the sweep and by others, in as many bytes.")
-    parser.add_argument("--models", nargs="+", choices=MODELS, default=list(MODELS))
-    asked = parser.parse_args()
-    shutil.rmtree(FOLDER, ignore_errors=True)
-    rows = [row for name in asked.models for row in rows_of(name)]
-    path = write("plans", context({"models": asked.models, "seeds": SEEDS}), rows)
-    print(table(rows))
-    print(f"written to {path}")
-    return 0
+    about = "Plans by the sweep and by others, in as many bytes."
+    return run_models("plans", about, MODELS, FOLDER, rows_of, seeds=SEEDS)
 
 
 if __name__ == "__main__":
