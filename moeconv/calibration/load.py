@@ -112,7 +112,7 @@ def _line(value: object) -> str:
 
 MIN_SAMPLES = 8
 ALONE = "give more, or held-out text of its own"
-PARAGRAPHS = "give more, or held-out text of its own; blank lines divide it into samples"
+PARAGRAPHS = f"{ALONE}; blank lines divide it into samples"
 
 
 @dataclass(frozen=True)

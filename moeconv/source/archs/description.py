@@ -259,7 +259,10 @@ class Description:
         tensor, and all tensors of a checkpoint that was saved without a head have other names."""
         if self.other_root and _begin_otherwise(names, *self.other_root):
             root, other = self.other_root
-            by_root = lambda name: other + name.removeprefix(root) if name.startswith(root) else name  # noqa: E731
+
+            def by_root(name: str) -> str:
+                return other + name.removeprefix(root) if name.startswith(root) else name
+
             return self._renamed(by_root).as_stored(names)
         if self.other_names and self.other_names[0] in names:
             return self._renamed(self.other_names[1]).as_stored(names)
