@@ -21,6 +21,7 @@ from tiny_packs import DECODER, DECODER_SHAPE, PROMPTS, SWITCH, SWITCH_SHAPE, da
 
 from moeconv.writer import add_to_pack
 from moert import __version__
+from moert.built import version_line
 from moert.beside.flash.keeping import DEFAULT_KEEPING
 from moert.beside.flash.runner import EXACT
 from moert.beside.flash.runner import check_settings as flash_settings
@@ -516,7 +517,7 @@ def test_info_says_the_same_of_memory_for_people_and_as_json(pack) -> None:
 
 def test_version_and_help(moert) -> None:
     assert moert("--version") == 0
-    assert moert.out == f"moert {__version__}\n"
+    assert moert.out == version_line("moert", __version__, f"kernels {auto_name()}") + "\n"
     for command in ([], ["run"], ["info"]):
         assert moert(*command, "--help") == 0
         assert "Usage: moert" in moert.out
