@@ -32,5 +32,7 @@ def commit(root: Path = RECORD.parents[1], record: Path = RECORD) -> str | None:
 def version_line(program: str, version: str, *more: str) -> str:
     """Returns "PROGRAM VERSION", followed by the commit, where it is known, and by what else is given."""
     found = commit()
-    parts = [] if found is None else [f"commit {found.removesuffix(_CHANGED)}{' with changes' * found.endswith(_CHANGED)}"]
+    parts = (
+        [] if found is None else [f"commit {found.removesuffix(_CHANGED)}{' with changes' * found.endswith(_CHANGED)}"]
+    )
     return ", ".join([f"{program} {version}", *parts, *more])

@@ -31,9 +31,7 @@ def checkout(tmp_path: Path) -> Path:
     return tmp_path
 
 
-def test_a_checkout_has_its_commit_and_whether_it_was_changed(
-    checkout: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_checkout_has_its_commit_and_whether_it_was_changed(checkout: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     head = git(checkout, "rev-parse", "--short=12", "HEAD")
     monkeypatch.setenv("GIT_DIR", str(checkout / "another"))  # as in a hook of another repository
     assert built.commit(checkout) == head

@@ -57,6 +57,8 @@ def test_what_was_shown_is_said_in_at_most_ten_lines() -> None:
         "  loss: 5.0% allowed, under 0.5% promised, 0.4% on held-out text",
     ]
     least = min(table.SHARES)
-    assert said[2].startswith(f"  with room for {least}% of its experts (1.55 MB): 973 tokens/s, 10% of the experts found")
+    assert said[2].startswith(
+        f"  with room for {least}% of its experts (1.55 MB): 973 tokens/s, 10% of the experts found"
+    )
     assert said[3] == "  an answer: a b"
     assert said[5].endswith("-0.2% on held-out text")

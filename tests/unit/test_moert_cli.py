@@ -21,12 +21,12 @@ from tiny_packs import DECODER, DECODER_SHAPE, PROMPTS, SWITCH, SWITCH_SHAPE, da
 
 from moeconv.writer import add_to_pack
 from moert import __version__
-from moert.built import version_line
 from moert.beside.flash.keeping import DEFAULT_KEEPING
 from moert.beside.flash.runner import EXACT
 from moert.beside.flash.runner import check_settings as flash_settings
 from moert.beside.gpu.opening import NO_DEVICE, PROCESSOR
 from moert.beside.gpu.opening import check_settings as gpu_settings
+from moert.built import version_line
 from moert.command import cli
 from moert.engine import registry
 from moert.engine.engine import Engine
@@ -35,7 +35,7 @@ from moert.engine.registry import PREDICTS
 from moert.engine.settings import EngineSettings
 from moert.errors import RunError, SettingInvalid
 from moert.experts.names import EVICTIONS, PREDICTORS
-from moert.kernels import library, open_backend
+from moert.kernels import auto_name, library, open_backend
 from moert.kernels.backend import Backend
 from moert.machine import usable_cores
 from moert.models.kv import State

@@ -15,7 +15,9 @@ from moert import machine
 from moert.experts.store import OpenFiles
 
 
-@pytest.mark.parametrize("module", ["moert.command.cli", "moert.hub.catalogue", "moert.engine.engine", "moeconv.writer"])
+@pytest.mark.parametrize(
+    "module", ["moert.command.cli", "moert.hub.catalogue", "moert.engine.engine", "moeconv.writer"]
+)
 def test_it_loads_without_resource_and_fcntl(module: str) -> None:
     code = f"import sys; sys.modules['resource'] = sys.modules['fcntl'] = None; import {module}"
     subprocess.run([sys.executable, "-c", code], check=True)
