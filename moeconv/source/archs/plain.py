@@ -55,10 +55,8 @@ class Olmoe(Family):
     def describe(self, config: Config, tokens: Tokens) -> Description:
         config.must_be("attention_bias", False, "attention with biases can't be packed")
         config.must_be("sliding_window", None, "this family's attention has no windows in transformers")
-        norm, attention = (
-            Norm(config.get("rms_norm_eps")),
-            config.attention(qk_norm="whole", clip=config.get("clip_qkv")),
-        )
+        norm = Norm(config.get("rms_norm_eps"))
+        attention = config.attention(qk_norm="whole", clip=config.get("clip_qkv"))
         if attention.q_features != config.count("hidden_size"):
             config.must_be("head_dim", None, "heads must fill the hidden size exactly")
         ffn = config.network("intermediate_size")
