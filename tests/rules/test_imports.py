@@ -78,7 +78,7 @@ INSIDE = {
         ("outline", "decoders"), ("hub", "tensors"), ("decoded", "gguf"), ("checkpoint", "experts", "skeleton"),
     ],
     "moeconv.source.gguf": [
-        ("container",), ("facts",), ("settings",), ("families", "tokenizer"), ("tensors",), ("folder",),
+        ("container",), ("facts",), ("settings",), ("families", "tokenizer"), ("names",), ("tensors",), ("folder",),
     ],
     "moeconv.calibration": [("samples",), ("apart",), ("rendering",), ("load",)],
     "moeconv.quantizers": [("quantizer",), ("group", "moments"), ("gptq", "source"), ("trellis",), ("coder",)],
