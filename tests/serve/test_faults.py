@@ -315,8 +315,8 @@ def test_the_field_at_fault_is_named(path: str, body: dict[str, Any], field: str
 
 
 def test_no_error_tells_the_servers_paths(pack: Path, tmp_path: Path) -> None:
-    mute = write_pack(tmp_path / "mute.pack", ENDLESS)
-    silent = write_pack(tmp_path / "silent.pack", ENDLESS, tokenizer=False)
+    mute = write_pack(tmp_path / "mute.pack", ENDLESS, paths=False)
+    silent = write_pack(tmp_path / "silent.pack", ENDLESS, paths=False, tokenizer=False)
     spoilt, broken = (write_chat_pack(tmp_path / f"{name}.pack", ENDLESS) for name in ("spoilt", "broken"))
     (spoilt / "chat.json").write_text("{}")
     (broken / "manifest.json").write_text("{}")
