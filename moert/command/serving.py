@@ -13,7 +13,7 @@ from moert.command import console
 from moert.engine.generation import GenerationSettings
 from moert.engine.settings import EngineSettings
 from moert.errors import InputInvalid, RunError
-from moert.pack.messages import NotASize, parse_size
+from moert.pack.messages import NotASize, in_one_line, parse_size
 
 if TYPE_CHECKING:
     from moert.engine.archive import Folder

@@ -315,7 +315,8 @@ class Request:
         of it."""
         text, right = "", 0
         while True:
-            piece = self._generation.take(logits[right : right + 1])
+            self._generation.draw(logits[right : right + 1])
+            piece = self._generation.piece()
             text += piece.text
             if self.ended or right == len(draft) or piece.token != draft[right]:
                 break

@@ -187,7 +187,7 @@ def _field(error: BaseException, own: Mapping[str, str]) -> str | None:
     if isinstance(error, (InputInvalid, TemplateFailed)):
         return own.get("prompt", "prompt")
     name = _FIELDS.get(error.name, error.name) if isinstance(error, SettingInvalid) else None
-    return own.get(name, name) if name in _CHAT or name in _TEXT else None
+    return own.get(name, name) if name is not None and (name in _CHAT or name in _TEXT) else None
 
 
 def routes(host: Host) -> list[Route]:

@@ -79,7 +79,8 @@ def test_a_body_that_is_none_is_one_line(path: str, body: bytes, words: str, cli
     [
         ({"temperature": "warm"}, "temperature"), ({"temperature": -1}, "temperature"), ({"top_p": 0}, "top_p"),
         ({"n": 0}, "n"), ({"n": True}, "n"), ({"n": 1000}, "n"), ({"stop": [1]}, "stop"), ({"stop": [""]}, "stop"),
-        ({"logit_bias": {"x": 1}}, "logit_bias"), ({"logit_bias": {"99999": 1}}, "logit_bias"), ({"stream": "yes"}, "stream"),
+        ({"logit_bias": {"x": 1}}, "logit_bias"), ({"logit_bias": {"99999": 1}}, "logit_bias"),
+        ({"stream": "yes"}, "stream"),
         ({"top_logprobs": 3}, "top_logprobs"), ({"messages": []}, "messages"),
         ({"messages": [{"role": "x"}]}, "messages"), ({"max_tokens": 0}, "max_tokens"),
         ({"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {}}]}]}, "messages"),
@@ -301,12 +302,12 @@ def test_figures_are_there_for_prometheus(client: httpx.Client) -> None:
         ("/v1/completions", {"prompt": [99999]}, "prompt"),
         ("/v1/completions", {"prompt": ""}, "prompt"),
         ("/v1/embeddings", {"input": [99999]}, "input"),
-        ("/v1/responses", {"input": "hello", "text": {"format": {"type": "json_schema", "schema": {"type": "no type"}}}},
-         "text"),
+        ("/v1/responses", {"input": "hello", "text": {"format": {
+            "type": "json_schema", "schema": {"type": "no type"}}}}, "text"),
         ("/v1/responses", {"input": [{"role": "tool", "content": "a"}]}, "input"),
         ("/v1/chat/completions", {"messages": [{"role": "tool", "content": "a"}]}, "messages"),
-        ("/v1/chat/completions", {"messages": [*HELLO, {"role": "assistant", "content": "a"}], "grammar": "start: \"a\"",
-         "continue_final_message": True}, "grammar"),
+        ("/v1/chat/completions", {"messages": [*HELLO, {"role": "assistant", "content": "a"}],
+                                  "grammar": 'start: "a"', "continue_final_message": True}, "grammar"),
     ],
 )  # fmt: skip
 def test_the_field_at_fault_is_named(path: str, body: dict[str, Any], field: str, client: httpx.Client) -> None:
