@@ -22,8 +22,8 @@ from tiny import TINY  # noqa: E402
 from moeconv.plan.outlook import parameters  # noqa: E402
 from moeconv.source.archs import FAMILIES, REFUSED  # noqa: E402
 from moeconv.source.archs.config import Config as Asked  # noqa: E402
-from moeconv.source.gguf.families import ARCHS  # noqa: E402
-from moeconv.source.gguf.families import REFUSED as LAYOUTS  # noqa: E402
+from moeconv.source.gguf.names import ARCHS  # noqa: E402
+from moeconv.source.gguf.names import REFUSED as LAYOUTS  # noqa: E402
 from moeconv.source.gguf.tokenizer import CUTS  # noqa: E402
 from moeconv.source.outline import features  # noqa: E402
 from moert.pack.model_spec import ModelSpec  # noqa: E402

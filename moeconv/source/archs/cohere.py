@@ -12,7 +12,7 @@ from moeconv.source.archs.dense import NO_ROUTERS, Dense, alone
 from moeconv.source.archs.description import Description, Names, Place, decoder, in_pairs, named
 from moeconv.source.archs.family import Family
 from moert.pack.model_spec import Head, Join, Layer, Tokens
-from moert.pack.parts import Attention, Experts, Ffn, Norm, Router
+from moert.pack.parts import Attention, Experts, Ffn, Norm
 
 _NO_BIASES = ("norm.bias",)
 """The ends of the names of LayerNorms' biases, which these models lack."""
@@ -60,7 +60,7 @@ class Cohere2Moe(Family):
         softmax = config.one_of("expert_selection_fn", ("softmax", "sigmoid")) == "softmax"
         normed = bool(config.get("norm_topk_prob")) or softmax
         score: Literal["softmax", "sigmoid_of_chosen"] = "softmax" if softmax else "sigmoid_of_chosen"
-        router = Router(config.count("num_experts_per_tok"), normed, None, score)
+        router = config.router(normed, score)
         experts = Experts(
             config.count("num_experts"), config.network("intermediate_size"), router,
             config.network("intermediate_size", times=shared) if shared else None,

@@ -18,7 +18,7 @@ from moert.pack.codec import F32
 from moert.pack.documents import MAX_COUNT, brief
 from moert.pack.errors import PackError
 from moert.pack.model_spec import MOST_LAYERS
-from moert.pack.parts import MOST_TURN, Act, Attention, Ffn, Rope
+from moert.pack.parts import MOST_TURN, Act, Attention, Ffn, Rope, Router
 
 # Errors of a family that can't represent a model.
 
@@ -325,6 +325,11 @@ class Config:
     def network(self, d_ff: str, activation: str = "hidden_act", bias: bool = False, times: int = 1) -> Ffn:
         """Returns a gated network whose width is a setting times `times`. Raises UnsupportedModel."""
         return Ffn(self.count(d_ff) * times, self.activation(activation), gated=True, bias=bias)
+
+    def router(self, renormalise: Any, score: Any = "softmax", **more: Any) -> Router:
+        """Returns a router that chooses num_experts_per_tok experts; `more`: other fields of the part. Raises
+        UnsupportedModel."""
+        return Router(self.count("num_experts_per_tok"), renormalise, None, score, **more)
 
     def of_layers(self, name: str, known: Mapping[str, T]) -> list[T]:
         """Returns the values in `known` of a setting that is a list of words, one for each layer. Raises

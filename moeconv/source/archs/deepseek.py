@@ -92,8 +92,8 @@ def sigmoid_router(
     UnsupportedModel."""
     config.only(scoring_func=scores, topk_method=("noaux_tc",), moe_layer_freq=every)
     groups, best = config.count("n_group"), config.count("topk_group")
-    return Router(
-        config.count("num_experts_per_tok"), bool(config.get("norm_topk_prob")), None, score="sigmoid",
+    return config.router(
+        bool(config.get("norm_topk_prob")), score="sigmoid",
         choice_bias=True, groups=Groups(groups, best, 2), factor=config.number("routed_scaling_factor"),
     )  # fmt: skip
 
@@ -143,8 +143,8 @@ def _router(config: Config) -> Router:
     """Raises UnsupportedModel."""
     method = config.one_of("topk_method", ("greedy", "group_limited_greedy"))
     groups, best = config.get("n_group"), config.get("topk_group")
-    return Router(
-        config.count("num_experts_per_tok"), False, None, factor=config.number("routed_scaling_factor"),
+    return config.router(
+        False, factor=config.number("routed_scaling_factor"),
         groups=Groups(groups, best, 1) if method == "group_limited_greedy" else None,
     )  # fmt: skip
 
@@ -203,6 +203,7 @@ class KimiK25(KimiK2):
     """Kimi K2.5 and after: Kimi K2 inside a model for text and images."""
 
     model_type = "kimi_k25"
+    inside_tied = True
     beside = frozenset({
         "vision_config", "projection_hidden_size", "projection_layer_norm_eps", "image_token_id", "video_token_id",
         "vision_start_token_id", "vision_end_token_id", "ignore_index", "media_placeholder_token_id",
@@ -210,9 +211,6 @@ class KimiK25(KimiK2):
     })  # fmt: skip
     root, head = "language_model.model.", "language_model.lm_head"
     left_out: Mapping[str, str] = {r"(model\.)?(vision_tower|mm_projector)\.": IMAGES_LEFT_OUT}
-
-    def own(self, config: Mapping[str, Any]) -> Mapping[str, Any]:
-        return text_settings(config, tied=True)
 
 
 class Mistral4(DeepseekV3):
@@ -225,10 +223,9 @@ class Mistral4(DeepseekV3):
 
     def router(self, config: Config) -> Router:
         groups = Groups(config.count("n_group"), config.count("topk_group"), 2)
-        return Router(
-            config.count("num_experts_per_tok"), bool(config.get("norm_topk_prob")), None, groups=groups,
-            factor=config.number("routed_scaling_factor"),
-        )  # fmt: skip
+        return config.router(
+            bool(config.get("norm_topk_prob")), groups=groups, factor=config.number("routed_scaling_factor")
+        )
 
     def attention(self, config: Config) -> Latent:
         return latent(config, whole=True)
@@ -336,10 +333,7 @@ class HyV3(Family):
         config.only(qk_norm=(True,), use_qk_norm=(True,), scoring_func=("sigmoid",))
         norm, dense = Norm(config.get("rms_norm_eps")), config.network("intermediate_size")
         attention = config.attention(qk_norm="head", biases=config.biases("attention_bias", "qkvo"))
-        router = Router(
-            config.count("num_experts_per_tok"), True, None, score="sigmoid", choice_bias=True,
-            factor=config.number("router_scaling_factor"),
-        )  # fmt: skip
+        router = config.router(True, score="sigmoid", choice_bias=True, factor=config.number("router_scaling_factor"))
         routed = experts(config, router, shorter=True)
         known: Mapping[str, Ffn | Experts] = {"dense": dense, "sparse": routed}
         layers = [Layer(norm, attention, None, ffn) for ffn in config.of_layers("mlp_layer_types", known)]

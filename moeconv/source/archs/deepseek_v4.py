@@ -16,7 +16,7 @@ from moeconv.source.archs.family import Family
 from moeconv.source.archs.kda import one_stream, places_of_streams, streams_of, within
 from moert.pack.mixers import Indexer, Pooled, Pools
 from moert.pack.model_spec import Layer, Tokens
-from moert.pack.parts import Experts, Norm, Router
+from moert.pack.parts import Experts, Norm
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
@@ -102,10 +102,7 @@ def _networks(config: Config) -> Mapping[str, Experts]:
     limit = config.number("swiglu_limit")
     network = within(limit, config.network("moe_intermediate_size"))
     score = _SCORES[config.one_of("scoring_func", [*_SCORES])]
-    router = Router(
-        config.count("num_experts_per_tok"), True, None, score, choice_bias=True,  # type: ignore[arg-type]
-        factor=config.number("routed_scaling_factor"),
-    )  # fmt: skip
+    router = config.router(True, score, choice_bias=True, factor=config.number("routed_scaling_factor"))
     chosen = Experts(config.count("n_routed_experts", "num_local_experts"), network, router, network)
     table = replace(router, choice_bias=False, by_token=config.count("vocab_size"))
     return {"moe": chosen, "hash_moe": replace(chosen, router=table)}

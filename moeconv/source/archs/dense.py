@@ -6,7 +6,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
-from moeconv.source.archs.config import Config, text_settings
+from moeconv.source.archs.config import Config
 from moeconv.source.archs.description import Description, Names, Place, Source, decoder, in_one, limited, named, rows
 from moeconv.source.archs.family import Family
 from moeconv.source.archs.plain import NORMS_BEHIND
@@ -289,6 +289,7 @@ class Gemma3(Gemma3Text):
     model_type = "gemma3"
     config_type = "gemma3_text"
     loads_by_names = False
+    inside_tied = True
     beside = frozenset({
         "vision_config", "mm_tokens_per_image", "boi_token_index", "eoi_token_index", "image_token_index",
         "boi_token_id", "eoi_token_id", "image_token_id",
@@ -297,6 +298,3 @@ class Gemma3(Gemma3Text):
     left_out: Mapping[str, str] = {
         r"(model\.)?(vision_tower|multi_modal_projector)\.": "images are left out: the pack holds the text model alone",
     }
-
-    def own(self, config: Mapping[str, Any]) -> Mapping[str, Any]:
-        return text_settings(config, tied=True)

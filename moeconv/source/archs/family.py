@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from moeconv.source.archs.coding import scheme_of
-from moeconv.source.archs.config import Config, UnsupportedModel, beside_text
+from moeconv.source.archs.config import Config, UnsupportedModel, beside_text, text_settings
 from moeconv.source.archs.description import Description
 from moert.pack.model_spec import ExpertKey, LayerKey, ModelSpec, StackName, Tokens
 
@@ -75,6 +75,17 @@ def torch_later() -> Iterator[None]:
     yield
 
 
+@contextmanager
+def changed(of: Any, name: str, value: Any) -> Iterator[None]:
+    """Gives an attribute another value inside a with block."""
+    before = getattr(of, name)
+    setattr(of, name, value)
+    try:
+        yield
+    finally:
+        setattr(of, name, before)
+
+
 # Special tokens: generation_config.json has the last word, config.json the first.
 
 _FIELDS = {"bos": "bos", "pad": "pad", "start": "decoder_start", "first": "forced_bos"}
@@ -135,6 +146,8 @@ class Family:
     reads_mxfp4 = False
     beside: Set[str] = frozenset()
     """Settings of the larger model that it is published in, which do not touch the text."""
+    inside_tied: bool | None = None
+    """In a family inside a larger model: whether that one ties its head where it does not say so."""
     sees: Mapping[str, Any] | None = None
     """The settings of a tiny model for images, in a family whose text transformers runs inside such a model alone."""
     by_layers = True
@@ -176,7 +189,7 @@ class Family:
 
     def own(self, config: Mapping[str, Any]) -> Mapping[str, Any]:
         """Returns the settings of the model itself, from the config.json of a larger one. Raises UnsupportedModel."""
-        return config
+        return config if self.inside_tied is None else text_settings(config, self.inside_tied)
 
     def load(self, path: Path, dtype: torch.dtype) -> nn.Module:
         """Returns the model as transformers runs it, in eval mode, with the experts implementation that we compare

@@ -5,11 +5,11 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 
-from moeconv.source.archs.config import Config, UnsupportedModel, count_of, number_of, text_settings, turns
+from moeconv.source.archs.config import Config, UnsupportedModel, count_of, number_of, turns
 from moeconv.source.archs.dense import NO_ROUTERS, alone, of_network, put_alone
 from moeconv.source.archs.description import Description, Inside, Names, Place, decoder, joined, named
 from moeconv.source.archs.family import Family
@@ -94,6 +94,7 @@ class Gemma4(Gemma4Text):
     model_type = "gemma4"
     config_type = "gemma4_text"
     loads_by_names = False
+    inside_tied = True
     beside = frozenset({
         "vision_config", "audio_config", "boi_token_id", "eoi_token_id", "image_token_id", "video_token_id",
         "boa_token_id", "eoa_token_id", "eoa_token_index", "audio_token_id",
@@ -103,9 +104,6 @@ class Gemma4(Gemma4Text):
         r"model\.(vision_tower|embed_vision)\.": "images are left out: the pack holds the text model alone",
         r"model\.(audio_tower|embed_audio)\.": "sounds are left out: the pack holds the text model alone",
     }
-
-    def own(self, config: Mapping[str, Any]) -> Mapping[str, Any]:
-        return text_settings(config, tied=True)
 
 
 def _attentions(config: Config) -> list[Attention]:

@@ -21,11 +21,11 @@ from moeconv.source.archs.description import (
     joined,
     rows,
 )
-from moeconv.source.archs.family import Family
+from moeconv.source.archs.family import Family, changed
 from moert.pack.codec import F32
 from moert.pack.mixers import FixedState
 from moert.pack.model_spec import Head, Join, Layer, StackName, Tokens
-from moert.pack.parts import Attention, Experts, Ffn, Norm, Rope, Router
+from moert.pack.parts import Attention, Experts, Ffn, Norm, Rope
 
 if TYPE_CHECKING:
     from torch import nn
@@ -40,12 +40,8 @@ class _Multiplied(Family):
     @contextmanager
     def resuming(self, tower: nn.Module) -> Iterator[None]:
         """Keeps the tower from multiplying hidden states as it multiplies embeddings, inside a with block."""
-        before = tower.embedding_multiplier
-        tower.embedding_multiplier = 1.0  # type: ignore[assignment]
-        try:
+        with changed(tower, "embedding_multiplier", 1.0):
             yield
-        finally:
-            tower.embedding_multiplier = before
 
 
 class GraniteMoe(_Multiplied):
@@ -61,7 +57,7 @@ class GraniteMoe(_Multiplied):
         mixers, of_mixers = self._mixers(config, norm)
         shared = self._shared(config)
         network = config.network("intermediate_size")
-        router = Router(config.count("num_experts_per_tok"), True, None)
+        router = config.router(True)
         experts = Experts(config.count("num_local_experts"), network, router, shared)
         layers = [Layer(norm, mixer, None, experts, join, join) for mixer in mixers]
 

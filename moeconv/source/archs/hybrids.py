@@ -14,7 +14,7 @@ from moeconv.source.archs.family import Family
 from moeconv.source.archs.granite import GraniteMoe, granite_attention
 from moert.pack.mixers import FixedState, Mamba, Mamba2, ShortConv
 from moert.pack.model_spec import ExpertKey, Layer, StackName, Tokens
-from moert.pack.parts import Act, Attention, Experts, Ffn, Narrow, Norm, Router
+from moert.pack.parts import Act, Attention, Experts, Ffn, Narrow, Norm
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
@@ -72,8 +72,8 @@ class Lfm2Moe(Family):
         mixers: Mapping[str, ShortConv | Attention] = {
             "conv": conv, "full_attention": config.attention(qk_norm="head"),
         }  # fmt: skip
-        router = Router(
-            config.count("num_experts_per_tok"), bool(config.get("norm_topk_prob")), None, "sigmoid",
+        router = config.router(
+            bool(config.get("norm_topk_prob")), "sigmoid",
             choice_bias=bool(config.get("use_expert_bias")), factor=config.number("routed_scaling_factor"),
         )  # fmt: skip
         experts = Experts(config.count("num_experts"), Ffn(config.count("moe_intermediate_size"), act, True), router)
@@ -117,7 +117,7 @@ class Jamba(Family):
             bool(config.get("mamba_conv_bias")), bool(config.get("mamba_proj_bias")),
         )  # fmt: skip
         network = Ffn(config.count("intermediate_size"), act, gated=True)
-        router = Router(config.count("num_experts_per_tok"), False, None)
+        router = config.router(False)
         experts = Experts(config.count("num_experts", "num_local_experts"), network, router)
         attention = config.attention(rope=None)
         layers = [

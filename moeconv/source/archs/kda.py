@@ -8,7 +8,7 @@ from contextlib import contextmanager
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
-from moeconv.source.archs.config import Config, UnsupportedModel, text_settings
+from moeconv.source.archs.config import Config, UnsupportedModel
 from moeconv.source.archs.deepseek import (
     IMAGES_LEFT_OUT,
     INDEXERS_LEFT_OUT,
@@ -29,7 +29,7 @@ from moeconv.source.archs.description import (
     decoder,
     limited,
 )
-from moeconv.source.archs.family import Family
+from moeconv.source.archs.family import Family, changed
 from moert.pack.mixers import GatedDelta
 from moert.pack.model_spec import Layer, StackName, Tokens
 from moert.pack.parts import Experts, Ffn, Latent, Norm, Streams
@@ -214,12 +214,8 @@ def _networks(limit: float, config: Config) -> Mapping[str, Ffn | Experts]:
 def one_stream(tower: nn.Module, streams: str = "hc_mult") -> Iterator[None]:
     """Keeps a tower from repeating hidden states as it repeats embeddings, inside a with block. `streams`: the setting
     that has their number."""
-    before = getattr(tower.config, streams)
-    setattr(tower.config, streams, 1)
-    try:
+    with changed(tower.config, streams, 1):
         yield
-    finally:
-        setattr(tower.config, streams, before)
 
 
 class Glm5Next(Family):
@@ -232,6 +228,7 @@ class Glm5Next(Family):
     model_class = "Glm5NextForConditionalGeneration"
     loads_by_names = False
     more_results = 1
+    inside_tied = False
     beside = frozenset({
         "vision_config", "image_token_id", "video_token_id", "image_start_token_id", "image_end_token_id",
         "video_start_token_id", "video_end_token_id",
@@ -242,9 +239,6 @@ class Glm5Next(Family):
     }  # fmt: skip
     towers: Mapping[StackName, str] = {"decoder": "model.language_model"}
     experts: Mapping[StackName, str] = {"decoder": "model.language_model.layers.{layer}.mlp.experts"}
-
-    def own(self, config: Mapping[str, Any]) -> Mapping[str, Any]:
-        return text_settings(config, tied=False)
 
     def describe(self, config: Config, tokens: Tokens) -> Description:
         config.without_effect(*OF_INDEXERS, "head_dim")

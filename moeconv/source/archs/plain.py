@@ -21,10 +21,10 @@ from moeconv.source.archs.description import (
     rows,
     transposed,
 )
-from moeconv.source.archs.family import Family
+from moeconv.source.archs.family import Family, changed
 from moert.pack.codec import F32
 from moert.pack.model_spec import Head, Join, Layer, StackName, Tokens
-from moert.pack.parts import Act, Attention, Experts, Ffn, Norm, Rope, Router
+from moert.pack.parts import Act, Experts, Ffn, Norm, Rope, Router
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
@@ -39,13 +39,9 @@ class Mixtral(Family):
     model_class = "MixtralForCausalLM"
 
     def describe(self, config: Config, tokens: Tokens) -> Description:
-        norm, dim = Norm(config.get("rms_norm_eps")), config.head_dim()
-        attention = Attention(
-            config.count("num_attention_heads"), config.get("num_key_value_heads"), dim, scale=dim**-0.5, qk_norm=None,
-            clip=None, rope=0, buckets=None, window=config.get("sliding_window"),
-        )  # fmt: skip
-        ffn = Ffn(config.count("intermediate_size"), config.activation("hidden_act"), gated=True)
-        router = Router(config.count("num_experts_per_tok"), renormalise=True, capacity=None)
+        norm, attention = Norm(config.get("rms_norm_eps")), config.attention(window=config.get("sliding_window"))
+        ffn = config.network("intermediate_size")
+        router = config.router(True)
         layer = Layer(norm, attention, None, Experts(config.count("num_local_experts"), ffn, router))
         return decoder(self.model_type, config, tokens, [layer] * config.count("num_hidden_layers"), _NAMES)
 
@@ -59,16 +55,12 @@ class Olmoe(Family):
     def describe(self, config: Config, tokens: Tokens) -> Description:
         config.must_be("attention_bias", False, "attention with biases can't be packed")
         config.must_be("sliding_window", None, "this family's attention has no windows in transformers")
-        dim, heads = config.head_dim(), config.count("num_attention_heads")
-        if dim * heads != config.count("hidden_size"):
-            config.must_be("head_dim", None, "heads must fill the hidden size exactly")
         norm = Norm(config.get("rms_norm_eps"))
-        attention = Attention(
-            heads, config.get("num_key_value_heads"), dim, scale=dim**-0.5, qk_norm="whole",
-            clip=config.get("clip_qkv"), rope=0, buckets=None,
-        )  # fmt: skip
-        ffn = Ffn(config.count("intermediate_size"), config.activation("hidden_act"), gated=True)
-        router = Router(config.count("num_experts_per_tok"), config.get("norm_topk_prob"), capacity=None)
+        attention = config.attention(qk_norm="whole", clip=config.get("clip_qkv"))
+        if attention.q_features != config.count("hidden_size"):
+            config.must_be("head_dim", None, "heads must fill the hidden size exactly")
+        ffn = config.network("intermediate_size")
+        router = config.router(config.get("norm_topk_prob"))
         layer = Layer(norm, attention, None, Experts(config.count("num_experts"), ffn, router))
         return decoder(self.model_type, config, tokens, [layer] * config.count("num_hidden_layers"))
 
@@ -84,7 +76,7 @@ class FlexOlmo(Family):
 
     def describe(self, config: Config, tokens: Tokens) -> Description:
         attention = config.attention(qk_norm="whole", biases=config.biases("attention_bias", "qkvo"))
-        router = Router(config.count("num_experts_per_tok"), config.get("norm_topk_prob"), capacity=None)
+        router = config.router(config.get("norm_topk_prob"))
         experts = Experts(config.count("num_experts"), config.network("intermediate_size"), router)
         behind = Join(Norm(config.get("rms_norm_eps")))
         layer = Layer(None, attention, None, experts, behind, behind)
@@ -161,7 +153,7 @@ class MiniMaxM2(Family):
             "rotary_dim", "mlp_intermediate_size", "use_mtp", "num_mtp_modules", "mtp_transformer_layers"
         )  # the first is in rope_parameters
         attention = config.attention(qk_norm="whole")
-        router = Router(config.count("num_experts_per_tok"), True, None, score="sigmoid", choice_bias=True)
+        router = config.router(True, score="sigmoid", choice_bias=True)
         n = config.count("num_local_experts", "num_experts")
         experts = Experts(n, config.network("intermediate_size"), router)
         layer = Layer(Norm(config.get("rms_norm_eps")), attention, None, experts)
@@ -215,10 +207,7 @@ class MiniMaxM3Vl(Family):
             Ffn(config.count(name), act, gated=True)
             for name in ("intermediate_size", "shared_intermediate_size", "dense_intermediate_size")
         )
-        router = Router(
-            config.count("num_experts_per_tok"), True, None, score="sigmoid", choice_bias=True,
-            factor=config.number("routed_scaling_factor"),
-        )  # fmt: skip
+        router = config.router(True, score="sigmoid", choice_bias=True, factor=config.number("routed_scaling_factor"))
         experts = Experts(config.count("num_local_experts", "num_experts"), routed, router, shared)
         norm, attention = Norm(config.get("rms_norm_eps")), config.attention(qk_norm="head")
         known: Mapping[str, Ffn | Experts] = {"dense": dense, "sparse": experts}
@@ -393,13 +382,11 @@ class Ernie45VlMoe(Ernie45Moe):
     sees: Mapping[str, Any] = {"depth": 1, "hidden_size": 4, "num_heads": 1, "intermediate_size": 4}
     towers: Mapping[StackName, str] = {"decoder": "model.language_model"}
     experts: Mapping[StackName, str] = {"decoder": "model.language_model.layers.{layer}.mlp.text_moe.experts"}
+    inside_tied = True
     beside = frozenset({
         "vision_config", "image_start_token_id", "image_end_token_id", "image_token_id", "video_start_token_id",
         "video_end_token_id", "video_token_id",
     })  # fmt: skip
-
-    def own(self, config: Mapping[str, Any]) -> Mapping[str, Any]:
-        return text_settings(config, tied=True)
 
     def width(self, config: Config) -> int:
         return count_of("the first of moe_intermediate_size", config.get("moe_intermediate_size")[0])
@@ -449,10 +436,7 @@ class Afmoe(Family):
         config.only(score_func=("sigmoid",), route_norm=(True,), n_group=(1,), topk_group=(1,))
         config.without_effect("use_grouped_mm", "load_balance_coeff", "num_expert_groups", "num_limited_groups")
         norm, dense = Norm(config.get("rms_norm_eps")), config.network("intermediate_size")
-        router = Router(
-            config.count("num_experts_per_tok"), True, None, score="sigmoid", choice_bias=True,
-            factor=config.number("route_scale"),
-        )  # fmt: skip
+        router = config.router(True, score="sigmoid", choice_bias=True, factor=config.number("route_scale"))
         shared = config.network("moe_intermediate_size", times=config.count("num_shared_experts"))
         experts = Experts(config.count("num_experts"), config.network("moe_intermediate_size"), router, shared)
         biases, first = config.biases("attention_bias", "qkvo"), config.count("num_dense_layers", least=0)
@@ -471,12 +455,8 @@ class Afmoe(Family):
     @contextmanager
     def resuming(self, tower: nn.Module) -> Iterator[None]:
         """Keeps the tower from multiplying hidden states as it multiplies embeddings, inside a with block."""
-        config: Any = tower.config
-        before, config.mup_enabled = config.mup_enabled, False
-        try:
+        with changed(tower.config, "mup_enabled", False):
             yield
-        finally:
-            config.mup_enabled = before
 
 
 def _turns(window: int | None) -> int | None:

@@ -25,7 +25,7 @@ from moeconv.source.archs.description import (
 from moeconv.source.archs.family import Family
 from moert.pack.mixers import GatedDelta
 from moert.pack.model_spec import Layer, Tokens
-from moert.pack.parts import Act, Attention, Experts, Ffn, Norm, Router
+from moert.pack.parts import Act, Attention, Experts, Ffn, Norm
 
 _QWEN2_INSIDE = {
     "shared_gate": "mlp.shared_expert_gate",
@@ -34,6 +34,13 @@ _QWEN2_INSIDE = {
 SEES = frozenset({"vision_config", "image_token_id", "video_token_id", "vision_start_token_id", "vision_end_token_id"})
 """Settings of models for text and images that do not touch the text."""
 _VL_DEFAULTS = {"rope_theta": 500000.0, "head_dim": None, "norm_topk_prob": True}  # where Qwen3-MoE has others
+
+
+def _every_step(config: Config, dense: Ffn, experts: Experts) -> list[Ffn | Experts]:
+    """Returns the feed-forward part of each layer: every decoder_sparse_step-th has experts, unless it is named among
+    those without. Raises UnsupportedModel."""
+    step, without = config.count("decoder_sparse_step"), config.get("mlp_only_layers") or ()
+    return [dense if at in without or (at + 1) % step else experts for at in range(config.count("num_hidden_layers"))]
 
 
 class Qwen2Moe(Family):
@@ -47,18 +54,14 @@ class Qwen2Moe(Family):
         norm, biases = Norm(config.get("rms_norm_eps")), config.biases("qkv_bias", "qkv")
         experts = Experts(
             config.count("num_experts"), config.network("moe_intermediate_size"),
-            Router(config.count("num_experts_per_tok"), config.get("norm_topk_prob"), None),
+            config.router(config.get("norm_topk_prob")),
             config.network("shared_expert_intermediate_size"), shared_gate=True,
         )  # fmt: skip
-        dense, step = config.network("intermediate_size"), config.count("decoder_sparse_step")
-        without = config.get("mlp_only_layers") or ()
+        ffns = _every_step(config, config.network("intermediate_size"), experts)
         layers = [
-            Layer(
-                norm, config.attention(biases=biases, window=window), None,
-                dense if at in without or (at + 1) % step else experts,
-            )
-            for at, window in enumerate(config.windows())
-        ]  # fmt: skip
+            Layer(norm, config.attention(biases=biases, window=window), None, ffn)
+            for window, ffn in zip(config.windows(), ffns, strict=True)
+        ]
         return decoder(self.model_type, config, tokens, layers, Names(_QWEN2_INSIDE))
 
 
@@ -80,13 +83,9 @@ class Qwen3Moe(Family):
         attention = config.attention(qk_norm="head", window=window if config.get("use_sliding_window") else None)
         act = config.activation("hidden_act")
         ffn, dense = (Ffn(config.get(name), act, gated=True) for name in ("moe_intermediate_size", "intermediate_size"))
-        router = Router(config.count("num_experts_per_tok"), config.get("norm_topk_prob"), capacity=None)
+        router = config.router(config.get("norm_topk_prob"))
         experts = Experts(config.count("num_experts", "num_local_experts"), ffn, router)
-        step, without = config.count("decoder_sparse_step"), config.get("mlp_only_layers")
-        layers = [
-            Layer(norm, attention, None, dense if at in without or (at + 1) % step else experts)
-            for at in range(config.count("num_hidden_layers"))
-        ]
+        layers = [Layer(norm, attention, None, ffn) for ffn in _every_step(config, dense, experts)]
         return decoder(self.model_type, config, tokens, layers, self.names(experts, config.count("hidden_size")))
 
 
@@ -114,8 +113,7 @@ class Qwen3VlMoe(Qwen3Moe):
 
 
 _NEXT_INSIDE: Inside = {
-    "shared_gate": "mlp.shared_expert_gate",
-    **{f"shared.{name}": f"mlp.shared_expert.{name}_proj" for name in ("gate", "up", "down")},
+    **_QWEN2_INSIDE,
     **{f"mixer.{name}": f"linear_attn.{name}" for name in ("norm", "dt_bias")},
     "mixer.a_log": "linear_attn.A_log", "mixer.out": "linear_attn.out_proj",
     **LESS_ONE,
@@ -151,8 +149,7 @@ class Qwen3Next(Family):
     def networks(self, config: Config, layers: int) -> Sequence[Ffn | Experts]:
         """Returns the feed-forward part of each of `layers` layers."""
         routed, dense = gated_experts(config, bool(config.get("norm_topk_prob"))), _network(config, "intermediate_size")
-        step, without = config.count("decoder_sparse_step"), config.get("mlp_only_layers")
-        return [dense if at in without or (at + 1) % step else routed for at in range(layers)]
+        return _every_step(config, dense, routed)
 
     def of_networks(self, config: Config, d_model: int) -> Names:
         """Returns the names of the experts' tensors."""
@@ -176,7 +173,7 @@ class Qwen3Next(Family):
 
 def gated_experts(config: Config, renormalise: bool) -> Experts:
     """Returns experts with a shared one. Raises UnsupportedModel."""
-    router = Router(config.count("num_experts_per_tok"), renormalise, None)
+    router = config.router(renormalise)
     return Experts(
         config.count("num_experts"), _network(config, "moe_intermediate_size"), router,
         _network(config, "shared_expert_intermediate_size"), shared_gate=True,
@@ -259,12 +256,10 @@ class Qwen35Text(Qwen35MoeText, Dense):
 class _Qwen35Sees(Qwen35MoeText):
     """The text model inside a model for text and images."""
 
+    inside_tied = False
     beside = SEES
     root, other_root = "model.language_model.", ""
     left_out: Mapping[str, str] = {**Qwen35MoeText.left_out, r"model\.visual\.": IMAGES_LEFT_OUT}
-
-    def own(self, config: Mapping[str, Any]) -> Mapping[str, Any]:
-        return text_settings(config, tied=False)
 
 
 class Qwen35Moe(_Qwen35Sees):

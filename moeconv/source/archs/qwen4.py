@@ -12,7 +12,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
-from moeconv.source.archs.config import Config, UnsupportedModel, text_settings
+from moeconv.source.archs.config import Config, UnsupportedModel
 from moeconv.source.archs.deepseek import IMAGES_LEFT_OUT, INDEXERS_LEFT_OUT
 from moeconv.source.archs.description import Description, Inside, Place, Source, decoder, limited
 from moeconv.source.archs.kda import one_stream
@@ -113,12 +113,10 @@ class Qwen4Exp(Qwen4ExpText):
 
     model_type = "qwen4_exp"
     config_type = "qwen4_exp_text"
+    inside_tied = False
     beside = SEES
     root, other_root = "model.language_model.", ""
     left_out: Mapping[str, str] = {**Qwen4ExpText.left_out, r"model\.visual\.": IMAGES_LEFT_OUT}
-
-    def own(self, config: Mapping[str, Any]) -> Mapping[str, Any]:
-        return text_settings(config, tied=False)
 
 
 def _gates(at: str, module: str) -> Inside:

@@ -8,7 +8,7 @@ from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from moeconv.source.archs.config import Config, UnsupportedModel, text_settings
+from moeconv.source.archs.config import Config, UnsupportedModel
 from moeconv.source.archs.deepseek import IMAGES_LEFT_OUT, no_more_predicted
 from moeconv.source.archs.description import LESS_ONE, ROUTED, Description, Inside, Names, Place, Source, decoder
 from moeconv.source.archs.family import Family
@@ -113,10 +113,8 @@ class Step3p7(Step3p5):
     """Step 3.7 Flash: Step 3.5 inside a model for text and images."""
 
     model_type = "step3p7"
+    inside_tied = False
     beside = frozenset({"vision_config", "projector_bias", "image_token_id"})
-
-    def own(self, config: Mapping[str, Any]) -> Mapping[str, Any]:
-        return text_settings(config, tied=False)
 
 
 def _sparse(config: Config) -> list[bool]:

@@ -1,15 +1,11 @@
-"""Families of models as llama.cpp knows them: the settings of config.json from a file's metadata, and the names of
-tensors."""
+"""Families of models as llama.cpp knows them: the settings of config.json from a file's metadata."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Sequence
 
 import numpy as np
 
-from moeconv.source.archs import NOT_COMPARED
-from moeconv.source.archs.deepseek import INDEXERS_LEFT_OUT
 from moeconv.source.gguf.facts import Facts
 from moeconv.source.gguf.settings import (
     LONG,
@@ -37,30 +33,28 @@ from moeconv.source.gguf.settings import (
     scores_of,
     shared_experts,
     turning_share,
-    usual,
     widths_of,
     windows_of,
     with_llama3,
 )
 from moeconv.source.outline import CheckpointError
-from moert.pack.mixers import MOST_GROUPS
 
 
-def _llama(facts: Facts) -> Settings:
+def llama(facts: Facts) -> Settings:
     if facts.count("expert_count", 0):
         return {**experts_of(facts, "num_local_experts"), "sliding_window": None, **with_llama3(facts)}
     return {**biases_of(facts), "mlp_bias": facts.some("ffn_up.bias"), **with_llama3(facts)}
 
 
-def _qwen2_dense(facts: Facts) -> Settings:
+def qwen2_dense(facts: Facts) -> Settings:
     return {"layer_types": ["full_attention"] * facts.layers}
 
 
-def _qwen3_dense(facts: Facts) -> Settings:
-    return {**_qwen2_dense(facts), **biases_of(facts)}
+def qwen3_dense(facts: Facts) -> Settings:
+    return {**qwen2_dense(facts), **biases_of(facts)}
 
 
-def _phi3(facts: Facts) -> Settings:
+def phi3(facts: Facts) -> Settings:
     rope, length = in_part(facts), "rope.scaling.original_context_length"
     if SHORT in facts.container.tensors and LONG in facts.container.tensors:
         rope |= {**longrope(facts), "attention_factor": facts.number("rope.scaling.attn_factor", 1.0)}
@@ -70,7 +64,7 @@ def _phi3(facts: Facts) -> Settings:
     }  # fmt: skip
 
 
-def _gemma3(facts: Facts) -> Settings:
+def gemma3(facts: Facts) -> Settings:
     head, hidden, softcap = facts.head_dim, facts.count("embedding_length"), "final_logit_softcapping"
     window = "attention.sliding_window"
     return {
@@ -88,18 +82,18 @@ def _gemma3(facts: Facts) -> Settings:
 _LARGEST_GEMMA3 = 62  # layers of the model whose scores have a scale of their own
 
 
-def _cohere2(facts: Facts) -> Settings:
+def cohere2(facts: Facts) -> Settings:
     return {
         **windows_of(facts, 4), **biases_of(facts), "rms_norm_eps": None, "layer_norm_eps": norm_eps(facts),
         "logit_scale": facts.number("logit_scale", 1.0),
     }  # fmt: skip
 
 
-def _cohere2_moe(facts: Facts) -> Settings:
+def cohere2_moe(facts: Facts) -> Settings:
     check_scores(facts, SIGMOID)
     rms = norm_eps(facts) if facts.said("attention.layer_norm_rms_epsilon") else None
     return {
-        **_cohere2(facts), **experts_of(facts), "rms_norm_eps": rms, "expert_selection_fn": "sigmoid",
+        **cohere2(facts), **experts_of(facts), "rms_norm_eps": rms, "expert_selection_fn": "sigmoid",
         "intermediate_size": facts.count("expert_feed_forward_length"),
         "prefix_dense_intermediate_size": facts.count("feed_forward_length"), "mlp_layer_types": networks_of(facts),
         "num_shared_experts": facts.count("expert_shared_count", 0), "prefix_dense_sliding_window_pattern": 1,
@@ -107,41 +101,41 @@ def _cohere2_moe(facts: Facts) -> Settings:
     }  # fmt: skip
 
 
-def _olmo2(facts: Facts) -> Settings:
-    if _olmo_type(facts) == "olmo2":
+def olmo2(facts: Facts) -> Settings:
+    if olmo_type(facts) == "olmo2":
         return biases_of(facts)
     ropes = {"full_attention": positions(facts), "sliding_attention": plain_positions(facts)}
     return {**biases_of(facts), **windows_of(facts, 4), "rope_parameters": ropes}
 
 
-def _olmo_type(facts: Facts) -> str:
+def olmo_type(facts: Facts) -> str:
     return "olmo3" if facts.count("attention.sliding_window", 0) else "olmo2"
 
 
-def _olmoe(facts: Facts) -> Settings:
+def olmoe(facts: Facts) -> Settings:
     clip = facts.number("attention.clamp_kqv") if facts.said("attention.clamp_kqv") else None
     return {**experts_of(facts), "norm_topk_prob": False, "clip_qkv": clip}
 
 
-def _qwen2(facts: Facts) -> Settings:
+def qwen2(facts: Facts) -> Settings:
     return {
         **experts_of(facts), **widths_of(facts), **dense_of(facts), **biases_of(facts, "qkv_bias"),
         "norm_topk_prob": False, "shared_expert_intermediate_size": facts.count("expert_shared_feed_forward_length"),
     }  # fmt: skip
 
 
-def _qwen3(facts: Facts) -> Settings:
+def qwen3(facts: Facts) -> Settings:
     return {**experts_of(facts), **widths_of(facts), **dense_of(facts), "norm_topk_prob": True}
 
 
-def _qwen_next(facts: Facts) -> Settings:
+def qwen_next(facts: Facts) -> Settings:
     return {
-        **experts_of(facts), **widths_of(facts), "norm_topk_prob": True, **_deltas(facts),
+        **experts_of(facts), **widths_of(facts), "norm_topk_prob": True, **deltas(facts),
         "shared_expert_intermediate_size": facts.count("expert_shared_feed_forward_length"),
     }  # fmt: skip
 
 
-def _deltas(facts: Facts) -> Settings:
+def deltas(facts: Facts) -> Settings:
     values = facts.count("ssm.time_step_rank")
     kinds = ["full_attention" if attends else "linear_attention" for attends in facts.has("attn_k.weight")]
     return {
@@ -152,11 +146,11 @@ def _deltas(facts: Facts) -> Settings:
     }  # fmt: skip
 
 
-def _qwen3_next(facts: Facts) -> Settings:
-    return {**_qwen_next(facts), **dense_of(facts)}
+def qwen3_next(facts: Facts) -> Settings:
+    return {**qwen_next(facts), **dense_of(facts)}
 
 
-def _gpt_oss(facts: Facts) -> Settings:
+def gpt_oss(facts: Facts) -> Settings:
     rope = positions(facts)
     if rope["rope_type"] == "yarn":
         rope["truncate"] = False
@@ -185,14 +179,14 @@ def _latent(facts: Facts) -> Settings:
     }  # fmt: skip
 
 
-def _deepseek(facts: Facts) -> Settings:
+def deepseek(facts: Facts) -> Settings:
     found = _latent(facts)
     if deepseek_type(facts) == "deepseek_v3":
         return {**found, "rope_interleave": True}
     return {**found, "topk_method": "group_limited_greedy" if found["n_group"] > 1 else "greedy"}
 
 
-def _mistral4(facts: Facts) -> Settings:
+def mistral4(facts: Facts) -> Settings:
     check_scores(facts, SOFTMAX)
     found = _latent(facts)
     whole, beta = found["qk_nope_head_dim"] + found["qk_rope_head_dim"], "attention.temperature_scale"
@@ -220,11 +214,11 @@ def _renamed(found: Settings) -> Settings:
     return {names.get(name, name): value for name, value in found.items() if name != "first_k_dense_replace"}
 
 
-def _kimi_linear(facts: Facts) -> Settings:
+def kimi_linear(facts: Facts) -> Settings:
     return {**_renamed(_by_feature(facts)), "rope_parameters": None, "moe_renormalize": True}
 
 
-def _glm5_next(facts: Facts) -> Settings:
+def glm5_next(facts: Facts) -> Settings:
     check_scores(facts, SIGMOID)
     bound, pool = "kda.gate_lower_bound", "attention.indexer.kpool"
     return {
@@ -235,7 +229,7 @@ def _glm5_next(facts: Facts) -> Settings:
     }  # fmt: skip
 
 
-def _bailing3(facts: Facts) -> Settings:
+def bailing3(facts: Facts) -> Settings:
     check_scores(facts, SIGMOID)
     for key in ("swiglu_clamp_exp", "swiglu_clamp_shexp"):
         if any(facts.bounds(key) or ()):
@@ -247,7 +241,7 @@ def _bailing3(facts: Facts) -> Settings:
     }  # fmt: skip
 
 
-def _step(facts: Facts) -> Settings:
+def step(facts: Facts) -> Settings:
     windows = windows_of(facts)
     full = [kind == "full_attention" for kind in windows["layer_types"]]
     heads, kv = (by_kind(facts.each(f"attention.head_count{end}"), full) for end in ("", "_kv"))
@@ -267,7 +261,7 @@ def _step(facts: Facts) -> Settings:
     }  # fmt: skip
 
 
-def _indexed(facts: Facts) -> Settings:
+def indexed(facts: Facts) -> Settings:
     """Returns the settings of DeepSeek-V3.2's layers and indexers."""
     return {
         **_latent(facts), "mlp_layer_types": networks_of(facts), "scoring_func": scores_of(facts),
@@ -281,7 +275,7 @@ _INDEXER = {
 }
 
 
-def _deepseek4(facts: Facts) -> Settings:
+def deepseek4(facts: Facts) -> Settings:
     key, metadata = f"{facts.arch}.attention.compress_ratios", facts.container.metadata
     ratios = metadata.listed(key, int) or ()
     if len(ratios) < facts.layers or not {*ratios} <= _POOLS.keys():
@@ -331,25 +325,25 @@ def deepseek_type(facts: Facts) -> str:
     return "deepseek_v3" if sigmoid else "deepseek_v2"
 
 
-def _glm4(facts: Facts) -> Settings:
+def glm4(facts: Facts) -> Settings:
     return {
         **shared_experts(facts), **first_dense(facts), **biases_of(facts), "rope_parameters": in_part(facts),
         "use_qk_norm": facts.some("attn_q_norm.weight"),
     }  # fmt: skip
 
 
-def _dots1(facts: Facts) -> Settings:
+def dots1(facts: Facts) -> Settings:
     return {**shared_experts(facts), **first_dense(facts), **biases_of(facts), **windows_of(facts)}
 
 
-def _exaone(facts: Facts) -> Settings:
+def exaone(facts: Facts) -> Settings:
     return {
         **shared_experts(facts, "num_experts", "num_shared_experts"), **windows_of(facts), **with_llama3(facts),
         "mlp_layer_types": networks_of(facts),
     }  # fmt: skip
 
 
-def _afmoe(facts: Facts) -> Settings:
+def afmoe(facts: Facts) -> Settings:
     return {
         **experts_of(facts), **widths_of(facts), **windows_of(facts, 4), **biases_of(facts), "mup_enabled": True,
         "num_shared_experts": facts.count("expert_shared_count"), "score_func": scores_of(facts),
@@ -359,14 +353,14 @@ def _afmoe(facts: Facts) -> Settings:
     }  # fmt: skip
 
 
-def _minimax(facts: Facts) -> Settings:
+def minimax(facts: Facts) -> Settings:
     return {
         **experts_of(facts, "num_local_experts"), "intermediate_size": facts.count("expert_feed_forward_length"),
         "rotary_dim": facts.count("rope.dimension_count"), "rope_parameters": in_part(facts),
     }  # fmt: skip
 
 
-def _minimax_m3(facts: Facts) -> Settings:
+def minimax_m3(facts: Facts) -> Settings:
     check_scores(facts, SIGMOID)
     width, kinds = facts.count("expert_feed_forward_length"), ("full_attention", "minimax_m3_sparse")
     blocks = {"index_block_size": "block_size", "index_topk_blocks": "top_k", "index_local_blocks": "local_blocks"}
@@ -380,7 +374,7 @@ def _minimax_m3(facts: Facts) -> Settings:
     }  # fmt: skip
 
 
-def _ernie(facts: Facts) -> Settings:
+def ernie(facts: Facts) -> Settings:
     with_experts = [at for at, has in enumerate(facts.has("ffn_gate_inp.weight")) if has] or [0]
     return {
         **experts_of(facts, "moe_num_experts", "moe_k"), **widths_of(facts), **biases_of(facts, "use_bias"),
@@ -390,14 +384,14 @@ def _ernie(facts: Facts) -> Settings:
     }  # fmt: skip
 
 
-def _hunyuan(facts: Facts) -> Settings:
+def hunyuan(facts: Facts) -> Settings:
     return {
         **experts_of(facts, top_k="moe_topk"), **biases_of(facts), "head_dim": facts.head_dim,
         "intermediate_size": facts.count("expert_feed_forward_length"),
     }  # fmt: skip
 
 
-def _hy(facts: Facts) -> Settings:
+def hy(facts: Facts) -> Settings:
     width = facts.count("expert_feed_forward_length")
     if not facts.flag(key := "expert_weights_norm", False):
         raise facts.container.metadata.wrong(f"{facts.arch}.{key}", "is not true: such weights can't be packed")
@@ -408,11 +402,11 @@ def _hy(facts: Facts) -> Settings:
     }  # fmt: skip
 
 
-def _granite(facts: Facts) -> Settings:
+def granite(facts: Facts) -> Settings:
     return {**experts_of(facts, "num_local_experts"), **_granite_factors(facts), **with_llama3(facts)}
 
 
-def _granite_swa(facts: Facts) -> Settings:
+def granite_swa(facts: Facts) -> Settings:
     many, base = facts.count("expert_count", 0) > 0, facts.number("rope.freq_base", 10000.0)
     turning = facts.of_layers(f"{facts.arch}.attention.rope_pattern", bool) or [True] * facts.layers
     return {
@@ -431,11 +425,11 @@ def _granite_factors(facts: Facts) -> Settings:
     return {**found, **biases_of(facts), **({"shared_intermediate_size": shared} if shared else {})}
 
 
-def _granite_hybrid(facts: Facts) -> Settings:
+def granite_hybrid(facts: Facts) -> Settings:
     heads, inner = facts.count("ssm.time_step_rank"), facts.count("ssm.inner_size")
     kinds = ["attention" if attends else "mamba" for attends in facts.has("attn_q.weight")]
     return {
-        **_granite(facts), "layer_types": kinds, "mamba_n_heads": heads, "mamba_d_head": inner // max(heads, 1),
+        **granite(facts), "layer_types": kinds, "mamba_n_heads": heads, "mamba_d_head": inner // max(heads, 1),
         "mamba_d_conv": facts.count("ssm.conv_kernel"), "mamba_d_state": facts.count("ssm.state_size"),
         "mamba_n_groups": facts.count("ssm.group_count"),
         "mamba_expand": inner // max(facts.count("embedding_length"), 1),
@@ -444,7 +438,7 @@ def _granite_hybrid(facts: Facts) -> Settings:
     }  # fmt: skip
 
 
-def _phimoe(facts: Facts) -> Settings:
+def phimoe(facts: Facts) -> Settings:
     found = {
         **experts_of(facts, "num_local_experts"), **biases_of(facts),
         "lm_head_bias": "output.bias" in facts.container.tensors,
@@ -458,7 +452,7 @@ def _phimoe(facts: Facts) -> Settings:
     return found
 
 
-def _llama4(facts: Facts) -> Settings:
+def llama4(facts: Facts) -> Settings:
     experts = [at for at, has in enumerate(facts.has("ffn_gate_inp.weight")) if has]
     return {
         **experts_of(facts, "num_local_experts"), "moe_layers": experts,
@@ -472,7 +466,7 @@ def _llama4(facts: Facts) -> Settings:
 _MAVERICK = 128  # experts of the model whose heads are not normed
 
 
-def _gemma4(facts: Facts) -> Settings:
+def gemma4(facts: Facts) -> Settings:
     windows = windows_of(facts)
     full = [kind == "full_attention" for kind in windows["layer_types"]]
     kv = facts.each("attention.head_count_kv")
@@ -500,7 +494,7 @@ def _gemma4(facts: Facts) -> Settings:
     }  # fmt: skip
 
 
-def _mimo(facts: Facts) -> Settings:
+def mimo(facts: Facts) -> Settings:
     facts.container.metadata.need(f"{facts.arch}.attention.sliding_window_pattern", list)
     windows, scale = windows_of(facts), facts.number("attention.value_scale")  # older files lack it, and are refused
     of_full, of_rest = by_kind(
@@ -520,7 +514,7 @@ def _mimo(facts: Facts) -> Settings:
     }  # fmt: skip
 
 
-def _lfm2(facts: Facts) -> Settings:
+def lfm2(facts: Facts) -> Settings:
     kinds = ["full_attention" if attends else "conv" for attends in facts.has("attn_q.weight")]
     return {
         **experts_of(facts), **widths_of(facts), "layer_types": kinds, "rms_norm_eps": None,
@@ -531,7 +525,7 @@ def _lfm2(facts: Facts) -> Settings:
     }  # fmt: skip
 
 
-def _jamba(facts: Facts) -> Settings:
+def jamba(facts: Facts) -> Settings:
     found = {
         **_every("attn", facts.has("attn_q.weight"), facts),
         **_every("expert", facts.has("ffn_gate_inp.weight"), facts),
@@ -554,7 +548,7 @@ def _every(what: str, layers: Sequence[bool], facts: Facts) -> Settings:
     raise CheckpointError(f"{facts.container.files[0]}: its {what} layers do not come at regular distances")
 
 
-def _nemotron(facts: Facts) -> Settings:
+def nemotron(facts: Facts) -> Settings:
     marks = {
         "moe": "ffn_gate_inp.weight", "mlp": "ffn_up.weight", "full_attention": "attn_q.weight",
         "linear_attention": "ssm_in.weight",
@@ -579,163 +573,13 @@ def _nemotron(facts: Facts) -> Settings:
     }  # fmt: skip
 
 
-# Names of tensors: those of a pack, within a layer or outside, → a file's.
-
-OUTSIDE = {"embed": "token_embd", "head": "output", "decoder.norm": "output_norm"}
-INSIDE: Mapping[str, str] = {
-    "mixer_norm": "attn_norm", "ffn_norm": "ffn_norm", "router": "ffn_gate_inp",
-    "router.choice_bias": "exp_probs_b.bias",
-    "attn.o": "attn_output", "attn.sinks": "attn_sinks.weight", "shared_gate": "ffn_gate_inp_shexp",
-    **{f"attn.{name}": f"attn_{name}" for name in ("q", "k", "v", "q_norm", "k_norm")},
-    **{f"{part}.{name}": f"ffn_{name}{end}" for part, end in (("ffn", ""), ("shared", "_shexp"))
-       for name in ("gate", "up", "down")},
-    "attn.gate": "attn_q", "attn.q_turn": "attn_q", "attn.q_a": "attn_q_a", "attn.kv_a": "attn_kv_a_mqa",
-    "attn.k_turn": "attn_kv_a_mqa",
-    "attn.kv_norm": "attn_kv_a_norm", "attn.keys": "attn_k_b", "attn.values": "attn_v_b",
-    "mixer.in": "ssm_in", "mixer.dt": "ssm_in", "mixer.conv": "ssm_conv1d", "mixer.dt_bias": "ssm_dt.bias",
-    "mixer.a_log": "ssm_a.log", "mixer.d": "ssm_d", "mixer.norm": "ssm_norm", "mixer.out": "ssm_out",
-    "mixer.inner": "ssm_x", "mixer.steps": "ssm_dt", "mixer.dt_norm": "ssm_dt_norm", "mixer.b_norm": "ssm_b_norm",
-    "mixer.c_norm": "ssm_c_norm", "narrow": "ffn_latent_down", "widen": "ffn_latent_up",
-}  # fmt: skip
-_DELTA = {
-    **{f"mixer.{name}": "attn_qkv" for name in "qkv"}, "mixer.z": "attn_gate", "ffn_norm": "post_attention_norm",
-}  # fmt: skip
-
-
-@dataclass(frozen=True)
-class Arch:
-    """An architecture of llama.cpp. `model_type`: of config.json; `settings`: those that not all families have;
-    `names`: names that differ from INSIDE and OUTSIDE; `whole`: names of tensors that lie as the family's own do, with
-    all parts of a pack in them; `turned`: rows of queries and keys are reordered, so that positions turn pairs;
-    `inside`: config.json has the settings under text_config; `left_out`: patterns of names that a pack leaves out → a
-    note on them; `alone`: names that differ in a model without experts."""
-
-    model_type: str | Callable[[Facts], str]
-    settings: Callable[[Facts], Settings]
-    names: Mapping[str, str] = field(default_factory=dict)
-    whole: frozenset[str] = frozenset()
-    turned: bool = False
-    inside: bool = False
-    left_out: Mapping[str, str] = field(default_factory=dict)
-    alone: Mapping[str, str] = field(default_factory=dict)
-
-    def config(self, facts: Facts) -> Settings:
-        """Returns the settings of config.json. Raises CheckpointError."""
-        found = {**usual(facts), **self.settings(facts)}
-        model_type = self.model_type if isinstance(self.model_type, str) else self.model_type(facts)
-        if not self.inside:
-            return {**found, "model_type": model_type}
-        return {"model_type": model_type, "tie_word_embeddings": found["tie_word_embeddings"], "text_config": found}
-
-
-def _granite_type(facts: Facts) -> str:
+def granite_type(facts: Facts) -> str:
     return "granitemoeshared" if facts.count("expert_shared_feed_forward_length", 0) else "granitemoe"
 
 
-def _granite_swa_type(facts: Facts) -> str:
+def granite_swa_type(facts: Facts) -> str:
     return "granitemoe_swa" if facts.count("expert_count", 0) else "granite_swa"
 
 
-def _llama_type(facts: Facts) -> str:
+def llama_type(facts: Facts) -> str:
     return "mixtral" if facts.count("expert_count", 0) else "llama"
-
-
-_HYPER = {
-    f"{place}.{name}": f"{at}_{called}.weight"
-    for place, at in (("mixer_streams", "hc_attn"), ("ffn_streams", "hc_ffn"), ("decoder.streams", "output_hc"))
-    for name, called in (("weight", "fn"), ("bias", "base"), ("scale", "scale"))
-}
-_BY_FEATURE = {
-    **{f"mixer.{name}": f"attn_{name}" for name in "qkv"}, "mixer.conv": "ssm_conv1d_q", "mixer.b": "ssm_beta",
-    "mixer.out": "attn_output",
-}  # fmt: skip
-_NARROWED = {
-    "mixer.a_narrow": "ssm_f_a", "mixer.a": "ssm_f_b", "mixer.z_narrow": "ssm_g_a", "mixer.z": "ssm_g_b",
-}  # fmt: skip
-_POOLED = {
-    "mixer.q_a": "attn_q_a", "mixer.q_norm": "attn_q_a_norm", "mixer.q": "attn_q_b", "mixer.kv": "attn_kv",
-    "mixer.kv_norm": "attn_kv_a_norm", "mixer.sinks": "attn_sinks.weight", "mixer.out": "attn_output_b",
-    **{f"mixer.narrow.{group}": "attn_output_a" for group in range(MOST_GROUPS)},
-    "mixer.index.q": "indexer.attn_q_b", "mixer.index.weights": "indexer.proj",
-    **{f"mixer.{kind}.{name}": f"{at}_compressor_{called}" for kind, at in (("pool", "attn"), ("index", "indexer"))
-       for name, called in (("values", "kv"), ("gates", "gate"), ("places", "ape.weight"), ("norm", "norm"))},
-    "router.table": "ffn_gate_tid2eid.weight",
-    **_HYPER,
-}  # fmt: skip
-_BEHIND = {"mixer_after": "post_attention_norm", "ffn_after": "post_ffw_norm"}
-_Q = frozenset({"attn_q", "attn_k"})
-_IN = frozenset({"ssm_in"})
-_LATENT = frozenset({"attn_q", "attn_q_b", "attn_kv_a_mqa", "attn_kv_b"})
-_INDEXERS = {r"blk\.\d+\.indexer\.": INDEXERS_LEFT_OUT}
-ARCHS: Mapping[str, Arch] = {
-    "llama": Arch(_llama_type, _llama, turned=True),
-    "qwen2": Arch("qwen2", _qwen2_dense),
-    "qwen3": Arch("qwen3", _qwen3_dense),
-    "smollm3": Arch("smollm3", _qwen3_dense, turned=True),
-    "phi3": Arch("phi3", _phi3),
-    "gemma3": Arch("gemma3_text", _gemma3, _BEHIND),
-    "cohere2": Arch("cohere2", _cohere2, {"ffn_norm": "attn_norm"}, whole=_Q),
-    "cohere2moe": Arch("cohere2_moe", _cohere2_moe, {"ffn_norm": "attn_norm"}, whole=_Q),
-    "olmo2": Arch(_olmo_type, _olmo2, _BEHIND),
-    "olmoe": Arch("olmoe", _olmoe),
-    "qwen2moe": Arch("qwen2_moe", _qwen2),
-    "qwen3moe": Arch("qwen3_moe", _qwen3),
-    "qwen3vl": Arch("qwen3_vl", _qwen3_dense, inside=True),
-    "qwen3vlmoe": Arch("qwen3_vl_moe", _qwen3, inside=True),
-    "gpt-oss": Arch("gpt_oss", _gpt_oss, {"ffn_norm": "post_attention_norm"}),
-    "deepseek2": Arch(deepseek_type, _deepseek, whole=_LATENT),
-    "mistral4": Arch("mistral4", _mistral4, whole=_LATENT),
-    "kimi-linear": Arch("kimi_linear", _kimi_linear, {**_BY_FEATURE, **_NARROWED}, whole=_LATENT),
-    "glm5-next": Arch("glm5_next", _glm5_next, {**_BY_FEATURE, **_NARROWED, **_HYPER}, whole=_LATENT, inside=True,
-                      left_out={r"blk\.\d+\.indexer[._]": INDEXERS_LEFT_OUT}),
-    "bailingmoe3": Arch("bailing_hybrid", _bailing3, {
-        **_BY_FEATURE, "mixer.a": "ssm_f_a", "mixer.z": "ssm_g_a", "attn.gate": "attn_gate",
-    }, whole=_LATENT),
-    "step35": Arch("step3p5", _step, {"attn.gate": "attn_gate"}),
-    "glm-dsa": Arch("glm_moe_dsa", _indexed, whole=_LATENT, left_out=_INDEXERS),
-    "deepseek32": Arch("deepseek_v32", _indexed, whole=_LATENT, left_out=_INDEXERS),
-    "deepseek4": Arch("deepseek_v4", _deepseek4, _POOLED, frozenset({"attn_output_a", "ffn_gate_tid2eid"})),
-    "glm4moe": Arch("glm4_moe", _glm4, {"ffn_norm": "post_attention_norm"}),
-    "minimax-m2": Arch("minimax_m2", _minimax),
-    "minimax-m3": Arch("minimax_m3_vl", _minimax_m3, inside=True, left_out=_INDEXERS),
-    "ernie4_5-moe": Arch("ernie4_5_moe", _ernie, whole=_Q),
-    "hunyuan-moe": Arch("hunyuan_v1_moe", _hunyuan),
-    "hy_v3": Arch("hy_v3", _hy, {"router.choice_bias": "exp_probs_b"}),
-    "dots1": Arch("dots1", _dots1),
-    "granitemoe": Arch(_granite_type, _granite, turned=True),
-    "granite_swa": Arch(_granite_swa_type, _granite_swa, {"shared.gate": "ffn_up_shexp"}, frozenset({"ffn_up_shexp"}),
-                        turned=True),
-    "granitehybrid": Arch("granitemoehybrid", _granite_hybrid, whole=_IN, turned=True),
-    "phimoe": Arch("phimoe", _phimoe),
-    "afmoe": Arch("afmoe", _afmoe, {**_BEHIND, "attn.gate": "attn_gate"}),
-    "exaone-moe": Arch("exaone_moe", _exaone),
-    "mimo2": Arch("mimo_v2_flash", _mimo, whole=frozenset({"attn_v", "attn_output"})),
-    "llama4": Arch("llama4_text", _llama4, whole=_Q),
-    "lfm2moe": Arch("lfm2_moe", _lfm2, {
-        "mixer.in": "shortconv.in_proj", "mixer.conv": "shortconv.conv", "mixer.out": "shortconv.out_proj",
-        "decoder.norm": "token_embd_norm",
-    }),
-    "jamba": Arch("jamba", _jamba),
-    "qwen3next": Arch("qwen3_next", _qwen3_next, {**_DELTA, "mixer.a": "ssm_ba", "mixer.b": "ssm_ba"},
-                      frozenset({"attn_q", "ssm_ba"})),
-    "qwen35": Arch("qwen3_5_text", _deltas, {**_DELTA, "mixer.a": "ssm_alpha", "mixer.b": "ssm_beta"},
-                   frozenset({"attn_q"})),
-    "qwen35moe": Arch("qwen3_5_moe_text", _qwen_next, {**_DELTA, "mixer.a": "ssm_alpha", "mixer.b": "ssm_beta"},
-                      frozenset({"attn_q"})),
-    **{name: Arch("nemotron_h", _nemotron, {"ffn_norm": "attn_norm"}, _IN, turned=True)
-       for name in ("nemotron_h", "nemotron_h_moe")},
-    "gemma4": Arch("gemma4_text", _gemma4, {
-        "mixer_after": "post_attention_norm", "ffn_norm": "pre_ffw_norm_2", "ffn_after": "post_ffw_norm",
-        "beside_norm": "ffn_norm", "beside_after": "post_ffw_norm_1", "experts_after": "post_ffw_norm_2",
-        "router.expert_scale": "ffn_down_exps.scale", "router_norm.weight": "ffn_gate_inp.scale",
-        "scale": "layer_output_scale.weight", "beside.gate": "ffn_gate", "beside.up": "ffn_up",
-        "beside.down": "ffn_down",
-    }, frozenset({"ffn_gate_inp.scale"}), alone={"ffn_norm": "ffn_norm"}),
-}  # fmt: skip
-"""llama.cpp's name → its family here."""
-
-REFUSED: Mapping[str, str] = {
-    "qwen4exp": "its tables of tokens together are read of safetensors files alone: take those",
-    **dict.fromkeys(("bailingmoe", "bailingmoe2", "kimi-k3"), NOT_COMPARED),
-}  # fmt: skip
-"""llama.cpp's name of a known architecture whose files can't be read → the reason."""

@@ -13,7 +13,7 @@ from weakref import finalize
 
 from moeconv.source.gguf.container import read_container
 from moeconv.source.gguf.facts import Facts
-from moeconv.source.gguf.families import ARCHS, REFUSED
+from moeconv.source.gguf.names import ARCHS, REFUSED
 from moeconv.source.gguf.settings import EMBED
 from moeconv.source.gguf.tensors import GgufTensors
 from moeconv.source.gguf.tokenizer import KEY, Vocabulary, begins, special, tokenizer_of, vocabulary

@@ -17,7 +17,7 @@ from moeconv.source.archs.coding import OF_ACTIVATIONS, Kind, Scheme
 from moeconv.source.archs.deepseek import MORE_PREDICTED
 from moeconv.source.archs.description import Description, Source, View, halves, in_turn, rows
 from moeconv.source.gguf.container import Container, Place, data_of
-from moeconv.source.gguf.families import ARCHS, INSIDE, OUTSIDE, Arch
+from moeconv.source.gguf.names import ARCHS, INSIDE, OUTSIDE, Arch
 from moeconv.source.gguf.settings import LONG, ROPE, SHORT
 from moeconv.source.outline import CheckpointError, line
 from moeconv.source.tensors import Digest, Shape, Tensors, add_file
