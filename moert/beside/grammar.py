@@ -7,13 +7,15 @@ import signal
 import subprocess
 import sys
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from concurrent.futures import Executor, Future, ThreadPoolExecutor
+from concurrent.futures import TimeoutError as FoundLate
 from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import numpy as np
 
-from moert.engine.constraint import JSON_SPACES, Grammar, Room
+from moert.engine.constraint import JSON_SPACES, Bools, Grammar, Room
 from moert.errors import SettingInvalid
 from moert.machine import return_freed
 from moert.pack.fence import Broken, Unfinished, fenced, unbroken
@@ -33,6 +35,7 @@ _LIMITS: Mapping[str, Any] = {
     "max_grammar_size": 16_000,  # symbols; of a step of so many a second at most
     "verbose_errors": False,
 }
+_THREADS = 4  # in which answers go on in their grammars
 _CPU_S = 2
 _APART_BYTES, _APART_EACH = 40 << 20, 400  # of memory for a process that compiles, and for each byte of a grammar more
 _PROCESS = Path(__file__).with_name("compiling.py")
@@ -94,6 +97,7 @@ class Matchers:
         """`vocab_size`: of the model; `ends`: its end tokens."""
         self._tokenizer, self._vocab_size, self._ends = tokenizer, vocab_size, frozenset(ends)
         self._arranged: LLTokenizer | None = None
+        self._threads = ThreadPoolExecutor(_THREADS, "moert-grammar")
 
     def of(self, grammar: Grammar, room: Room) -> TokenMatcher:
         """Returns the matcher of a grammar at its beginning. `room`: makes room for the arranged vocabulary.
@@ -112,7 +116,7 @@ class Matchers:
             from llguidance import LLMatcher
 
             matcher = LLMatcher(arranged, source, log_level=0, limits=_limits())
-            return TokenMatcher(matcher, arranged, self._vocab_size)
+            return TokenMatcher(matcher, arranged, self._vocab_size, self._threads)
 
         made = _within_time(grammar, begun)
         if made.error:
@@ -135,56 +139,87 @@ class Matchers:
 
 
 class TokenMatcher:
-    """The place of one answer in its grammar. A copy goes on by itself."""
+    """The place of one answer in its grammar, which goes on in one of `threads`. A copy goes on by itself."""
 
-    def __init__(self, matcher: LLMatcher, arranged: LLTokenizer, vocab_size: int) -> None:
-        self._matcher, self._arranged, self._vocab_size = matcher, arranged, vocab_size
-        self.error = ""
-        """The reason why the grammar can't go on, in one line; empty while it can."""
+    def __init__(self, matcher: LLMatcher, arranged: LLTokenizer, vocab_size: int, threads: Executor) -> None:
+        self._matcher, self._arranged, self._vocab_size, self._threads = matcher, arranged, vocab_size, threads
+        self._coming: Future[None] | None = None
+        self._error = ""
         self._look()
 
+    @property
+    def allowed(self) -> Bools:
+        """Tokens [vocab] that may come next; end tokens are the caller's."""
+        self.ready()
+        return self._allowed
+
+    @property
+    def accepting(self) -> bool:
+        """Whether the answer may end here."""
+        self.ready()
+        return self._accepting
+
+    @property
+    def error(self) -> str:
+        """The reason why the grammar can't go on, in one line; empty while it can."""
+        self.ready()
+        return self._error
+
+    def ready(self, within_s: float | None = None) -> bool:
+        """Returns whether the tokens that may come next are known `within_s` seconds; None: waits for them."""
+        if self._coming is not None:
+            try:
+                self._coming.result(within_s)
+            except FoundLate:
+                return False
+            self._coming = None
+        return True
+
     def __copy__(self) -> TokenMatcher:
+        self.ready()
         twin = object.__new__(TokenMatcher)
         twin.__dict__ |= {**self.__dict__, "_matcher": self._matcher.deep_copy()}
         return twin
 
     def take(self, token: int) -> None:
         """Goes on by an allowed token."""
-        self._consume([token])
+        self._go_on([token])
 
     def take_text(self, text: str) -> None:
         """Goes on by a text; where the grammar does not allow it, no token is allowed any more."""
-        self._consume(self._arranged.greedy_tokenize(text))
+        self._go_on(self._arranged.greedy_tokenize(text))
+
+    def _go_on(self, tokens: Sequence[int]) -> None:
+        self.ready()
+        self._coming = self._threads.submit(self._consume, tokens)
 
     def _consume(self, tokens: Sequence[int]) -> None:
         try:
             if not unbroken(lambda: self._matcher.consume_tokens(list(tokens))):
-                self.error = _in_line(self._matcher.get_error()) or "the text goes another way"
+                self._error = _in_line(self._matcher.get_error()) or "the text goes another way"
         except Broken as error:
-            self.error = str(error)
+            self._error = str(error)
         self._look()
 
     def _look(self) -> None:
         """Finds the tokens that may come next."""
-        if not self.error:
+        if not self._error:
             try:
                 bits = unbroken(self._matcher.compute_bitmask)
-                self.error = _in_line(self._matcher.get_error())
+                self._error = _in_line(self._matcher.get_error())
             except Broken as error:
-                self.error = str(error)
-        if self.error:
-            self.allowed, self.accepting = np.zeros(self._vocab_size, np.bool_), False
+                self._error = str(error)
+        if self._error:
+            self._allowed, self._accepting = np.zeros(self._vocab_size, np.bool_), False
             return
         found = np.unpackbits(np.frombuffer(bits, np.uint8), count=self._vocab_size, bitorder="little")
-        self.allowed = found.view(np.bool_)
-        """Tokens [vocab] that may come next; end tokens are the caller's."""
-        self.accepting = self._matcher.is_accepting()
-        """Whether the answer may end here."""
+        self._allowed = found.view(np.bool_)
+        self._accepting = self._matcher.is_accepting()
         if self._arranged.eos_token < self._vocab_size:
-            self.allowed[self._arranged.eos_token] = False
-        if np.count_nonzero(self.allowed) == 1:  # it names a token even where none is allowed
-            alone = int(self.allowed.argmax())
-            self.allowed[alone] = self._matcher.validate_tokens([alone]) == 1
+            self._allowed[self._arranged.eos_token] = False
+        if np.count_nonzero(self._allowed) == 1:  # it names a token even where none is allowed
+            alone = int(self._allowed.argmax())
+            self._allowed[alone] = self._matcher.validate_tokens([alone]) == 1
 
 
 def decoders_of(tokenizer: Tokenizer) -> set[str]:

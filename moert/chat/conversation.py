@@ -11,7 +11,7 @@ from moert.engine.constraint import Grammar, Opening
 from moert.engine.generation import GenerationOptions, GenerationSettings, longest_beginning
 from moert.engine.session import Answer, Continued, Interrupted, Keeps, Prefix, Session
 from moert.engine.text import Text
-from moert.errors import InputInvalid
+from moert.errors import InputInvalid, SettingInvalid
 from moert.pack.messages import in_one_line
 from moert.pack.text import ChatFormat
 
@@ -219,7 +219,8 @@ class Speaker:
             chosen = chosen.but(stop=(*chosen.stops, *self._stops))
         first, free, opening = begins_with(prompt, self._marks, said), True, None
         if asked.continues and (asked.forced is not None or chosen.constraint is not None):
-            raise InputInvalid("a form or a forced call is for whole answers: leave it out where one is continued")
+            name = "tool_choice" if chosen.constraint is None else chosen.constraint.setting
+            raise SettingInvalid(name, "is for whole answers: leave it out where one is continued")
         if asked.forced is not None:
             grammar, free = asked.forced(first == "thinking")
             chosen = chosen.but(grammar=grammar)

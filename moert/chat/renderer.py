@@ -156,12 +156,12 @@ class Renderer:
         variables: Mapping[str, Any] | None,
         to_be_answered: bool,
     ) -> bytes:
-        """Returns the request that is sent to the process. Raises InputInvalid."""
+        """Returns the request that is sent to the process. Raises InputInvalid and SettingInvalid."""
         template, named = self.chat.template, dict(variables or {})
         if tools is not None and self.chat.tool_template is not None:
             template = self.chat.tool_template
         if given := sorted(GIVEN & named.keys()):
-            raise InputInvalid(f"variables can't name {given[0]}: every template is given that")
+            raise SettingInvalid("variables", f"can't name {given[0]}: every template is given that")
         asked = {
             **self.chat.tokens, **named, "messages": _plain(messages), "tools": tools, "documents": None,
             "add_generation_prompt": to_be_answered,
@@ -341,12 +341,12 @@ def chat_of(pack: Pack, text: Text, template: str | None = None) -> ChatFormat:
     """Returns the format of a model's conversations: the pack's own template, or `template`, a name or a file. Raises
     ChatImpossible, SettingInvalid, or a PackError for a chat.json that can't be used."""
     if pack.manifest.model.encoder is not None:
-        raise ChatImpossible(_impossible(pack, "its model reads with an encoder, and takes prompts as they are"))
+        raise ChatImpossible(_impossible("its model reads with an encoder, and takes prompts as they are"))
     own = load_chat(pack)
     if template is None:
         if own is None:
             why = f"it has no chat template: say which by {said('template')} (chatml, say), or give prompts as they are"
-            raise ChatImpossible(_impossible(pack, why))
+            raise ChatImpossible(_impossible(why))
         return own
     tokens = _own_tokens(pack, text) if own is None else dict(own.tokens)
     if template in TEMPLATES:
@@ -355,8 +355,8 @@ def chat_of(pack: Pack, text: Text, template: str | None = None) -> ChatFormat:
     return ChatFormat(_read(template), tokens)
 
 
-def _impossible(pack: Pack, why: str) -> str:
-    return f"the pack at {pack.root} can't chat: {why}, with moert run"
+def _impossible(why: str) -> str:
+    return f"the pack can't chat: {why}, with moert run"
 
 
 def _own_tokens(pack: Pack, text: Text) -> dict[str, str]:

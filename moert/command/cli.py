@@ -391,7 +391,7 @@ def pull(
     from moert.hub.catalogue import pull as fetched
     from moert.hub.client import parse_id
 
-    found = fetched(parse_id(pack), lambda text: None if as_json else print(text))
+    found = fetched(parse_id(pack), lambda text: None if as_json else print(in_one_line(text)))
     if as_json:
         print(json_line(_of_catalogue(found)))
 
@@ -405,7 +405,7 @@ def list_packs(as_json: Annotated[bool, typer.Option("--json", help="Print JSON.
     if as_json:
         print(json_line([_of_catalogue(each) for each in packs]))
     elif not packs:
-        print(f"the catalogue in {home()} is empty: moert pull owner/name fetches a pack")
+        print(in_one_line(f"the catalogue in {home()} is empty: moert pull owner/name fetches a pack"))
     for each in () if as_json else packs:
         print(in_one_line(f"hf:{each.id}  {each.nbytes / 1e6:,.1f} MB  commit {each.commit[:10]}  {each.folder}"))
 

@@ -13,7 +13,7 @@ from moert.command import console
 from moert.engine.generation import GenerationSettings
 from moert.engine.settings import EngineSettings
 from moert.errors import InputInvalid, RunError
-from moert.pack.messages import NotASize, parse_size
+from moert.pack.messages import NotASize, in_one_line, parse_size
 
 if TYPE_CHECKING:
     from moert.engine.archive import Folder
@@ -93,7 +93,7 @@ def _key(path: Path) -> str:
 
 
 def _ready(address: str, names: dict[str, Path], keyless: bool) -> None:
-    print(f"{address} answers for {', '.join(names)}", flush=True)
+    print(in_one_line(f"{address} answers for {', '.join(names)}"), flush=True)
     host = address.partition("//")[2].rpartition(":")[0]
     if keyless and host not in ("127.0.0.1", "localhost", "[::1]"):
         console.note(f"anyone who reaches {host} can use this server: --api-key-file asks clients for a key")

@@ -78,6 +78,9 @@ class Matcher(Protocol):
     def accepting(self) -> bool:
         """Whether the answer may end here."""
 
+    def ready(self, within_s: float | None = None) -> bool:
+        """Returns whether both are known `within_s` seconds, without a wait; None: waits until they are."""
+
     def take(self, token: int) -> None:
         """Goes on by an allowed token."""
 
@@ -137,6 +140,10 @@ class Constrained:
         found[self._ends] = self._matcher.accepting
         found[list(self._openers | self._breaks)] = True
         return found
+
+    def ready(self, within_s: float) -> bool:
+        """Returns whether the tokens that may come next are known within so many seconds; all else waits for them."""
+        return self._matcher.ready(within_s)
 
     @property
     def stuck(self) -> bool:

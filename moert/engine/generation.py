@@ -514,6 +514,7 @@ class Generation:
         self._held = ""  # text that may turn out to begin a stop string
         self._stop: str | None = None  # the stop string that was found
         self._constrained = constrained
+        self._drawn: tuple[Piece, StopReason | None] | None = None
         self._generator: np.random.Generator | None = None  # most texts draw nothing, and its code takes memory
 
     @property
@@ -565,14 +566,32 @@ class Generation:
     def take(self, logits: F32) -> Piece:
         """Chooses the next token from logits [sequences, vocab], and returns it with its text; `ended` tells whether it
         is the last. Raises NotFinite."""
+        self.draw(logits)
+        return self.piece()
+
+    def draw(self, logits: F32) -> None:
+        """Chooses the next token from logits [sequences, vocab], which `piece` returns. Raises NotFinite."""
         token = self._choose(logits[0])
         if self.settings.logprobs is not None:
             self.logprobs.append(self._logprobs(logits[0], token, self.settings.logprobs))
         self.tokens.append(token)
         text = "" if self.detokenizer is None else self.detokenizer.push(token)
         reason = self._reason_to_stop(token)
-        if reason is None and self._constrained is not None:
-            reason = self._go_on_constrained(self._constrained, token, text)
+        forced = self._first is not None and len(self.tokens) == 1
+        if reason is None and self._constrained is not None and not forced:
+            self._constrained.take(token, text)
+        self._drawn = Piece(token, text), reason
+
+    def ready(self, within_s: float) -> bool:
+        """Returns whether `piece` returns within so many seconds: only a grammar may take longer."""
+        return self._constrained is None or self._constrained.ready(within_s)
+
+    def piece(self) -> Piece:
+        """Returns the token that was drawn last, with its text; `ended` tells whether it is the last."""
+        assert self._drawn is not None
+        (drawn, reason), text = self._drawn, self._drawn[0].text
+        if reason is None and self._constrained is not None and self._constrained.stuck:
+            reason = "eos" if self._constrained.complete else "grammar"
         if reason is not None and self.detokenizer is not None:
             text += self.detokenizer.flush()
         text, found = self._before_stop_string(text, last=reason is not None)
@@ -580,7 +599,7 @@ class Generation:
         if found or reason is not None:
             self.stop_reason = "stop_string" if found or reason is None else reason
             self.ended = True
-        return Piece(token, text)
+        return Piece(drawn.token, text)
 
     def _choose(self, logits: F32) -> int:
         check_finite(logits, len(self.tokens) + 1)
@@ -607,15 +626,6 @@ class Generation:
         if self.room is not None and len(self.tokens) >= self.room:
             return "context_full"
         return None
-
-    def _go_on_constrained(self, constrained: Constrained, token: int, text: str) -> StopReason | None:
-        """Goes on in the grammar; returns the reason to stop where no token may come next."""
-        if self._first is not None and len(self.tokens) == 1:
-            return None
-        constrained.take(token, text)
-        if not constrained.stuck:
-            return None
-        return "eos" if constrained.complete else "grammar"
 
     def _before_stop_string(self, text: str, last: bool) -> tuple[str, bool]:
         """Returns the text that may be handed out now, and whether a stop string was found. `text`: the new text."""
@@ -702,6 +712,7 @@ class BeamGeneration:
         self.text = ""
         self.stop_reason: StopReason = "interrupted"
         self.ended = False
+        self._drawn: Piece | None = None
 
     @property
     def written(self) -> int:
@@ -731,8 +742,8 @@ class BeamGeneration:
     def cancel(self) -> None:
         self.stop_reason, self.ended = "cancelled", True
 
-    def take(self, logits: F32) -> Piece:
-        """Takes a step of all beams, as Generation.take does. Raises NotFinite."""
+    def draw(self, logits: F32) -> None:
+        """Takes a step of all beams, as Generation.draw does. Raises NotFinite."""
         beams = self._beams
         for row in logits:
             check_finite(row, self._written + 1)
@@ -746,7 +757,14 @@ class BeamGeneration:
         self.text += text
         if beams.over:
             self.stop_reason = self._reason(best)
-        return Piece(best.tokens[-1], text)
+        self._drawn = Piece(best.tokens[-1], text)
+
+    def ready(self, within_s: float) -> bool:
+        return True
+
+    def piece(self) -> Piece:
+        assert self._drawn is not None
+        return self._drawn
 
     def _result(self, found: Hypothesis) -> GenerationResult:
         text = _text(copy.copy(self._fresh), found.tokens, last=True)

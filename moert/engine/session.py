@@ -11,6 +11,8 @@ from itertools import chain
 from types import TracebackType
 from typing import TYPE_CHECKING, Protocol
 
+import numpy as np
+
 from moert.engine.constraint import Constrained, Grammar, Matcher, Matching, Opening, no_matching
 from moert.engine.generation import (
     ENTRY_BYTES,
@@ -38,6 +40,10 @@ if TYPE_CHECKING:
 
 _PARTS = 4
 """Parts of prompts that a turn reads at most: experts that are read from the drive for one serve all of them."""
+_PATIENT_S, _PATIENT = 0.001, 16
+"""Seconds that a turn waits for grammars beside other requests: this many, or this part of the turn."""
+_LOOK_S = 0.01
+"""The same where no other request runs, before new ones may come."""
 
 
 def parts(prompts: Sequence[tuple[int, int]], part: int = WHOLE, most: int = WHOLE) -> list[int]:
@@ -217,6 +223,7 @@ class Request:
         self._states: list[State] = []  # of its sequences; none: waits without a prefix, or has ended
         self._unread: list[Sequence[int]] = []  # by each of them
         self._drafts: Draft | None = None
+        self._drawn = False  # whether its next token is chosen, and its grammar may still look for those behind it
         self._scored = 0  # tokens of a pass with a draft
         self._kept_tokens = self._read_tokens = 0
         self._added_s = now()
@@ -280,6 +287,18 @@ class Request:
         if self._prefix is not None and not self.begun:
             self._prefix.mark(self._states[0], self._generation.prompt_ids)
 
+    def _draw(self, logits: F32) -> None:
+        """Chooses its next token from logits [sequences, vocab]."""
+        self._generation.draw(logits)
+        self._drawn = True
+
+    def _drawn_piece(self, within_s: float) -> Piece | None:
+        """Returns the token that was drawn, with its text; None where its grammar takes longer."""
+        if not self._drawn or not self._generation.ready(within_s):
+            return None
+        self._drawn = False
+        return self._generation.piece()
+
     def _draft_by(self, drafts: Drafts) -> None:
         """Has its answer drafted, unless it has beams."""
         if isinstance(self._generation, Generation):
@@ -296,7 +315,8 @@ class Request:
         of it."""
         text, right = "", 0
         while True:
-            piece = self._generation.take(logits[right : right + 1])
+            self._generation.draw(logits[right : right + 1])
+            piece = self._generation.piece()
             text += piece.text
             if self.ended or right == len(draft) or piece.token != draft[right]:
                 break
@@ -412,7 +432,8 @@ class Session:
     def turn(self) -> list[tuple[Request, Piece]]:
         """Begins the waiting requests that fit, and returns the next token of every running one (with a draft perhaps
         several as one piece), in the order in which they began, but for those that read a part of a long prompt in this
-        turn. When all have ended, the list is empty and `unfinished` 0.
+        turn, or whose grammar is still looking for the tokens that may come next. When all have ended, the list is
+        empty and `unfinished` 0.
 
         Raises PackError, NotFinite or OutOfMemory, after which no request of the session goes on, as after Ctrl-C.
         """
@@ -457,6 +478,7 @@ class Session:
             with memory_shortage():
                 twin._states = [state.copy() for state in request._states]
                 twin._unread = list(request._unread)
+            twin._drawn = request._drawn
             twin._kept_tokens, twin._read_tokens = request._kept_tokens, request._read_tokens
             twin._added_s, twin._first_s = request._added_s, request._first_s
             self._running.append(twin)
@@ -492,19 +514,20 @@ class Session:
         self._begin()
         if not self._running:
             return []
-        started_s, running = self._now(), self._running
-        first, read = running[0], running[0]._read_tokens
-        drafts = first._drafts if len(running) == 1 and first._drafts is not None and first.begun else None
+        started_s, running = self._now(), [each for each in self._running if not each._drawn]
+        first, read = self._running[0], self._running[0]._read_tokens
+        alone = len(self._running) == 1 and bool(running)
+        drafts = first._drafts if alone and first._drafts is not None and first.begun else None
         draft = [] if drafts is None else first._draft(drafts)
         if self._part == WHOLE:
             counts = {each: len(each._unread[0]) for each in running}
         else:
             counts = self._parts(running)
-            running = [*counts]
-        logits = self._read(counts, draft)
+        reading, running = len(counts) < len(running), [*counts]
+        logits = self._read(counts, draft) if counts else np.empty((0, 0), np.float32)
         if self._waiting or self._coming:
             self._model.expects(chain((each._generation.prompt_ids for each in self._waiting), self._coming))
-        pieces, row, reading, some_ended = list[tuple[Request, Piece]](), 0, False, False
+        taken, pieces, row, some_ended = dict[Request, Piece](), list[tuple[Request, Piece]](), 0, False
         for request in running:
             start, row = row, row + len(request._states)
             if counts[request] < len(request._unread[0]):
@@ -512,15 +535,23 @@ class Session:
                 reading = True
                 continue
             request._mark()
-            taken = request._take_drafted(logits, draft) if draft else request._generation.take(logits[start:row])
-            pieces.append((request, taken))
+            if draft:
+                taken[request] = request._take_drafted(logits, draft)
+            else:
+                request._draw(logits[start:row])
+        patient_s = max(_PATIENT_S, (self._now() - started_s) / _PATIENT) if running else _LOOK_S
+        until_s = self._now() + patient_s
+        for request in self._running:
+            piece = taken.get(request) or request._drawn_piece(max(0.0, until_s - self._now()))
+            if piece is None:
+                continue
+            pieces.append((request, piece))
             request._go_on()
             request._first_s = request._first_s or request._so_far_s
             if request.ended:
                 self._settle(request)
                 some_ended = True
         self._read_tokens += sum(counts.values())
-        reading = reading or len(counts) < len(self._running)
         if some_ended:
             self._running = [each for each in self._running if not each.ended]
         if not reading:  # the room that the rest of a prompt needs was made before its first part

@@ -140,7 +140,7 @@ class Text:
         length belong to training."""
         pack = self._pack
         if TOKENIZER not in pack.manifest.files:
-            raise TokenizerMissing(f"the pack at {pack.root} has no {TOKENIZER}: convert the model with its tokenizer")
+            raise TokenizerMissing(f"the pack has no {TOKENIZER}: convert the model with its tokenizer")
         body = pack.read_file(TOKENIZER)
         try:
             self._growth = check_tokenizer(body)
@@ -148,15 +148,15 @@ class Text:
             return_freed()  # reading it takes as much again
         except TokenizerUnfit as error:
             raise TokenizerMissing(
-                f"{TOKENIZER} in {pack.root} can't be read (it {error}): convert the model again"
+                f"the pack's {TOKENIZER} can't be read (it {error}): convert the model again"
             ) from None
         except Exception as error:  # the library raises plain Exception
             reason = " ".join(str(error).split())
             raise TokenizerMissing(
-                f"{TOKENIZER} in {pack.root} can't be read ({reason}): convert the model again"
+                f"the pack's {TOKENIZER} can't be read ({reason}): convert the model again"
             ) from None
         if not tokenizer.get_vocab_size():
-            raise TokenizerMissing(f"{TOKENIZER} in {pack.root} has no vocabulary: convert the model again")
+            raise TokenizerMissing(f"the pack's {TOKENIZER} has no vocabulary: convert the model again")
         tokenizer.no_truncation()
         tokenizer.no_padding()
         if not _knows_all_letters(tokenizer):

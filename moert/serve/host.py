@@ -195,8 +195,11 @@ class Host:
             try:
                 if name in self._there or wanted.waiting:
                     await self._fit(name, wanted.least_bytes)
-            except Exception as found:
+            except (BudgetTooSmall, Refused) as found:
                 error = found
+            except Exception as found:  # of the pack or the server's settings, which are not the client's
+                _LOG.error("%s: %s", name, in_one_line(str(found)))
+                error = Refused(f"the model {name} can't be loaded: the server's log says why", status=500)
             del self._wanted[name]
             wanted.end(error)
             while wanted.waiting:  # each of them gets its model before it could leave again

@@ -19,6 +19,7 @@ from moert.engine.engine import Engine
 from moert.engine.generation import GenerationSettings, Likely, Logprobs
 from moert.engine.scoring import POOLINGS
 from moert.engine.text import Detokenizer, Text
+from moert.errors import InputInvalid, SettingInvalid, TemplateFailed
 from moert.pack.codec import F32
 from moert.serve.answers import answered, body_of, event, refusal, unless_gone, whole
 from moert.serve.fields import (
@@ -94,6 +95,11 @@ _NAMES = {
     "presence_penalty": "presence_penalty", "frequency_penalty": "frequency_penalty",
     "repetition_penalty": "repeat_penalty",
 }  # fmt: skip
+_FIELDS = {name: own for own, name in _NAMES.items()} | {
+    "max_new_tokens": "max_tokens", "json_schema": "response_format", "variables": "chat_template_kwargs",
+}  # fmt: skip
+_OWN: Mapping[str, str] = {}
+_OF_CHAT, OF_INPUT = {"prompt": "messages"}, {"prompt": "input", "messages": "input"}
 
 
 def drawn_seed() -> int:
@@ -161,25 +167,36 @@ def usage_of(ends: Sequence[Ended], prompts: int = 1) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def failed(error: BaseException) -> Response:
-    """Returns the response for an error."""
+def failed(error: BaseException, own: Mapping[str, str] = _OWN) -> Response:
+    """Returns the response for an error. `own`: names of fields that the path has in place of those of a text's."""
     status, text = status_of(error)
-    return refusal({"error": told(error, status, text)}, status)
+    return refusal({"error": told(error, status, text, own)}, status)
 
 
-def told(error: BaseException, status: int, text: str) -> dict[str, Any]:
+def told(error: BaseException, status: int, text: str, own: Mapping[str, str] = _OWN) -> dict[str, Any]:
     """Returns an error as OpenAI has it."""
     kind = {401: "authentication_error", 404: "not_found_error", 429: "rate_limit_error"}.get(status)
     kind = kind or ("server_error" if status >= 500 else "invalid_request_error")
-    return {"message": text, "type": kind, "param": getattr(error, "field", None), "code": None}
+    return {"message": text, "type": kind, "param": _field(error, own), "code": None}
+
+
+def _field(error: BaseException, own: Mapping[str, str]) -> str | None:
+    """Returns the name of the field that an error is about, if it is about one."""
+    if isinstance(error, Refused):
+        return error.field and own.get(error.field, error.field)
+    if isinstance(error, (InputInvalid, TemplateFailed)):
+        return own.get("prompt", "prompt")
+    name = _FIELDS.get(error.name, error.name) if isinstance(error, SettingInvalid) else None
+    return own.get(name, name) if name is not None and (name in _CHAT or name in _TEXT) else None
 
 
 def routes(host: Host) -> list[Route]:
     """Returns the paths of this interface."""
+    chats, embeds = partial(failed, own=_OF_CHAT), partial(failed, own=OF_INPUT)
     return [
-        Route("/v1/chat/completions", host.guarded(partial(_chat, host), failed), methods=["POST"]),
+        Route("/v1/chat/completions", host.guarded(partial(_chat, host), chats), methods=["POST"]),
         Route("/v1/completions", host.guarded(partial(_complete, host), failed), methods=["POST"]),
-        Route("/v1/embeddings", host.guarded(partial(_embed, host), failed), methods=["POST"]),
+        Route("/v1/embeddings", host.guarded(partial(_embed, host), embeds), methods=["POST"]),
         Route("/v1/models", host.guarded(partial(_models, host), failed), methods=["GET"]),
         Route("/v1/models/{name:path}", host.guarded(partial(_model, host), failed), methods=["GET"]),
     ]
@@ -255,7 +272,7 @@ async def _chat_stream(
                 ends.append(each)
                 yield chunk(each.choice, {}, _reason(each, each.choice in called), _chat_probs(each.logprobs, text))
     except Exception as error:
-        yield event({"error": told(error, *status_of(error))})
+        yield event({"error": told(error, *status_of(error), _OF_CHAT)})
         return
     if usage:
         yield event({**base, "choices": [], "usage": usage_of(ends)})

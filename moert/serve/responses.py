@@ -16,7 +16,7 @@ from moert.serve.answers import answered, body_of, event, line
 from moert.serve.fields import ANY, FLAG, TABLE, TABLES, TEXT, Field, Form, Refused, one_of
 from moert.serve.fields import whole as whole_number
 from moert.serve.forms import Argued, Called, Ended, Event, Wish, Wrote
-from moert.serve.openai import SAMPLING, failed, messages_of, settings_of
+from moert.serve.openai import OF_INPUT, SAMPLING, failed, messages_of, settings_of
 from moert.serve.tools import Tools
 from moert.serve.worker import status_of
 
@@ -63,7 +63,8 @@ class Conversations:
 def routes(host: Host) -> list[Route]:
     """Returns the path of this interface."""
     work = partial(_respond, host, Conversations())
-    return [Route("/v1/responses", host.guarded(work, failed), methods=["POST"])]
+    own = {**OF_INPUT, "response_format": "text", "max_tokens": "max_output_tokens"}
+    return [Route("/v1/responses", host.guarded(work, partial(failed, own=own)), methods=["POST"])]
 
 
 async def _respond(host: Host, kept: Conversations, request: Request) -> Any:

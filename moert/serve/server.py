@@ -169,7 +169,7 @@ async def _detokenize(host: Host, request: Request) -> Response:
 def bound(host: str, port: int) -> socket.socket:
     """Returns a socket that listens. Raises RunError where the address can't be had."""
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    made = socket.socket(family, socket.SOCK_STREAM)
+    made = socket.socket(family, socket.SOCK_STREAM, socket.IPPROTO_TCP)  # or asyncio leaves Nagle on
     try:
         made.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         made.bind((host, port))

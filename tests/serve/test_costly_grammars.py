@@ -90,6 +90,25 @@ def test_others_are_answered_while_a_grammar_is_compiled(
         assert bound.result().json()["choices"][0]["text"] == text
 
 
+def test_others_are_answered_while_a_grammar_looks_for_tokens(
+    client: httpx.Client, worker: Worker, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And the answer is the same; one whose client has left meanwhile ends."""
+    body = {**PLAIN, "grammar": "start: /[ab]{9}/"}
+    wanted, bound_wanted = (client.post(PATH, json=each).json()["choices"] for each in (PLAIN, body))
+    looking = held(monkeypatch, grammars.TokenMatcher, "_consume")
+    with ThreadPoolExecutor(1) as pool:
+        bound = pool.submit(client.post, PATH, json=body)
+        assert looking.begun.wait(60)
+        assert client.post(PATH, json=PLAIN).json()["choices"] == wanted
+        with pytest.raises(httpx.ReadTimeout):
+            client.post(PATH, json={**body, "seed": 3}, timeout=0.1)
+        until(lambda: worker.unfinished == 1)
+        assert not bound.done()
+        looking.go_on.set()
+        assert bound.result().json()["choices"] == bound_wanted
+
+
 def test_a_grammar_that_is_known_needs_no_process(client: httpx.Client, monkeypatch: pytest.MonkeyPatch) -> None:
     seen = list[Grammar]()
     monkeypatch.setattr(grammars, "check_apart", seen.append)

@@ -15,9 +15,11 @@ import httpx
 import pytest
 from chat_packs import ENDLESS, write_chat_pack
 from serving import Running, serving, until
+from tiny_packs import write_pack
 
 from moert.engine.engine import Engine
 from moert.engine.generation import GenerationSettings
+from moert.engine.settings import EngineSettings
 from moert.errors import NotFinite
 from moert.serve.fields import Refused
 from moert.serve.forms import Ended, Wish
@@ -76,15 +78,16 @@ def test_a_body_that_is_none_is_one_line(path: str, body: bytes, words: str, cli
     ("changes", "field"),
     [
         ({"temperature": "warm"}, "temperature"), ({"temperature": -1}, "temperature"), ({"top_p": 0}, "top_p"),
-        ({"n": 0}, "n"), ({"n": True}, "n"), ({"n": 1000}, "n"), ({"stop": [1]}, "stop"), ({"stop": [""]}, None),
-        ({"logit_bias": {"x": 1}}, "logit_bias"), ({"logit_bias": {"99999": 1}}, None), ({"stream": "yes"}, "stream"),
+        ({"n": 0}, "n"), ({"n": True}, "n"), ({"n": 1000}, "n"), ({"stop": [1]}, "stop"), ({"stop": [""]}, "stop"),
+        ({"logit_bias": {"x": 1}}, "logit_bias"), ({"logit_bias": {"99999": 1}}, "logit_bias"),
+        ({"stream": "yes"}, "stream"),
         ({"top_logprobs": 3}, "top_logprobs"), ({"messages": []}, "messages"),
         ({"messages": [{"role": "x"}]}, "messages"), ({"max_tokens": 0}, "max_tokens"),
         ({"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {}}]}]}, "messages"),
         ({"messages": [{"role": "user"}]}, "messages"), ({"messages": None}, "messages"),
         ({"stream_options": {"x": 1}, "stream": True}, "x"),
         ({"messages": [{"role": "user", "content": 5}]}, "messages"),
-        ({"chat_template_kwargs": {"messages": []}}, None),
+        ({"chat_template_kwargs": {"messages": []}}, "chat_template_kwargs"),
     ],
 )  # fmt: skip
 def test_wrong_values_are_named(changes: dict[str, Any], field: str | None, client: httpx.Client) -> None:
@@ -288,3 +291,50 @@ def test_figures_are_there_for_prometheus(client: httpx.Client) -> None:
     names = {name for name, _ in samples}
     assert {'moert_new_tokens_total{model="tiny"}', 'moert_clients{model="tiny"}', "moert_held_bytes"} <= names
     assert json.loads(client.get("/props").text)["stats"]["requests"] >= 0
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "field"),
+    [
+        ("/v1/completions", {"prompt": "hello", "response_format": {"type": "json_schema", "json_schema": {
+            "schema": {"type": "no type"}}}}, "response_format"),
+        ("/v1/completions", {"prompt": "hello", "grammar": "start: nothing"}, "grammar"),
+        ("/v1/completions", {"prompt": [99999]}, "prompt"),
+        ("/v1/completions", {"prompt": ""}, "prompt"),
+        ("/v1/embeddings", {"input": [99999]}, "input"),
+        ("/v1/responses", {"input": "hello", "text": {"format": {
+            "type": "json_schema", "schema": {"type": "no type"}}}}, "text"),
+        ("/v1/responses", {"input": [{"role": "tool", "content": "a"}]}, "input"),
+        ("/v1/chat/completions", {"messages": [{"role": "tool", "content": "a"}]}, "messages"),
+        ("/v1/chat/completions", {"messages": [*HELLO, {"role": "assistant", "content": "a"}],
+                                  "grammar": 'start: "a"', "continue_final_message": True}, "grammar"),
+    ],
+)  # fmt: skip
+def test_the_field_at_fault_is_named(path: str, body: dict[str, Any], field: str, client: httpx.Client) -> None:
+    found = client.post(path, json=body)
+    assert (found.status_code, found.json()["error"]["param"]) == (400, field)
+
+
+def test_no_error_tells_the_servers_paths(pack: Path, tmp_path: Path) -> None:
+    mute = write_pack(tmp_path / "mute.pack", ENDLESS, paths=False)
+    silent = write_pack(tmp_path / "silent.pack", ENDLESS, paths=False, tokenizer=False)
+    spoilt, broken = (write_chat_pack(tmp_path / f"{name}.pack", ENDLESS) for name in ("spoilt", "broken"))
+    (spoilt / "chat.json").write_text("{}")
+    (broken / "manifest.json").write_text("{}")
+    with serving(pack, mute, silent, spoilt, broken) as running:
+        for path, body in PATHS.items():
+            for name in ("mute", "silent", "spoilt", "broken"):
+                found = httpx.post(running.url + path, json={**body, "model": name}, timeout=60)
+                assert str(tmp_path) not in found.text, found.text
+                assert found.status_code in (200, 400, 500)
+
+
+def test_a_setting_of_the_server_is_not_the_clients(pack: Path, tmp_path: Path) -> None:
+    other = write_chat_pack(tmp_path / "other.pack", ENDLESS)
+    template = tmp_path / "form.jinja"
+    template.write_text("{{ messages }}")
+    with serving(pack, other, engine=EngineSettings(template=str(template))) as running:
+        template.unlink()
+        found = httpx.post(f"{running.url}/v1/completions", json={"prompt": "a", "model": "other"}, timeout=60)
+        assert found.status_code == 500
+        assert found.json()["error"]["message"] == "the model other can't be loaded: the server's log says why"

@@ -400,3 +400,19 @@ def test_the_checklist_names_tests_that_there_are() -> None:
     there = "".join(each.read_text(encoding="utf-8") for each in Path(__file__).parent.glob("test_*.py"))
     assert [each for each in named if f"def {each}(" not in there] == []
     assert len(named) > 40
+
+
+def test_answers_on_a_connection_that_stays_wait_for_no_acknowledgement(
+    client: httpx.Client, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The head and the body of an answer are two packets: with Nagle's algorithm the second one waits for the first."""
+    made, seen = server._Connection.connection_made, list[int]()
+
+    def begun(self: Any, transport: Any) -> None:
+        own = transport.get_extra_info("socket")
+        seen.append(own.getsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY))
+        made(self, transport)
+
+    monkeypatch.setattr(server._Connection, "connection_made", begun)
+    assert client.get("/health").status_code == 200
+    assert seen == [1]

@@ -268,6 +268,18 @@ def test_names() -> None:
     assert str(parse_id("a/b:c")) == "a/b:c"
 
 
+def test_a_folder_with_a_line_break_is_one_line(
+    hub: FakeHub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("MOERT_HOME", str(tmp_path / "a\nb"))
+    for command in (["list"], ["pull", "owner/name"], ["pull", "owner/name"], ["list"]):
+        assert cli._exit_code(command) == 0
+        assert all("a<U+000A>b" in each for each in capsys.readouterr().out.splitlines() if "/a" in each)
+    (pulled,) = listed()
+    assert cli._exit_code(["info", str(pulled.folder)]) == 0
+    assert "a<U+000A>b" in capsys.readouterr().out.splitlines()[0]
+
+
 def test_commands(hub: FakeHub, capsys: pytest.CaptureFixture[str]) -> None:
     assert cli._exit_code(["info", "hf:owner/name"]) == 0
     assert str(home()) in capsys.readouterr().err
