@@ -22,17 +22,13 @@ def commit(root: Path = RECORD.parents[1], record: Path = RECORD) -> str | None:
             return record.read_text(encoding="ascii").strip()
         git = ["git", "--no-optional-locks", f"--git-dir={root / '.git'}", f"--work-tree={root}"]
         asked = ["describe", "--always", "--exclude=*", "--abbrev=12", f"--dirty={_CHANGED}"]
-        done = subprocess.run(
-            [*git, *asked], capture_output=True, text=True, check=True, cwd=root, timeout=_LONGEST_S
-        )  # fmt: skip
-        return done.stdout.strip()
+        return subprocess.check_output([*git, *asked], text=True, stderr=subprocess.DEVNULL, timeout=_LONGEST_S).strip()
     return None
 
 
 def version_line(program: str, version: str, *more: str) -> str:
     """Returns "PROGRAM VERSION", followed by the commit, where it is known, and by what else is given."""
     found = commit()
-    parts = (
-        [] if found is None else [f"commit {found.removesuffix(_CHANGED)}{' with changes' * found.endswith(_CHANGED)}"]
-    )
-    return ", ".join([f"{program} {version}", *parts, *more])
+    changes = " with changes" if found and found.endswith(_CHANGED) else ""
+    known = [f"commit {found.removesuffix(_CHANGED)}{changes}"] if found else []
+    return ", ".join([f"{program} {version}", *known, *more])

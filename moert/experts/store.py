@@ -161,7 +161,6 @@ def _make_buffered(fd: int) -> bool:
 
 
 _MOST = 1024
-_UNLIMITED = 1 << 20
 _SHARE = 3  # of the descriptors that the process may have
 
 
@@ -186,10 +185,8 @@ class OpenFiles:
 
     def __init__(self, root: str | os.PathLike[str], most: int | None = None) -> None:
         """`most`: files that stay open; None: a third of the descriptors that the process may have, at most 1,024."""
-        self._root, self._most = (
-            os.fspath(root),
-            most or max(1, min(_MOST, (limit_of("RLIMIT_NOFILE") or _UNLIMITED) // _SHARE)),
-        )
+        allowed = limit_of("RLIMIT_NOFILE") or _MOST * _SHARE
+        self._root, self._most = os.fspath(root), most or max(1, min(_MOST, allowed // _SHARE))
         self._files: dict[tuple[str, bool], OpenFile] = {}
         self._lock, self._epoch = threading.Lock(), 0
 

@@ -436,7 +436,7 @@ def test_info_names_a_tokenizer_that_cannot_be_used(moert, tmp_path) -> None:
         add_to_pack(pack, Pack.open(pack).manifest, "tokenizer.json", body)
         assert "tokenizer.json" in moert.refuses("run", pack, "abc", "--tune", "predict=none")
         assert moert("info", pack) == 0
-        assert "tokenizer        no: tokenizer.json in" in moert.out
+        assert "tokenizer        no: the pack's tokenizer.json " in moert.out
         assert moert("info", pack, "--json") == 0
         assert not json.loads(moert.out)["has_tokenizer"]
 
