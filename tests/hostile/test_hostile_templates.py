@@ -14,7 +14,7 @@ import pytest
 from moert.chat import renderer as module
 from moert.chat.renderer import Limits, Renderer
 from moert.chat.sandbox import answer
-from moert.errors import BudgetTooSmall, InputInvalid, TemplateFailed
+from moert.errors import BudgetTooSmall, InputInvalid, SettingInvalid, TemplateFailed
 from moert.pack.text import ChatFormat
 
 HI = [{"role": "user", "content": "hi"}]
@@ -187,7 +187,7 @@ def test_without_the_package_one_line_says_so(monkeypatch: pytest.MonkeyPatch) -
     ],
 )
 def test_what_are_no_messages(messages: Any, variables: Any, words: str) -> None:
-    with pytest.raises(InputInvalid, match=words):
+    with pytest.raises((InputInvalid, SettingInvalid), match=words):
         Renderer(ChatFormat("x", {})).render(messages, None, variables)
 
 
