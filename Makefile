@@ -27,6 +27,7 @@ CLIENTS := build/clients
 SOAK_S ?= 7200
 SCHEMAS ?= https://github.com/guidance-ai/jsonschemabench
 ARM_CC := aarch64-linux-gnu-gcc
+FOREIGN := aarch64-macos x86_64-macos x86_64-windows-gnu aarch64-windows-gnu
 ARM_PACKAGES := gcc-aarch64-linux-gnu libc6-dev-arm64-cross qemu-user
 
 # Compiled files are kept, whatever is set outside: all that is tested would else be compiled anew in each process.
@@ -35,7 +36,7 @@ export PYTHONDONTWRITEBYTECODE :=
 include recipes/bench/peers.mk
 
 .DEFAULT_GOAL := help
-.PHONY: help setup native demo talk upcycle test test-slow unchanged test-clients soak test-cuda check-gpu test-anywhere test-native test-sanitize test-sanitize-python test-arm fuzz-few fuzz lint data recipes recipes-ci report bench-sweep bench-gradients bench-plans bench-answers bench-quant bench-mixed bench-hash bench-beforehand bench-flash bench-promise bench-kernels bench-peers bench-rounding bench-stream bench-ahead bench-drafts bench-less bench-size bench-workers bench-large bench-many bench-serve bench-outlook bench-devices peers-there peers bench-smoke keep-results tables golden-old readme wheel test-wheel sbom clean
+.PHONY: help setup native demo talk upcycle test test-slow unchanged test-clients soak test-cuda check-gpu test-anywhere test-native test-sanitize test-sanitize-python test-arm test-compile fuzz-few fuzz lint data recipes recipes-ci report bench-sweep bench-gradients bench-plans bench-answers bench-quant bench-mixed bench-hash bench-beforehand bench-flash bench-promise bench-kernels bench-peers bench-rounding bench-stream bench-ahead bench-drafts bench-less bench-size bench-workers bench-large bench-many bench-serve bench-outlook bench-devices peers-there peers bench-smoke keep-results tables golden-old readme wheel test-wheel sbom clean
 
 help:  ## list the targets
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## (.*)/\1 \2/' | \
@@ -131,6 +132,13 @@ test-arm:  ## the same for 64-bit ARM in an emulator, with and without dot produ
 	$(ARM_CC) -static -O3 $(DRIVER_FLAGS) -o $(DRIVER)-arm $(DRIVER_SOURCES)
 	qemu-aarch64 -cpu max $(DRIVER)-arm some
 	qemu-aarch64 -cpu cortex-a72 $(DRIVER)-arm some
+
+test-compile: setup  ## compile the kernels for macOS and Windows as far as they go; nothing of it is run
+	@mkdir -p build/native/foreign
+	$(PY) -m pip install --quiet --disable-pip-version-check -c .ci/constraints.txt ziglang
+	for target in $(FOREIGN); do for source in moert/kernels/csrc/*.c; do \
+	    $(PY) -m ziglang cc -target $$target -std=gnu11 -O1 -fvisibility=hidden -Wall -Wextra -Werror -c $$source \
+	        -o build/native/foreign/object.o || exit 1; done; done
 
 fuzz-few: setup  ## readers of files from strangers on the same few inputs that were changed at random (two minutes)
 	$(FUZZER)

@@ -21,6 +21,7 @@ import numpy as np
 import numpy.typing as npt
 
 from moeconv.matrices import Projection, columns_of, rows_of
+from moert.machine import lock
 from moert.pack.codec import (
     F32,
     U8,
@@ -53,11 +54,6 @@ from moert.pack.manifest import (
 from moert.pack.model_spec import ExpertKey, LayerKey, ModelSpec
 from moert.pack.parts import GatedStreams
 from moert.pack.reader import CHECKSUMS, MANIFEST, is_pack, pack_around, strangers
-
-try:
-    import fcntl
-except ImportError:  # not a Unix: no lock
-    fcntl = None  # type: ignore[assignment]
 
 Array = npt.NDArray[Any]
 Matrix = QuantizedMatrix | TrellisMatrix | F32
@@ -533,8 +529,7 @@ class DirectoryLock:
         descriptor = os.open(path, os.O_RDONLY)
         self.release = weakref.finalize(self, os.close, descriptor)
         try:
-            if fcntl is not None:
-                fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            lock(descriptor)
         except BlockingIOError:
             self.release()
             raise

@@ -7,7 +7,6 @@ import json
 import math
 import os
 import platform
-import resource
 import sys
 from collections.abc import Mapping
 from contextlib import suppress
@@ -16,6 +15,12 @@ from pathlib import Path
 from typing import Any
 
 from moert.pack.files import write_atomically
+
+try:
+    import fcntl
+    import resource
+except ImportError:  # not on this system
+    fcntl = resource = None  # type: ignore[assignment]
 
 ROOT = Path("/")
 
@@ -107,10 +112,13 @@ def held_bytes(root: Path = ROOT) -> int:
 def peak_bytes(root: Path = ROOT) -> int:
     """Returns the most physical memory [bytes] that this process has held, as the system counts it.
 
-    The figure of getrusage on Linux can be the peak of the process that started this one, so it comes second.
+    The figure of getrusage on Linux can be the peak of the process that started this one, so it comes second. 0 where
+    the system does not tell.
     """
     if (found := _fields(root / "proc/self/status").get("VmHWM")) is not None:
         return found
+    if resource is None:
+        return 0
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     return peak if sys.platform == "darwin" else peak * 1024
 
@@ -161,6 +169,22 @@ def return_freed() -> None:
     """Returns to the system all memory that malloc keeps for later, where the C library can."""
     if (library := _glibc()) is not None:
         library.malloc_trim(0)
+
+
+def limit_of(name: str) -> int | None:
+    """Returns a limit of this process by its name, such as "RLIMIT_AS"; None without one."""
+    if resource is None:
+        return None
+    soft, _ = resource.getrlimit(getattr(resource, name))
+    return None if soft == resource.RLIM_INFINITY else soft
+
+
+def lock(descriptor: int, wait: bool = False) -> None:
+    """Locks an open file or folder against other processes until it is closed; where the system knows no locks, this is
+    the user's care. Raises BlockingIOError if another holder has it and `wait` is false, OSError if the file system
+    knows no locks."""
+    if fcntl is not None:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | (0 if wait else fcntl.LOCK_NB))
 
 
 def drop_page_cache(path: Path) -> None:

@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from moert.pack.files import write_atomically
+from moert.stats import size
 from recipes.bench.blocks import rendered
 from recipes.bench.program import as_program
 from recipes.bench.result import Result, Row, context, row_of_runs, write
@@ -83,7 +84,8 @@ def show(chosen: Sequence[Part], name: str) -> int:
     result = Result(context({"models": settings}), result_rows(summary))
     path = write(name, result.context, result.rows)
     print(rendered(table.demo_parts(result), result))
-    print(f"\n{out}/summary.json and {path} written; the {name} took {time.monotonic() - started:.0f} s")
+    print("\n" + "\n".join(shown(summary["models"])))
+    print(f"{out}/summary.json and {path} written; the {name} took {time.monotonic() - started:.0f} s")
     missed = [model for model, found in summary["models"].items() if found["heldout"]["loss"] > found["target_loss"]]
     for model in missed:
         print(f"{name}: the held-out loss of {model} is above its target", file=sys.stderr)
@@ -122,7 +124,26 @@ def run_part(part: Part) -> dict[str, Any]:
         "coverage20": figures.coverage20["decoder"],
         "coverage20_by_stack": dict(figures.coverage20),
     }
-    return {**result, "runs": runs}
+    first = (part.out / f"{part.name}-outputs.jsonl").read_text(encoding="utf-8").splitlines()[0]
+    return {**result, "runs": runs, "answer": json.loads(first)["output"]}
+
+
+def shown(models: dict[str, Any]) -> list[str]:
+    """Returns the outcome in words, four lines a model: size, loss, speed in the least room, and an answer."""
+    lines = []
+    for name, model in models.items():
+        sizes, heldout = model["expert_bytes"], model["heldout"]
+        run = min((run for run in model["runs"] if run["asked"] == AS_IT_IS), key=lambda run: run["share"])
+        lines += [
+            f"{name}: its experts take {size(sizes['pack'])}, those of the source in FP16 {size(sizes['fp16'])}",
+            f"  loss: {model['target_loss']:.1%} allowed, under {model['upper_bound']:.1%} promised, "
+            f"{heldout['loss']:.1%} on held-out text",
+            f"  with room for {run['share']:.0%} of its experts ({size(run['cache_bytes'])}): "
+            f"{run['tokens_per_s']:,.0f} tokens/s, {run['hit_rate']:.0%} of the experts found there, "
+            f"{size(run['peak_rss_bytes'])} in all",
+            f"  an answer: {one_line(model['answer'])}",
+        ]
+    return lines
 
 
 def conversion_summary(report: ConversionReport) -> dict[str, Any]:

@@ -78,7 +78,6 @@ def pytest_collection() -> Iterator[None]:
     """Looks for no garbage while tests are collected, and leaves modules and tests out of every later search."""
     gc.disable()
     found = yield
-    gc.collect()
     gc.freeze()
     gc.enable()
     return found

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -160,6 +160,7 @@ def with_capacity(name: str, capacity: int | None) -> ModelSpec:
 
 PROMPTS = ("one small step", "hello world", "zigzag", "the quick brown fox jumps over the lazy dog")
 _GROUP = 8
+_COUNTED: dict[Hashable, bytes] = {}  # paths of packs by all that the weights are made from
 
 
 def write_pack(
@@ -198,7 +199,10 @@ def write_pack(
         writer.write_file("tokenizer.json", _tokenizer().to_str().encode())
     manifest = writer.finish("tests", None, preferences)
     if paths:
-        add_to_pack(out, manifest, PATHS, build(spec.moe.n, record_routes(out)).to_bytes())
+        made_of = spec, seed, *bits, files, neurons, codes, *(coded or {}).items()
+        if made_of not in _COUNTED:
+            _COUNTED[made_of] = build(spec.moe.n, record_routes(out)).to_bytes()
+        add_to_pack(out, manifest, PATHS, _COUNTED[made_of])
     return out
 
 

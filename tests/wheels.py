@@ -12,6 +12,8 @@ import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 
+from moert import __version__
+from moert.built import commit, version_line
 from tests.parity.packs import pack_of
 from tests.tiny import tiny_olmoe
 
@@ -93,6 +95,9 @@ def main(arguments: list[str]) -> int:
             with tempfile.TemporaryDirectory() as temporary:
                 folder = Path(temporary)
                 python, packages = prepare(wheel, folder)
+                print(version := output_of([*python, "-m", "moert", "--version"], packages, folder), end="")
+                if (known := commit()) is not None and version_line("moert", __version__) not in version:
+                    raise Failed(f"{wheel.name} says {version!r}, this checkout has commit {known}")
                 print(output_of([*python, "-m", "moert", "info", "--system"], packages, folder), end="")
                 if (found := writes(python, packages, folder, pack)) != expected:
                     raise Failed(f"{wheel.name} writes {found!r}, this checkout {expected!r}")

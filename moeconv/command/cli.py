@@ -44,15 +44,17 @@ app = typer.Typer(
 def _print_version(wanted: bool) -> None:
     if wanted:
         from moeconv import __version__
+        from moert.built import version_line
 
-        print(f"moeconv {__version__}")
+        print(version_line("moeconv", __version__))
         raise typer.Exit
 
 
 @app.callback()
 def _options(
     version: Annotated[
-        bool, typer.Option("--version", callback=_print_version, is_eager=True, help="Print the version.")
+        bool,
+        typer.Option("--version", callback=_print_version, is_eager=True, help="Print the version and the commit."),
     ] = False,
 ) -> None:
     pass

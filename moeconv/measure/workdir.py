@@ -15,6 +15,7 @@ from typing import IO, Any
 from moeconv.artifacts import SCHEMA, to_json
 from moeconv.errors import ConversionError, SettingsError
 from moeconv.strict_json import NotJson, bounded, parse
+from moert.machine import lock
 from moert.pack.documents import brief
 from moert.pack.files import write_atomically
 from moert.pack.reader import pack_around
@@ -196,11 +197,6 @@ def _write(body: bytes, stream: FileIO) -> None:
 
 # The work directory of one conversion: its artefacts, its journal, and a lock that keeps a second run out.
 
-try:
-    import fcntl
-except ImportError:  # not on this system: two runs at once are the user's care
-    fcntl = None  # type: ignore[assignment]
-
 
 _MOST_BYTES = 1 << 28  # of an artefact: planning.json of 30,000 experts has a tenth of it
 LOCK = "lock"
@@ -223,14 +219,11 @@ class WorkDir:
         with self._writing():
             self.path.mkdir(parents=True, exist_ok=True)
             self._lock = (self.path / LOCK).open("w")
-        if fcntl is not None:
-            try:
-                fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            except OSError:
-                self._lock.close()
-                raise ConversionError(
-                    f"another run is using {self.path}: wait for it, or give another --work"
-                ) from None
+        try:
+            lock(self._lock.fileno())
+        except OSError:
+            self._lock.close()
+            raise ConversionError(f"another run is using {self.path}: wait for it, or give another --work") from None
         return self
 
     def __exit__(

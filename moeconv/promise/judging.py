@@ -34,6 +34,7 @@ from moeconv.promise.bound import (
 )
 from moeconv.strict_json import NotJson, bounded, parse
 from moeconv.tuned import said
+from moert.machine import lock
 from moert.pack.files import write_atomically
 from moert.pack.manifest import LossEstimate
 
@@ -203,11 +204,6 @@ def check_reference(name: str, value: float, what: str) -> None:
 # texts in common with this one was a look at the same text, whatever its seed, quantizer or target. The same command,
 # resumed or repeated, is the same look.
 
-try:
-    import fcntl
-except ImportError:  # not on this system: two runs at once are the user's care
-    fcntl = None  # type: ignore[assignment]
-
 LOOKS = "looks.jsonl"
 _MOST_BYTES = 1 << 26
 
@@ -238,8 +234,7 @@ def _locked(root: Path) -> Iterator[None]:
     """Keeps out other conversions, with other settings, that share the root. Raises OSError."""
     folder = os.open(root, os.O_RDONLY)
     try:
-        if fcntl is not None:
-            fcntl.flock(folder, fcntl.LOCK_EX)
+        lock(folder, wait=True)
         yield
     finally:
         os.close(folder)

@@ -206,14 +206,20 @@ app = typer.Typer(
 
 def _print_version(wanted: bool) -> None:
     if wanted:
-        print(f"moert {__version__}")
+        from moert.built import version_line
+        from moert.kernels import auto_name
+
+        print(version_line("moert", __version__, f"kernels {auto_name()}"))
         raise typer.Exit
 
 
 @app.callback()
 def _options(
     version: Annotated[
-        bool, typer.Option("--version", callback=_print_version, is_eager=True, help="Print the version.")
+        bool,
+        typer.Option(
+            "--version", callback=_print_version, is_eager=True, help="Print the version, the commit and the kernels."
+        ),
     ] = False,
 ) -> None:
     pass

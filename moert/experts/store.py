@@ -6,7 +6,6 @@ import ctypes
 import errno
 import mmap
 import os
-import resource
 import stat
 import threading
 import time
@@ -28,6 +27,7 @@ from moert.kernels import library
 from moert.kernels.backend import Backend, Expert, ExpertView, ProjectionView
 from moert.kernels.library import NativeFailed, address, crc32
 from moert.kernels.memory import FencedMapping, breaks, mapped
+from moert.machine import limit_of
 from moert.pack.codec import U8
 from moert.pack.errors import FileTruncated, HashMismatch, HeaderInvalid, PackError
 from moert.pack.files import unreadable
@@ -161,6 +161,7 @@ def _make_buffered(fd: int) -> bool:
 
 
 _MOST = 1024
+_UNLIMITED = 1 << 20
 _SHARE = 3  # of the descriptors that the process may have
 
 
@@ -185,7 +186,10 @@ class OpenFiles:
 
     def __init__(self, root: str | os.PathLike[str], most: int | None = None) -> None:
         """`most`: files that stay open; None: a third of the descriptors that the process may have, at most 1,024."""
-        self._root, self._most = os.fspath(root), most or max(1, min(_MOST, _allowed() // _SHARE))
+        self._root, self._most = (
+            os.fspath(root),
+            most or max(1, min(_MOST, (limit_of("RLIMIT_NOFILE") or _UNLIMITED) // _SHARE)),
+        )
         self._files: dict[tuple[str, bool], OpenFile] = {}
         self._lock, self._epoch = threading.Lock(), 0
 
@@ -264,12 +268,6 @@ class OpenFiles:
 
 def _identity(found: os.stat_result) -> tuple[int, ...]:
     return found.st_dev, found.st_ino, found.st_ctime_ns
-
-
-def _allowed() -> int:
-    """Returns the number of descriptors that the process may have."""
-    soft = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
-    return 1 << 20 if soft == resource.RLIM_INFINITY else soft
 
 
 READ = np.dtype(library.Read)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import fcntl
 import json
 import os
 import shutil
@@ -15,6 +14,7 @@ from urllib.parse import quote, unquote
 
 from moert.errors import RunError
 from moert.hub.client import Hub, PackId, parse_id
+from moert.machine import lock
 from moert.pack.errors import HashMismatch
 from moert.pack.files import write_atomically
 from moert.pack.manifest import parse_manifest
@@ -114,7 +114,7 @@ def _alone(part: Path, asked: PackId) -> Iterator[None]:
     """Keeps others from the folder of a pack that comes. Raises RunError if another process has it."""
     folder = os.open(part, os.O_RDONLY)
     try:
-        fcntl.flock(folder, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        lock(folder)
         yield
     except BlockingIOError:
         raise RunError(f"{asked} is being fetched by another process: wait for it") from None

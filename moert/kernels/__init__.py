@@ -15,6 +15,12 @@ REFERENCE = "reference"
 AUTO_KERNELS = "auto"
 
 
+def auto_name() -> str:
+    """Returns the name of the kernels that "auto" stands for here."""
+    found = library.load()
+    return REFERENCE if found is None else found.instruction_sets[found.choose()].name
+
+
 def open_backend(name: str = AUTO_KERNELS, threads: int = 1) -> Backend:
     """Returns a backend. `name`: "reference", an instruction set of the native kernels, or "auto" for the best of them,
     and the reference where they are missing. Raises InstructionSetInvalid."""

@@ -7,6 +7,7 @@ imports nothing of moert.
 from __future__ import annotations
 
 import os
+import runpy
 import shlex
 import shutil
 import subprocess
@@ -18,6 +19,8 @@ from pathlib import Path
 from setuptools import Extension
 from setuptools.command.bdist_wheel import bdist_wheel
 from setuptools.command.build_ext import build_ext
+from setuptools.command.build_py import build_py
+from setuptools.command.sdist import sdist
 
 HERE = Path(__file__).resolve().parent
 FLAGS = [
@@ -100,6 +103,30 @@ class BuildNative(build_ext):  # type: ignore[misc]
             compile_library(Path(self.get_ext_fullpath(ext.name)))
         except (CompilerMissing, CompilationFailed) as error:
             _say(f"the native kernels were not built, moert will be slow: {error}")
+
+
+def record_commit(folder: Path) -> None:
+    """Writes the commit of this source tree into the package in `folder`, where it is known."""
+    built = runpy.run_path(str(HERE.parent / "built.py"))
+    if (found := built["commit"]()) is not None:
+        (folder / "moert" / built["RECORD"].name).write_text(found, encoding="ascii")
+
+
+class RecordedPackages(build_py):  # type: ignore[misc]
+    """The step that collects a wheel's files: the commit is among them."""
+
+    def run(self) -> None:
+        super().run()
+        if not self.editable_mode:
+            record_commit(Path(self.build_lib))
+
+
+class RecordedSources(sdist):  # type: ignore[misc]
+    """The step that collects the sources, from which a wheel may be built outside the checkout."""
+
+    def make_release_tree(self, base_dir: str, files: list[str]) -> None:
+        super().make_release_tree(base_dir, files)
+        record_commit(Path(base_dir))
 
 
 class PlainWheel(bdist_wheel):  # type: ignore[misc]

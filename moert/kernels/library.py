@@ -23,12 +23,12 @@ from ctypes import (
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
-from typing import Any
-
-import numpy as np
-import numpy.typing as npt
+from typing import TYPE_CHECKING, Any
 
 from moert.errors import RunError
+
+if TYPE_CHECKING:
+    import numpy.typing as npt
 
 KINDS = {"MXFP4": 5, "F16": 16, "BF16": 17, "F32": 32}  # of a matrix without codes of ours; for codes it is their width
 ACTIVATIONS = {"relu": 0, "silu": 1, "gelu": 2, "gelu_new": 3, "relu2": 4}
@@ -445,6 +445,8 @@ def crc32(data: bytes | memoryview, value: int = 0) -> int:
     found = load()
     if found is None or not found.functions.moert_crc32_fast():
         return zlib.crc32(data, value)
+    import numpy as np  # the version is printed without it
+
     array = np.frombuffer(data, np.uint8)
     for at in range(0, len(array), _PART):  # Ctrl-C is handled between parts
         part = array[at : at + _PART]

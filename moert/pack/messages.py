@@ -8,7 +8,6 @@ import io
 import json
 import os
 import re
-import resource
 import sys
 import types
 from collections.abc import Collection, Mapping, Sequence
@@ -17,7 +16,7 @@ from numbers import Integral, Real
 from pathlib import Path
 from typing import Any, Literal, NamedTuple, NoReturn, TextIO, Union, get_args, get_origin
 
-from moert.machine import ROOT, control_groups, text
+from moert.machine import ROOT, control_groups, limit_of, text
 
 EXAMPLES = "1.5GB, 800MB or 512MiB"
 _UNITS = {"": 1, "B": 1} | {
@@ -226,8 +225,7 @@ _SIGNS = ("failed to map segment", "cannot allocate", "can't allocate", "can't s
 def refusal(least: Least, root: Path = ROOT) -> str | None:
     """Returns the reason why a program can't begin here; None if it can. Where addresses are limited, numpy's library
     is kept from setting some aside for every core."""
-    limit, _ = resource.getrlimit(resource.RLIMIT_AS)
-    if limit != resource.RLIM_INFINITY:
+    if (limit := limit_of("RLIMIT_AS")) is not None:
         os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
         if limit < least.address_bytes:
             return f"{_needs(least.address_bytes, limit)} of addresses: raise the limit (ulimit -v)"

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from moert.command.description import machine_facts
-from moert.kernels import library
+from moert.kernels import auto_name, library
 from moert.pack.files import write_atomically
 from recipes.bench.sized import SMOKE
 
@@ -183,8 +183,7 @@ def _hardware() -> dict[str, Any]:
 
 def isa() -> str:
     """The widest instruction set of the native kernels that runs here."""
-    found = library.load()
-    return "none" if found is None else next(each.name for each in found.instruction_sets if each.runs)
+    return "none" if library.load() is None else auto_name()
 
 
 def _version(package: str) -> str:

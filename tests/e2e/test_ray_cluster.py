@@ -114,13 +114,18 @@ def test_a_lost_node_changes_no_result(cluster: Any, tmp_path: Path) -> None:
 def test_workers_stay_for_the_next_call_and_go_with_the_block(cluster: Any, tmp_path: Path) -> None:
     job = ToyJob(tmp_path, crew=2)  # nobody goes on before both are there
     with ray_runner(cluster.address, ToyWorker, tmp_path, patience_s=PATIENCE_S) as run:
-        for _ in run(job, TASKS):
-            break  # its caller had enough in the middle
+        for count, _ in enumerate(run(job, TASKS), 1):
+            if count == 7:  # from the sixth task on both are at work
+                break  # its caller had enough in the middle
+        left = {pid for pid, *_ in notes(job)}
+        assert dict(run(job, [])) == {}
+        assert gone(left), "a worker went on with a call that its caller left"
+        (tmp_path / "notes.txt").unlink()  # those that left are not of the next crew
         found = dict(run(job, TASKS[:8]))
         before = {pid for pid, *_ in notes(job)}
         again = dict(run(job, TASKS[8:]))
+    assert {pid for pid, *_ in notes(job)} == before
     assert {**found, **again} == here(ToyJob(tmp_path, seconds=0), TASKS)
-    assert {pid for pid, *_ in notes(job)[-48:-24]} <= before | {os.getpid()}
     assert gone(before), "a worker outlived its runner"
 
 

@@ -1,4 +1,4 @@
-"""The README's transcript is what a published model says: fetched by its hash, and converted from GGUF."""
+"""The README's transcript and picture are what a published model says: fetched by its hash, and converted from GGUF."""
 
 from __future__ import annotations
 
@@ -41,3 +41,4 @@ def test_the_answer_in_the_readme_is_what_the_model_says(tmp_path: Path) -> None
     asked = [sys.executable, "-m", "moert", "run", str(pack), message, "--chat", "--memory", "300MB"]
     done = subprocess.run(asked, capture_output=True, text=True, check=False)
     assert (done.stdout, done.returncode) == (f"{answer}\n", 0), done.stderr
+    assert talk.PICTURE.read_text("utf-8") == talk.picture(pack), "python -m recipes.talk --picture"

@@ -42,7 +42,7 @@ COMMANDS = [
     "moeconv check", "moeconv quantize", "moeconv plan", "moeconv report", "moeconv profile-paths",
     "moeconv train-hash", "moeconv train-neurons", "moeconv verify", "moeconv recipe run",
 ]  # fmt: skip
-MOST_LINES = 170
+MOST_LINES = 121
 _BESIDE = {"group_size": {"quantizer": '"group"'}, "piece_bytes": {"layout": '"columns"'}}
 """What an example of a key needs beside it."""
 
@@ -146,10 +146,8 @@ def test_the_python_of_the_readme_is_what_there_is() -> None:
     assert called == {*takes}
 
 
-def test_every_family_is_named() -> None:
-    section = TEXTS[README].partition("## Which models")[2].partition("\n## ")[0]
-    lines = re.findall(r"^- (`.*`): ", section, re.MULTILINE)
-    assert {name for line in lines for name in re.findall(r"`([\w-]+)`", line)} == {*FAMILIES}
+def test_every_family_has_a_section() -> None:
+    assert {*re.findall(r"^## `([\w-]+)`$", TEXTS[MODELS], re.MULTILINE)} == {*FAMILIES}
 
 
 def test_what_is_said_of_families_is_what_they_say() -> None:

@@ -9,21 +9,25 @@ import pytest
 from error_messages import Source
 from troubleshooting_text import TROUBLESHOOTING, divided, shown, text
 
-SOURCE = Source()
 PAGE = TROUBLESHOOTING.read_text(encoding="utf-8")
 
 
-def test_the_page_is_what_the_source_says() -> None:
-    assert text(SOURCE) == PAGE, "run make readme"
+@pytest.fixture(scope="module")
+def source() -> Source:
+    return Source()
 
 
-def test_every_text_of_an_error_is_on_the_page() -> None:
+def test_the_page_is_what_the_source_says(source: Source) -> None:
+    assert text(source) == PAGE, "run make readme"
+
+
+def test_every_text_of_an_error_is_on_the_page(source: Source) -> None:
     """Of the longest piece of each message that a program raises, without values, and where no mark divides it."""
-    named = {at[1] for at in shown(SOURCE)}
+    named = {at[1] for at in shown(source)}
     pieces = {
         max(re.split(r"[:;()|]\s?|, it should", constant.value), key=len).strip()
         for name in named
-        for call, _ in SOURCE.by_name.get(name, [])
+        for call, _ in source.by_name.get(name, [])
         for argument in call.args
         for constant in ast.walk(argument)
         if isinstance(constant, ast.Constant) and isinstance(constant.value, str)
@@ -34,10 +38,10 @@ def test_every_text_of_an_error_is_on_the_page() -> None:
     assert sorted(piece for piece in long if " ".join(piece.split()) not in page) == []
 
 
-def test_every_error_says_what_to_do() -> None:
+def test_every_error_says_what_to_do(source: Source) -> None:
     """In a sentence of its docstring behind the one that says when it is raised."""
-    for at in shown(SOURCE):
-        docstring = ast.get_docstring(SOURCE.classes[at]) or ""
+    for at in shown(source):
+        docstring = ast.get_docstring(source.classes[at]) or ""
         assert re.search(r"\.\s+[A-Z]\w+\s.*\.$", docstring, re.DOTALL), at
 
 
@@ -63,6 +67,8 @@ def test_messages_are_divided_where_the_remedy_begins(message: str, parts: tuple
         ("CalibrationError", "PATH: not a file"),
     ],
 )
-def test_messages_are_read_through_functions_and_classes_that_word_them(kind: str, message: str) -> None:
-    texts = [each.text for at in SOURCE.classes if at[1] == kind for each in SOURCE.messages(at)]
+def test_messages_are_read_through_functions_and_classes_that_word_them(
+    source: Source, kind: str, message: str
+) -> None:
+    texts = [each.text for at in source.classes if at[1] == kind for each in source.messages(at)]
     assert message in texts, [text for text in texts if text[:6] == message[:6]]

@@ -26,6 +26,7 @@ from moert.beside.flash.runner import EXACT
 from moert.beside.flash.runner import check_settings as flash_settings
 from moert.beside.gpu.opening import NO_DEVICE, PROCESSOR
 from moert.beside.gpu.opening import check_settings as gpu_settings
+from moert.built import version_line
 from moert.command import cli
 from moert.engine import registry
 from moert.engine.engine import Engine
@@ -34,7 +35,7 @@ from moert.engine.registry import PREDICTS
 from moert.engine.settings import EngineSettings
 from moert.errors import RunError, SettingInvalid
 from moert.experts.names import EVICTIONS, PREDICTORS
-from moert.kernels import library, open_backend
+from moert.kernels import auto_name, library, open_backend
 from moert.kernels.backend import Backend
 from moert.machine import usable_cores
 from moert.models.kv import State
@@ -516,7 +517,7 @@ def test_info_says_the_same_of_memory_for_people_and_as_json(pack) -> None:
 
 def test_version_and_help(moert) -> None:
     assert moert("--version") == 0
-    assert moert.out == f"moert {__version__}\n"
+    assert moert.out == version_line("moert", __version__, f"kernels {auto_name()}") + "\n"
     for command in ([], ["run"], ["info"]):
         assert moert(*command, "--help") == 0
         assert "Usage: moert" in moert.out

@@ -4,6 +4,13 @@
 #include <pthread.h>
 #include <stdatomic.h>
 #include <stdlib.h>
+#ifdef _WIN32 /* its aligned memory has a function of its own to free it */
+#include <malloc.h>
+#define aligned_alloc(align, bytes) _aligned_malloc(bytes, align)
+#define aligned_free _aligned_free
+#else
+#define aligned_free free
+#endif
 
 #include "internal.h"
 #include "waiting.h"
@@ -125,7 +132,7 @@ void pool_run(moert_pool *pool, work run, const void *job, int n, int alone) {
 static void *ask(room *r, size_t bytes) {
     const int much_too_large = r->bytes > KEPT_SCRATCH && bytes < r->bytes / 8;
     if (bytes > r->bytes || much_too_large) {
-        free(r->at);
+        aligned_free(r->at);
         r->bytes = aligned(bytes + bytes / 4);
         r->at = aligned_alloc(ALIGN, r->bytes);
         if (!r->at) r->bytes = 0;
@@ -176,8 +183,8 @@ void moert_pool_close(moert_pool *pool) {
     pthread_cond_destroy(&pool->wake);
     pthread_cond_destroy(&pool->finished);
     free(pool->workers);
-    free(pool->scratch.at);
-    free(pool->lists.at);
-    free(pool->own.at);
-    free(pool);
+    aligned_free(pool->scratch.at);
+    aligned_free(pool->lists.at);
+    aligned_free(pool->own.at);
+    aligned_free(pool);
 }

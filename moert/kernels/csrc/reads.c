@@ -10,8 +10,17 @@
 #include <pthread.h>
 #include <stdlib.h>
 #include <string.h>
+#ifdef _WIN32
+#include <io.h>
+#include <windows.h>
+struct iovec {
+    void *iov_base;
+    size_t iov_len;
+};
+#else
 #include <sys/uio.h>
 #include <unistd.h>
+#endif
 
 #include "moert.h"
 #include "waiting.h"
@@ -61,6 +70,19 @@ struct moert_reader {
     moert_read *reads;
 };
 
+#ifdef _WIN32
+static int make_buffered(int fd) { return (void)fd, 0; }
+
+/* At most 1 GiB; the end of the file is no error, and 0 bytes. */
+static ssize_t read_at(int fd, void *into, int64_t nbytes, int64_t offset) {
+    OVERLAPPED at = {.Offset = (DWORD)offset, .OffsetHigh = (DWORD)(offset >> 32)};
+    DWORD count = 0, most = nbytes < 1 << 30 ? (DWORD)nbytes : 1 << 30;
+    if (ReadFile((HANDLE)_get_osfhandle(fd), into, most, &count, &at) || GetLastError() == ERROR_HANDLE_EOF)
+        return (ssize_t)count;
+    errno = EIO;
+    return -1;
+}
+#else
 static int is_direct(int fd) {
     int flags = O_DIRECT ? fcntl(fd, F_GETFL) : 0;
     return flags > 0 && (flags & O_DIRECT);
@@ -71,13 +93,17 @@ static int make_buffered(int fd) {
     return is_direct(fd) && fcntl(fd, F_SETFL, fcntl(fd, F_GETFL) & ~O_DIRECT) == 0;
 }
 
+static ssize_t read_at(int fd, void *into, int64_t nbytes, int64_t offset) {
+    return pread(fd, into, (size_t)nbytes, (off_t)offset);
+}
+#endif
+
 /* The rest of a read: whole pages, then what is behind them, until the file ends. */
 static void read_on(moert_read *read) {
     const int64_t whole = read->nbytes - read->nbytes % PAGE;
     while (read->found < read->nbytes) {
         int64_t stop = read->found < whole ? whole : read->nbytes;
-        ssize_t count = pread(read->fd, (char *)read->place + read->found, (size_t)(stop - read->found),
-                              (off_t)(read->offset + read->found));
+        ssize_t count = read_at(read->fd, (char *)read->place + read->found, stop - read->found, read->offset + read->found);
         if (count < 0 && (errno == EINTR || (errno == EINVAL && make_buffered(read->fd)))) continue;
         if (count < 0) read->error = errno;
         if (count <= 0) return;
