@@ -13,6 +13,7 @@ from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
+from tqdm import tqdm
 
 from moert.pack.files import atomic_write
 from recipes.train.muon import Muon
@@ -21,6 +22,7 @@ ROOT = Path(__file__).resolve().parents[2]
 TRAIN_DIR = ROOT / "build" / "train"
 MODEL_DIR = ROOT / "recipes" / "models"
 Optimizers = list[torch.optim.Optimizer]
+BAR = "{l_bar}{bar}| {elapsed}<{remaining}"
 
 
 class Task(Protocol):
@@ -104,7 +106,8 @@ def append_log(path: Path, record: dict[str, Any]) -> None:
     line = json.dumps({k: round(v, 5) if isinstance(v, float) else v for k, v in record.items()})
     with path.open("a", encoding="utf-8") as stream:
         stream.write(line + "\n")
-    print(line, flush=True)
+    with tqdm.external_write_mode():
+        print(line, flush=True)
 
 
 def save_checkpoint(path: Path, task: Task, optimizers: Optimizers, step: int, elapsed: float) -> None:
@@ -193,21 +196,23 @@ def run(task: Task, settings: Settings, embeddings: Iterable[str]) -> None:
 
     next_log, next_snapshot, last_step, last_time = spent, spent + settings.snapshot_minutes * 60, step, spent
     task.model.train()
-    while (done := progress()) < 1:
-        elapsed = _worked(settings) - begun
-        factor = rate_factor(step, done, settings)
-        figures = update(task, optimizers, step, factor, settings.clip)
-        step += 1
-        if elapsed >= next_log:
-            pace = (step - last_step) / max(elapsed - last_time, 1e-9)
-            left = round(elapsed * (1 - done) / done) if done else None
-            record = {"step": step, "seconds": round(elapsed), "left": left, "rate": factor, "steps_per_s": pace}
-            append_log(log, {**record, **figures})
-            next_log, last_step, last_time = elapsed + settings.log_seconds, step, elapsed
-        if elapsed >= next_snapshot:
-            save_checkpoint(checkpoint, task, optimizers, step, elapsed)
-            snapshot(task, log, step, elapsed, models)
-            next_snapshot = elapsed + settings.snapshot_minutes * 60
+    with tqdm(desc=task.name, total=1.0, initial=progress(), bar_format=BAR, disable=None) as shown:
+        while (done := progress()) < 1:
+            shown.update(done - shown.n)
+            elapsed = _worked(settings) - begun
+            factor = rate_factor(step, done, settings)
+            figures = update(task, optimizers, step, factor, settings.clip)
+            step += 1
+            if elapsed >= next_log:
+                pace = (step - last_step) / max(elapsed - last_time, 1e-9)
+                left = round(elapsed * (1 - done) / done) if done else None
+                record = {"step": step, "seconds": round(elapsed), "left": left, "rate": factor, "steps_per_s": pace}
+                append_log(log, {**record, **figures})
+                next_log, last_step, last_time = elapsed + settings.log_seconds, step, elapsed
+            if elapsed >= next_snapshot:
+                save_checkpoint(checkpoint, task, optimizers, step, elapsed)
+                snapshot(task, log, step, elapsed, models)
+                next_snapshot = elapsed + settings.snapshot_minutes * 60
     elapsed = _worked(settings) - begun
     save_checkpoint(checkpoint, task, optimizers, step, elapsed if settings.steps else max(elapsed, budget))
     snapshot(task, log, step, elapsed, models)

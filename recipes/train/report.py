@@ -14,15 +14,17 @@ from recipes.train import loop
 
 MODELS = ("g2p", "wiki", "marks", "wikids")
 TABLES = ("baselines", "routing")
+UPCYCLED = "smollm2_experts"
+"""The model of `make upcycle`; it stays under build/train."""
 
 
 def model_folder(name: str) -> Path:
     """Folder of a trained model; ends with a clear line when there is none."""
-    folder = loop.MODEL_DIR / name
-    if not (folder / "model.safetensors").is_file():
-        command = f"python -m recipes.train.train {name}"
-        raise SystemExit(f"error: no trained model in recipes/models/{name}; train it with: {command}")
-    return folder
+    for folder in (loop.MODEL_DIR / name, loop.TRAIN_DIR / "models" / name):
+        if (folder / "model.safetensors").is_file():
+            return folder
+    command = "make upcycle" if name == UPCYCLED else f"python -m recipes.train.train {name}"
+    raise SystemExit(f"error: no trained model in recipes/models/{name}; train it with: {command}")
 
 
 def publish(name: str, table: list[dict[str, Any]], extra: dict[str, Any], root: Path) -> None:

@@ -151,7 +151,7 @@ def trace_decoder(folder: Path, text: str, tokens: int) -> tuple[dict[str, Choic
 
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
     ids = torch.tensor(Tokenizer.from_file(str(folder / "tokenizer.json")).encode(text).ids[:tokens])
-    span = model.config.max_position_embeddings
+    span = min(model.config.max_position_embeddings, 512)
     routers = [layer.mlp.gate for layer in model.model.layers if hasattr(layer.mlp, "gate")]
     recorder = Recorder(routers, lambda output: by_weight(output[1], output[2]))
     for window in ids[: len(ids) // span * span].view(-1, span).split(8):
@@ -163,7 +163,8 @@ def trace_decoder(folder: Path, text: str, tokens: int) -> tuple[dict[str, Choic
 def main(argv: list[str] | None = None) -> int:
     """Trace one model, print the table and write the report."""
     parser = argparse.ArgumentParser(description="Routing skew of one trained reference model.")
-    parser.add_argument("name", choices=sorted(name for name, plan in train.PLANS.items() if plan.routed))
+    data = {name: plan.data for name, plan in train.PLANS.items() if plan.routed} | {report.UPCYCLED: "wiki"}
+    parser.add_argument("name", choices=sorted(data))
     parser.add_argument("--rows", type=int, default=4000, help="rows a split (encoder–decoder models)")
     parser.add_argument("--tokens", type=int, default=32768, help="tokens a split (language model)")
     args = parser.parse_args(argv)
@@ -171,7 +172,7 @@ def main(argv: list[str] | None = None) -> int:
     folder = report.model_folder(args.name)
     traces = {}
     for split in ("calibration", "heldout"):
-        rows = train.rows_of(train.PLANS[args.name].data, split)
+        rows = train.rows_of(data[args.name], split)
         if "text" in rows[0]:
             traces[split], experts = trace_decoder(folder, "".join(row["text"] for row in rows), args.tokens)
         else:

@@ -37,7 +37,7 @@ from recipes.train.decoder import DecoderTask, Text
 from recipes.train.olmoe import Routed, TrainingBlock
 
 SOURCE_SHA256 = "b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53"
-OUT = loop.TRAIN_DIR / "models" / "smollm2_experts"
+OUT = loop.TRAIN_DIR / "models" / report.UPCYCLED
 SHARED = (
     "vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads",
     "num_key_value_heads", "head_dim", "hidden_act", "max_position_embeddings", "rms_norm_eps", "rope_parameters",
@@ -319,6 +319,9 @@ def judge(source: Source, folder: Path, beginning: Beginning, settings: Upcyclin
     report.publish(
         f"upcycle_{folder.name}", table, {"source": source.sha256, "seed": seed, "layers": layers}, loop.ROOT
     )
+    spans = ", ".join(f"{share.min():.1%} to {share.max():.1%}" for share in shares)
+    dense, mixed = (row["value"] for row in table[1:3])
+    print(f"held-out perplexity: dense {dense:.2f}, mixture {mixed:.2f}; shares of the experts by layer: {spans}")
 
 
 def found() -> Path:

@@ -17,7 +17,7 @@ from transformers import MixtralForCausalLM
 from calib_data import wheels
 from moeconv.source.checkpoint import Checkpoint
 from recipes import talk
-from recipes.train import loop, train, upcycle
+from recipes.train import loop, report, train, upcycle
 from recipes.train.precision import COMPUTE_DTYPE
 from tests.tiny import tiny_of
 
@@ -92,7 +92,7 @@ def test_clusters_are_even_and_routers_find_them() -> None:
 
 
 def test_a_stopped_run_goes_on_and_its_result_is_a_checkpoint(
-    source: upcycle.Source, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    source: upcycle.Source, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     folder, kept = tmp_path / "models" / "mixed", tmp_path / "train" / "mixed"
     small = replace(SMALL, written=10, length=33, repeats=1)
@@ -119,7 +119,41 @@ def test_a_stopped_run_goes_on_and_its_result_is_a_checkpoint(
     found = json.loads((tmp_path / "build" / "report" / "upcycle_mixed.json").read_text())
     assert found["source"] == source.sha256
     assert [sum(shares) for shares in found["layers"]["shares"]] == pytest.approx([1, 1], abs=1e-3)
-    assert {row["name"] for row in found["rows"]} >= {"wiki: relative rise", "own text: relative rise"}
+    rows = {row["name"]: row["value"] for row in found["rows"]}
+    assert {*rows} >= {"wiki: relative rise", "own text: relative rise"}
+    dense, mixed = (rows[f"wiki: perplexity, {name}"] for name in ("dense", "mixture"))
+    spans = ", ".join(f"{min(shares):.1%} to {max(shares):.1%}" for shares in found["layers"]["shares"])
+    *_, last = capsys.readouterr().out.splitlines()
+    models = f"dense {dense:.2f}, mixture {mixed:.2f}"
+    assert last == f"held-out perplexity: {models}; shares of the experts by layer: {spans}"
+
+
+def test_an_interrupted_run_ends_as_an_unbroken_one(
+    source: upcycle.Source, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    begins, updated = began(source, tmp_path), loop.update
+    how = replace(settings(tmp_path / "models", 4), snapshot_minutes=0.0)
+
+    def trained(name: str) -> dict[str, torch.Tensor]:
+        task = upcycle.UpcycleTask(name, source, begins, SMALL, 0)
+        loop.run(task, how, ["gate.weight"])
+        return task.model.state_dict()
+
+    def interrupted(task: loop.Task, optimizers: loop.Optimizers, step: int, *rest: float) -> dict[str, float]:
+        if step == 2:
+            raise KeyboardInterrupt
+        return updated(task, optimizers, step, *rest)
+
+    whole = trained("whole")
+    monkeypatch.setattr(loop, "update", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        trained("broken")
+    monkeypatch.setattr(loop, "update", updated)
+    assert all(torch.equal(weight, whole[name]) for name, weight in trained("broken").items())
+    logs = [(tmp_path / "train" / name / "log.jsonl").read_text().splitlines() for name in ("whole", "broken")]
+    crosses = [{r["step"]: r["heldout_cross"] for r in map(json.loads, log) if "heldout_cross" in r} for log in logs]
+    assert crosses[0] == crosses[1]
+    assert [*crosses[0]] == [1, 2, 3, 4]
 
 
 def test_one_expert_is_the_dense_model_trained_as_long(source: upcycle.Source, tmp_path: Path) -> None:
@@ -133,6 +167,16 @@ def test_one_expert_is_the_dense_model_trained_as_long(source: upcycle.Source, t
         assert float(task._cross(window)) == pytest.approx(float(upcycle.losses(source.model, window).mean()), rel=0.01)
     assert float(task.model.model.layers[0].mlp.experts.down_proj.grad.norm()) > 0
     assert task.model.model.layers[0].mlp.gate.weight.grad.abs().sum() == pytest.approx(0, abs=1e-2)
+
+
+def test_the_mixture_is_found_where_it_was_left(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(loop, "TRAIN_DIR", tmp_path)
+    with pytest.raises(SystemExit, match="train it with: make upcycle"):
+        report.model_folder(report.UPCYCLED)
+    left = tmp_path / "models" / report.UPCYCLED
+    left.mkdir(parents=True)
+    (left / "model.safetensors").touch()
+    assert report.model_folder(report.UPCYCLED) == left
 
 
 def test_figures_of_a_report() -> None:
