@@ -145,11 +145,11 @@ def test_run_and_info_say_so_in_one_line(case: str, tmp_path: Path) -> None:
     pack = packed(tmp_path / "p", {**GROWING, **BREAKING}[case])
     code, out, err = ended(start("run", pack, "aaaa"))
     assert (code, out) == (2, "")
-    assert err.startswith("moert: tokenizer.json in ")
+    assert err.startswith("moert: the pack's tokenizer.json ")
     assert err.count("\n") == 1
     code, out, err = ended(start("info", pack))
     assert (code, err) == (0, "")
-    assert "\ntokenizer        no: tokenizer.json in " in out
+    assert "\ntokenizer        no: the pack's tokenizer.json " in out
 
 
 @pytest.mark.parametrize("case", ["three Replace", "a missing token", "a table of 4 GB"])
