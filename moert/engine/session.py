@@ -282,22 +282,10 @@ class Request:
                 self._states, self._unread = [state], [ids[self._kept_tokens :]]
             self._read_tokens = self._kept_tokens
 
-    def _mark(self) -> None:
+    def _mark(self, prefix: Keeps) -> None:
         """Marks the state where its prompt has just been read."""
-        if self._prefix is not None and not self.begun:
-            self._prefix.mark(self._states[0], self._generation.prompt_ids)
-
-    def _draw(self, logits: F32) -> None:
-        """Chooses its next token from logits [sequences, vocab]."""
-        self._generation.draw(logits)
-        self._drawn = True
-
-    def _drawn_piece(self, within_s: float) -> Piece | None:
-        """Returns the token that was drawn, with its text; None where its grammar takes longer."""
-        if not self._drawn or not self._generation.ready(within_s):
-            return None
-        self._drawn = False
-        return self._generation.piece()
+        if not self.begun:
+            prefix.mark(self._states[0], self._generation.prompt_ids)
 
     def _draft_by(self, drafts: Drafts) -> None:
         """Has its answer drafted, unless it has beams."""
@@ -444,7 +432,8 @@ class Session:
         """Begins the waiting requests that fit, as `turn` does before all else; returns whether any request runs.
         Raises the errors of `turn`."""
         with memory_shortage(), self._open(stops=True):
-            self._begin()
+            if self._waiting:
+                self._begin()
             return bool(self._running)
 
     def cancel(self, request: Request) -> None:
@@ -511,7 +500,8 @@ class Session:
 
     def _turn(self) -> list[tuple[Request, Piece]]:
         going = len(self._running)
-        self._begin()
+        if self._waiting:
+            self._begin()
         if not self._running:
             return []
         started_s, running = self._now(), [each for each in self._running if not each._drawn]
@@ -534,21 +524,26 @@ class Session:
                 request._read_on(counts[request])
                 reading = True
                 continue
-            request._mark()
+            if request._prefix is not None:
+                request._mark(request._prefix)
             if draft:
                 taken[request] = request._take_drafted(logits, draft)
             else:
-                request._draw(logits[start:row])
+                request._generation.draw(logits[start:row])
+                request._drawn = True
         patient_s = max(_PATIENT_S, (self._now() - started_s) / _PATIENT) if running else _LOOK_S
         until_s = self._now() + patient_s
         for request in self._running:
-            piece = taken.get(request) or request._drawn_piece(max(0.0, until_s - self._now()))
-            if piece is None:
+            if request._drawn:
+                if not request._generation.ready(max(0.0, until_s - self._now())):
+                    continue
+                request._drawn, taken[request] = False, request._generation.piece()
+            elif request not in taken:
                 continue
-            pieces.append((request, piece))
+            pieces.append((request, taken[request]))
             request._go_on()
             request._first_s = request._first_s or request._so_far_s
-            if request.ended:
+            if request._generation.ended:
                 self._settle(request)
                 some_ended = True
         self._read_tokens += sum(counts.values())
@@ -587,8 +582,6 @@ class Session:
 
     def _begin(self) -> None:
         """Begins the waiting requests that fit, beside the running ones."""
-        if not self._waiting:
-            return
         waiting = [each._held for each in self._waiting]
         count = self._gate.together(self._loads, waiting)
         if not count:

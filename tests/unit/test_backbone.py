@@ -56,7 +56,7 @@ def test_stored_truncation_and_padding_have_no_effect(tmp_path: Path) -> None:
 )
 def test_a_tokenizer_that_is_none_is_one_line(tmp_path: Path, body: bytes) -> None:
     pack = pack_with(tmp_path / "model.pack", body)
-    with one_line(TokenizerMissing, r"tokenizer\.json in .* can't be read .*convert the model again"):
+    with one_line(TokenizerMissing, r"the pack's tokenizer\.json can't be read .*convert the model again"):
         _ = Text(pack).tokenizer
 
 
