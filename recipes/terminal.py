@@ -17,18 +17,13 @@ def drawn(lines: Sequence[tuple[str, bool]]) -> str:
     """Returns an SVG picture of lines [text, whether somebody typed it]."""
     height = 2 * TOP + LINE * (len(lines) - 1) - 4
     name = escape(" / ".join(text for text, _ in lines), quote=True)
-    rows = (
-        f'<text x="{LEFT}" y="{TOP + LINE * at}"{" class=" + chr(34) + "typed" + chr(34) if typed else ""}>'
-        f"{escape(text)}</text>"
-        for at, (text, typed) in enumerate(lines)
-    )
     size = f'viewBox="0 0 {WIDTH} {height}" width="{WIDTH}" height="{height}"'
-    return "\n".join(
-        [
-            f'<svg xmlns="http://www.w3.org/2000/svg" {size} role="img" aria-label="{name}">',
-            f"<style>{STYLE}</style>",
-            f'<rect width="{WIDTH}" height="{height}" rx="8"/>',
-            *rows,
-            "</svg>\n",
-        ]
-    )
+    drawing = [
+        f'<svg xmlns="http://www.w3.org/2000/svg" {size} role="img" aria-label="{name}">',
+        f"<style>{STYLE}</style>",
+        f'<rect width="{WIDTH}" height="{height}" rx="8"/>',
+    ]
+    for at, (text, typed) in enumerate(lines):
+        kind = ' class="typed"' if typed else ""
+        drawing.append(f'<text x="{LEFT}" y="{TOP + LINE * at}"{kind}>{escape(text)}</text>')
+    return "\n".join([*drawing, "</svg>\n"])

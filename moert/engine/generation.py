@@ -563,12 +563,6 @@ class Generation:
     def cancel(self) -> None:
         self.stop_reason, self.ended = "cancelled", True
 
-    def take(self, logits: F32) -> Piece:
-        """Chooses the next token from logits [sequences, vocab], and returns it with its text; `ended` tells whether it
-        is the last. Raises NotFinite."""
-        self.draw(logits)
-        return self.piece()
-
     def draw(self, logits: F32) -> None:
         """Chooses the next token from logits [sequences, vocab], which `piece` returns. Raises NotFinite."""
         token = self._choose(logits[0])
@@ -589,7 +583,8 @@ class Generation:
     def piece(self) -> Piece:
         """Returns the token that was drawn last, with its text; `ended` tells whether it is the last."""
         assert self._drawn is not None
-        (drawn, reason), text = self._drawn, self._drawn[0].text
+        drawn, reason = self._drawn
+        text = drawn.text
         if reason is None and self._constrained is not None and self._constrained.stuck:
             reason = "eos" if self._constrained.complete else "grammar"
         if reason is not None and self.detokenizer is not None:

@@ -155,7 +155,8 @@ def test_full_context_and_prompts_that_do_not_fit() -> None:
 def test_a_run_left_early_is_interrupted() -> None:
     script: Any = Script([5, 6, EOS])
     generation = Generation(script.spec, [1], GenerationSettings(), None)
-    generation.take(script.read([], []))
+    generation.draw(script.read([], []))
+    generation.piece()
     assert (generation.results[0].tokens, generation.stop_reason) == ([5], "interrupted")
 
 
