@@ -165,8 +165,8 @@ def found_critical(c: float, others: int, gone: int) -> float:
     return 1.0 - prod(max(0.0, others - c - at) / (others - at) for at in range(gone))
 
 
-# Performance with the function in the place of the routers, one expert and three for each token (SiDA, Table 4 as
-# published by MLSys, whose longer texts get three).
+# Performance with the function in the place of the routers: one expert for each token, and three, as SiDA takes for
+# longer texts.
 
 THREE = 3
 
@@ -220,14 +220,14 @@ def whole_rows(subject: Subject, failed: list[str]) -> Iterator[Row]:
     for name, function in ((WHOLE, function_bytes(subject)), (OURS, 0)):
         yield Row(f"{subject.name}: weights in memory, {name}", (HALF * every + backbone + function) / 1e6, "MB")
     yield Row(f"{subject.name}: weights in memory, all resident", (every + backbone) / 1e6, "MB")
+    equal = min(1.0, HALF + function_bytes(subject) / every)
+    yield Row(f"{subject.name}: room for experts {EQUAL}", 100 * equal, "%")
     for length in RACED:
         texts = inputs(subject, length)
         prompts = FOLDER / f"{subject.name}-{length}.jsonl"
         write_atomically(prompts, "".join(f"{json.dumps(ids)}\n" for ids in texts).encode())
         entries = [
-            answering(
-                of_setting(name, setting, 0, setting.cache_bytes and memory_bytes(subject.pack, 1.0)), len(texts)
-            )
+            answering(of_setting(name, setting, 0, setting.cache_bytes and memory_bytes(subject.pack, 1.0)), len(texts))
             for name, setting in sides(subject, prompts).items()
         ]
         where = f"{subject.name}, {length}"

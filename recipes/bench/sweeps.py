@@ -293,13 +293,15 @@ def _states(axes: Axes, figure: Figure) -> None:
     from matplotlib.colors import ListedColormap
     from matplotlib.patches import Patch
 
-    names, colours = figure.values.split(", "), ("white", "lightgrey", "tab:orange", "tab:blue")
+    names = figure.values.split(", ")
+    colours = ("white", "lightgrey", "tab:orange", "tab:blue")[: len(names)]
     cells = [[value for _, value in points] for points in figure.series.values()]
     extent = (0.5, len(cells[0]) + 0.5, -0.5, len(cells) - 0.5)
-    colour_map = ListedColormap(colours[: len(names)])
-    axes.imshow(cells, colour_map, aspect="auto", vmin=0, vmax=len(names) - 1, origin="lower", extent=extent)
+    axes.imshow(
+        cells, ListedColormap(colours), aspect="auto", vmin=0, vmax=len(names) - 1, origin="lower", extent=extent
+    )
     axes.set(title=figure.title, xlabel=figure.places, ylabel="expert")
-    handles = [Patch(facecolor=colour, edgecolor="grey", label=name) for name, colour in zip(names, colours, strict=True)]
+    handles = [Patch(fc=colour, ec="grey", label=name) for name, colour in zip(names, colours, strict=True)]
     axes.legend(handles=handles, ncols=len(names), loc="upper center", bbox_to_anchor=(0.5, -0.12), frameon=False)
 
 
