@@ -47,7 +47,6 @@ from recipes.bench.program import as_program, need
 from recipes.bench.race import DEVICES, MOERT, ON_DEMAND, PRELOAD, Entry, alive, of_setting, race, read_ahead
 from recipes.bench.result import Row, context, row_of_runs, table, write
 from recipes.bench.sized import sized
-from recipes.bench.stream import memory_bytes as shaped_memory_bytes
 from recipes.bench.stream_packs import DEMO, expert_bytes, shaped
 from recipes.bench.stream_rows import ratios, speed_rows
 from recipes.bench.streamed import THREADS, Segment, Setting
@@ -172,6 +171,7 @@ THREE = 3
 
 
 def kept_rows(subject: Subject) -> Iterator[Row]:
+    """Yields the performance with routers, and with the function in their place."""
     metric, exact = Path(subject.metric).stem, judged_by(subject, "exact")
     yield Row(f"{subject.name}: {metric} with routers", exact, "")
     for count, change in ((1, lambda engine: None), (THREE, routed_to_three)):
@@ -265,7 +265,7 @@ NOT_FIRST = "without present experts first"
 def ablation_rows(failed: list[str]) -> list[Row]:
     """Returns speeds and hits with half of the experts' room, where a cache is, and how much faster everything is."""
     model = shaped(baselines=False)
-    limit = shaped_memory_bytes(model, HALF)
+    limit = memory_bytes(model.mixed, HALF)
     entries = [
         of_setting(each.name, each.setting(model, HALF), each.warm_tokens, limit)
         for each in (EVERYTHING, WITHOUT_AHEAD, WITHOUT_CACHE, NAIVE)
@@ -274,10 +274,10 @@ def ablation_rows(failed: list[str]) -> list[Row]:
     entries.append(of_setting(NOT_FIRST, waits, EVERYTHING.warm_tokens, limit))
     found = alive(model.name, race(DRIVE, entries, SECONDS, ROUNDS), failed)
     rows = speed_rows(model.name, found)
-    for name in found.keys() - {EVERYTHING.name}:
-        if EVERYTHING.name in found:
-            gains = ratios(found[EVERYTHING.name], found[name])
-            rows.append(row_of_runs(f"{model.name}: {EVERYTHING.name} to {name}", gains, "× its speed"))
+    everything = found.pop(EVERYTHING.name, None)
+    for name, other in found.items() if everything else ():
+        gains = ratios(everything, other)
+        rows.append(row_of_runs(f"{model.name}: {EVERYTHING.name} to {name}", gains, "× its speed"))
     return rows
 
 
