@@ -275,9 +275,9 @@ def ablation_rows(failed: list[str]) -> list[Row]:
     found = alive(model.name, race(DRIVE, entries, SECONDS, ROUNDS), failed)
     rows = speed_rows(model.name, found)
     everything = found.pop(EVERYTHING.name, None)
-    for name, other in found.items() if everything else ():
-        gains = ratios(everything, other)
-        rows.append(row_of_runs(f"{model.name}: {EVERYTHING.name} to {name}", gains, "× its speed"))
+    if everything is not None:
+        beside = {f"{EVERYTHING.name} to {name}": ratios(everything, other) for name, other in found.items()}
+        rows += [row_of_runs(f"{model.name}: {what}", gains, "× its speed") for what, gains in beside.items()]
     return rows
 
 
