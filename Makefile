@@ -36,7 +36,7 @@ export PYTHONDONTWRITEBYTECODE :=
 include recipes/bench/peers.mk
 
 .DEFAULT_GOAL := help
-.PHONY: help setup native demo talk upcycle test test-slow unchanged test-clients soak test-cuda check-gpu test-anywhere test-native test-sanitize test-sanitize-python test-arm test-compile fuzz-few fuzz lint data recipes recipes-ci report bench-sweep bench-gradients bench-plans bench-answers bench-quant bench-mixed bench-hash bench-beforehand bench-flash bench-promise bench-kernels bench-peers bench-rounding bench-stream bench-ahead bench-drafts bench-methods bench-less bench-size bench-workers bench-large bench-many bench-serve bench-outlook bench-devices peers-there peers bench-smoke keep-results tables golden-old readme wheel test-wheel sbom clean
+.PHONY: help setup native demo talk upcycle test test-slow unchanged test-clients soak test-cuda check-gpu test-anywhere test-native test-sanitize test-sanitize-python test-arm test-compile fuzz-few fuzz lint data recipes recipes-ci report bench-sweep bench-gradients bench-plans bench-answers bench-quant bench-mixed bench-hash bench-beforehand bench-sida bench-flash bench-promise bench-kernels bench-peers bench-rounding bench-stream bench-ahead bench-drafts bench-methods bench-less bench-size bench-workers bench-large bench-many bench-serve bench-outlook bench-devices peers-there peers bench-smoke keep-results tables golden-old readme wheel test-wheel sbom clean
 
 help:  ## list the targets
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## (.*)/\1 \2/' | \
@@ -207,6 +207,9 @@ bench-hash: data build/demo/summary.json build/references/summary.json  ## knowi
 
 bench-beforehand: data build/demo/summary.json  ## working on the next batch while one runs, beside not doing so (10 minutes, and 10 of training)
 	$(PY) -m recipes.bench.beforehand
+
+bench-sida: data build/demo/summary.json build/references/summary.json  ## SiDA's set-up as a whole and its observations, Mixtral-offloading's ablation at real size (12 minutes, and as many of training and packs)
+	$(PY) -m recipes.bench.sida
 
 bench-flash: data build/demo/summary.json  ## single neurons in place of whole experts: bytes, speed on imitated drives, curves (40 minutes, 4 GB)
 	$(PY) -m recipes.bench.flash

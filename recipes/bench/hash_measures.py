@@ -85,11 +85,11 @@ def say(line: str) -> None:
 def with_function(subject: Subject) -> Path:
     """The pack with a hash function, trained by `moeconv train-hash` as it is by default."""
     if not is_pack(subject.pack):
-        source = _source(subject)
+        copied = source(subject)
         FOLDER.mkdir(parents=True, exist_ok=True)
         shutil.rmtree(subject.pack, ignore_errors=True)
-        shutil.copytree(source, subject.pack, copy_function=os.link, ignore=shutil.ignore_patterns(MANIFEST))
-        shutil.copy(source / MANIFEST, subject.pack)
+        shutil.copytree(copied, subject.pack, copy_function=os.link, ignore=shutil.ignore_patterns(MANIFEST))
+        shutil.copy(copied / MANIFEST, subject.pack)
     if HASH not in Pack.open(subject.pack).manifest.files:
         say(f"{subject.name}: a hash function is trained")
         command = [sys.executable, "-m", "moeconv", "train-hash", str(subject.pack)]
@@ -98,8 +98,8 @@ def with_function(subject: Subject) -> Path:
     return subject.pack
 
 
-def _source(subject: Subject) -> Path:
-    """The pack of `make demo` or `make report`; where there is none, one made by the same recipe."""
+def source(subject: Subject) -> Path:
+    """Returns the pack of `make demo` or `make report`; where there is none, one made by the same recipe."""
     name = f"{subject.name}.pack"
     for folder in (DEMO, REFERENCES, FOLDER / "converted"):
         if is_pack(folder / name):
@@ -174,7 +174,7 @@ def routings(subject: Subject) -> dict[str, str]:
 
 def kept_rows(subject: Subject) -> list[Row]:
     """The same text with the routers and with the function, all experts in memory; nothing where it can't be."""
-    judged = {what: _judged(subject, routing) for what, routing in routings(subject).items()}
+    judged = {what: judged_by(subject, routing) for what, routing in routings(subject).items()}
     if len(judged) < len(ROUTINGS):
         return []
     exact, hashed = judged["routers"], judged["hash"]
@@ -186,8 +186,10 @@ def kept_rows(subject: Subject) -> list[Row]:
     ]
 
 
-def _judged(subject: Subject, routing: str) -> float:
+def judged_by(subject: Subject, routing: str, change: Callable[[Engine], object] = lambda engine: None) -> float:
+    """Returns the metric of its answers, or its perplexity. `change` is called with the engine before it reads."""
     with Engine.open(subject.pack, routing=routing, predict="none", threads=THREADS, notify=lambda _: None) as engine:
+        change(engine)
         return _perplexity(engine, inputs(subject, "long", WINDOWS)) if subject.is_text else _metric(engine, subject)
 
 

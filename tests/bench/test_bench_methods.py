@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from dataclasses import replace
+from math import comb
 from pathlib import Path
 
 import numpy as np
@@ -18,11 +19,14 @@ from moeconv.matrices import matrices_of, projection_weights, read_expert
 from moeconv.order import NeuronOrder
 from moert.beside.flash.keeping import KEEPING, replay
 from moert.beside.flash.runner import PREDICTED
+from moert.engine.engine import Engine
+from moert.engine.generation import GenerationSettings
 from moert.experts.policy import Demand
 from moert.pack.layout import Neurons
 from moert.pack.learnt import PredictedLoss
 from moert.pack.model_spec import LayerKey
 from moert.pack.reader import Pack
+from recipes.bench import sida
 from recipes.bench.blocks import rendered
 from recipes.bench.cards import EXPERT_BYTES, EXPERTS, LAYERS, TOP_K, Routes, Setup, offloading, ours, processor, split
 from recipes.bench.cards import replay as replay_on_cards
@@ -59,12 +63,14 @@ from recipes.bench.flash_measures import (
     write_texts,
 )
 from recipes.bench.hash_measures import BELADY, Compared, Found, Perfect, eviction_rows
+from recipes.bench.hash_measures import Subject as HashSubject
 from recipes.bench.hash_measures import hit_rates as hash_hit_rates
 from recipes.bench.hashed import BEST, DEFAULT, NONE, ON_DEMAND, called, race_rows
 from recipes.bench.race import Outcome
 from recipes.bench.result import Result, Row, context
 from recipes.bench.shaped import DENSE
 from recipes.bench.shaped import write_pack as write_shaped
+from recipes.bench.stream_packs import expert_bytes
 from recipes.bench.streamed import Segment, Spent
 from recipes.bench.tables import mechanisms
 from tests.shapes import Shape, every
@@ -367,6 +373,53 @@ def test_a_part_of_a_run_can_be_shown() -> None:
     for parts in (mechanisms.names, mechanisms.routing, mechanisms.hits, mechanisms.hash_speeds, mechanisms.beforehand):
         assert rendered(parts(result), result)
     assert "0.95" in rendered(mechanisms.hash_speeds(result), result)
+
+
+# make bench-sida: what it counts, and its sides.
+
+
+@given(st.integers(1, 30), st.data())
+def test_critical_tokens_are_those_that_equation_2_has(others: int, data: st.DataObject) -> None:
+    gone, c = data.draw(st.integers(1, others)), data.draw(st.integers(0, others))
+    among = 1 - comb(others - c, gone) / comb(others, gone)
+    assert sida.found_critical(c, others, gone) == pytest.approx(among)
+    assert sida.critical(among, [(others, gone)]) <= c + 1e-6
+    if c <= others - gone:
+        assert sida.critical(among, [(others, gone)]) == pytest.approx(c, abs=1e-6)
+
+
+def test_changed_tokens_are_others_and_changed_places_are_not() -> None:
+    ids, rng = [5, 6, 7, 8, 1], np.random.default_rng(0)
+    for _ in range(20):
+        found = sida.corrupted(ids, 0, [1, 3], np.array([5, 6, 8, 9]), rng)
+        assert found[0::2] == ids[0::2]
+        assert found[1] in (8, 9)
+        assert found[3] in (6, 9)
+    assert sida.corrupted(ids, 0, [1, 2, 3], None, rng) == [5, 7, 8, 6, 1]
+
+
+def test_three_experts_of_the_function_take_the_place_of_one(packs: dict[str, Path]) -> None:
+    trace: list[Demand] = []
+    with Engine.open(packs["switch"], routing="hash", predict="none", trace=trace, notify=lambda line: None) as engine:
+        for count, change in ((1, lambda engine: None), (3, sida.routed_to_three)):
+            change(engine)
+            trace.clear()
+            engine.generate([5], GenerationSettings(max_new_tokens=3))
+            assert {len(demand.experts) for demand in trace if demand.at.stack == "decoder"} == {count}
+
+
+def test_the_function_s_memory_goes_to_experts_where_there_is_no_function(
+    packs: dict[str, Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    subject = HashSubject("switch", "g2p", (7, 10), 4, 8, "rouge2")
+    monkeypatch.setattr(HashSubject, "pack", property(lambda self: packs["switch"]))
+    every = expert_bytes(packs["switch"])
+    for function, room in ((every, None), (every // 10, every // 2 + every // 10)):
+        monkeypatch.setattr(sida, "function_bytes", lambda subject, function=function: function)
+        whole, ours, equal = sida.sides(subject, Path("prompts")).values()
+        assert (whole.cache_bytes, ours.cache_bytes, equal.cache_bytes) == (every // 2, every // 2, room)
+        assert (whole.eviction, whole.predict, whole.prefers) == ("fifo", "hash", "hash")
+        assert {each.prefers for each in (ours, equal)} == {"exact"}
 
 
 # The bench of two devices: what its routing, its rig and its tables make of small examples. Nothing here is timed.
