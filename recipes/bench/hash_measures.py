@@ -33,6 +33,7 @@ from moert.pack.paths import PATHS, TRACE, Trace, TransitionTable
 from moert.pack.reader import MANIFEST, Pack, is_pack
 from recipes.bench import controls
 from recipes.bench.controls import Foreseen
+from recipes.bench.program import own_recipe
 from recipes.bench.result import Row
 from recipes.bench.routing import Replaced
 from recipes.bench.sized import TRAINING, sized
@@ -108,14 +109,13 @@ def source(subject: Subject) -> Path:
 
 
 def _converted(subject: Subject) -> Path:
-    from moeconv.command.recipe import Recipe
     from moeconv.conversion.additions import profile_paths
     from moeconv.conversion.conversion import Conversion
     from moeconv.progress import bar
 
     say(f"{subject.name}: converted by its recipe")
     (FOLDER / "converted").mkdir(parents=True, exist_ok=True)
-    settings = Recipe.load(Path(f"recipes/{subject.name}.toml"), FOLDER / "converted").settings
+    settings = own_recipe(subject.name, FOLDER / "converted").settings
     Conversion(settings, say, bar, profiled_next=True).run()
     profile_paths(
         Pack.open(settings.out), calib=None, heldout=None, seed=None, samples=settings.samples, context=None, say=say,
