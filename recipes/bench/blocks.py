@@ -140,6 +140,7 @@ BLOCKS: Mapping[str, Block] = {
     "many": Block("many", speed.many_parts),
     "serve": Block("serve", speed.serve_parts),
     "devices": Block("devices", mechanisms.devices_parts),
+    "fiddler": Block("fiddler", mechanisms.fiddler_parts),
     "card": Block("card", mechanisms.card_parts),
     "outlook": Block("outlook", mechanisms.outlook_parts),
 }
