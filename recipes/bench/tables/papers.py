@@ -452,8 +452,8 @@ FIDDLER = (
         "{this machine, error of the engine's costs: 95th percentile|.1f}%; runs alone, by the median of as many "
         "tokens, {this machine, error of the median of as many tokens: median|.1f}% and "
         "{this machine, error of the median of as many tokens: 95th percentile|.1f}%",
-        "all cores of the machine that ran the bench; on a real card: not measured; the simulated clock and the model "
-        "share their figures, so that errors there say nothing",
+        "all cores of the machine that ran the bench, each time the least of a few calls; on a real card: not "
+        "measured; the simulated clock and the model share their figures, so that errors there say nothing",
         "fiddler",
     ),
     Claim(
