@@ -141,6 +141,7 @@ BLOCKS: Mapping[str, Block] = {
     "serve": Block("serve", speed.serve_parts),
     "methods": Block("methods", mechanisms.methods),
     "devices": Block("devices", mechanisms.devices_parts),
+    "fiddler": Block("fiddler", mechanisms.fiddler_parts),
     "card": Block("card", mechanisms.card_parts),
     "outlook": Block("outlook", mechanisms.outlook_parts),
 }

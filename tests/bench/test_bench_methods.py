@@ -26,9 +26,21 @@ from moert.pack.layout import Neurons
 from moert.pack.learnt import PredictedLoss
 from moert.pack.model_spec import LayerKey
 from moert.pack.reader import Pack
-from recipes.bench import sida
+from recipes.bench import fiddler, sida
 from recipes.bench.blocks import rendered
-from recipes.bench.cards import EXPERT_BYTES, EXPERTS, LAYERS, TOP_K, Routes, Setup, offloading, ours, processor, split
+from recipes.bench.cards import (
+    EXPERT_BYTES,
+    EXPERTS,
+    LAYERS,
+    TOP_K,
+    Bench,
+    Routes,
+    Setup,
+    offloading,
+    ours,
+    processor,
+    split,
+)
 from recipes.bench.cards import replay as replay_on_cards
 from recipes.bench.flash_firings import (
     IN_THE_PACK,
@@ -488,3 +500,60 @@ def test_tables() -> None:
     assert [line[0] for line in aimed[1:]] == ["deciding a layer, 2 of 8 experts"]
     assert hits[1] == ("10%", "{hits on the card with room for 10%: lru}%")
     assert published[1][0] == "t4, experts at 2 bits"
+
+
+# Fiddler's figures. The processor's times are not measured here.
+
+
+def test_a_request_takes_a_prompt_and_then_a_token_at_a_time(routes: Routes) -> None:
+    bench = Bench.__new__(Bench)
+    bench.calibration, bench.heldout = routes.chosen, routes
+    short, long, read = (fiddler.request_seconds(bench, ours("t4"), *each) for each in ((4, 3), (4, 5), (8, 3)))
+    assert (long[:3] == short).all()
+    assert (np.diff(long) > 0).all()
+    assert read[0] > short[0], "a longer prompt takes longer"
+    assert short[0] > np.diff(long).max(), "and longer than a token"
+
+
+def test_nothing_is_copied_ahead_by_fiddlers_own_method(routes: Routes) -> None:
+    theirs, mine = (replay_on_cards(each("t4"), routes.chosen, routes, 1, 4, 2) for each in (fiddler.fiddler, ours))
+    assert theirs.counters.copies == theirs.counters.copied
+    assert mine.counters.copies > mine.counters.copied
+    assert 0 < theirs.counters.held < theirs.counters.asked
+
+
+def test_popularity_is_beside_the_most_popular_expert() -> None:
+    bench = Bench.__new__(Bench)
+    bench.calibration = np.zeros((4, LAYERS, TOP_K), np.uint8)
+    bench.calibration[..., 1] = [[1], [1], [2], [3]]
+    mean, _, least = (row.value for row in fiddler.popularity_rows(bench))
+    assert (mean, least) == (100 * (4 + 2 + 1 + 1) / 4 / EXPERTS, 0)
+
+
+def test_a_line_is_fitted_to_all_numbers_of_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(fiddler, "TOKENS", (1, 4, 64))
+    assert fiddler.line(np.array([[3.0, 9.0, 129.0]] * 2)) == pytest.approx((1.0, 2.0))
+    base, slope = fiddler.line(np.array([[3.0, 9.0, 200.0]]))
+    assert abs((base + slope) / 3 - 1) < 0.1, "a few tokens count as much as many"
+
+
+def test_the_projections_of_a_measured_expert_lie_beside_each_other() -> None:
+    class Seen:
+        """A backend that returns the view it is given."""
+
+        def expert(self, view: object) -> object:
+            return view
+
+    view = fiddler.laid_out(Seen())  # type: ignore[arg-type]
+    ends = [place for each in view.projections.values() for place in each.places]  # type: ignore[attr-defined]
+    assert ends == sorted(set(ends))
+    assert ends[-1] < len(view.buffer) <= EXPERT_BYTES  # type: ignore[attr-defined]
+
+
+def test_rows_of_one_unit_and_the_same_columns_share_a_table() -> None:
+    rows = [Row(f"t4, {what}: {way}", 1.0, "tokens/s") for what in ("4 beams", "8 beams") for way in ("ours", "theirs")]
+    first, second = mechanisms.fiddler_parts(
+        Result({}, [rows[0], rows[1], Row("popularity: mean", 1.0, "%"), *rows[2:]])
+    )
+    assert [line[0] for line in first] == ["tokens/s", "t4, 4 beams", "t4, 8 beams"]
+    assert second == [("%", "mean"), ("popularity", "{popularity: mean}")]

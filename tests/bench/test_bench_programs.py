@@ -62,7 +62,7 @@ def test_help_starts_no_bench(
     assert list(tmp_path.iterdir()) == []
 
 
-@pytest.mark.parametrize("name", ["cards", "rounding", "speed"])
+@pytest.mark.parametrize("name", ["cards", "fiddler", "rounding", "speed"])
 def test_missing_packs_are_one_line(
     name: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:

@@ -445,6 +445,22 @@ def _published(rows: Collection[str]) -> Sequence[Line]:
     ]
 
 
+# `make bench-fiddler`: more of simulated cards.
+
+
+def fiddler_parts(result: Result) -> Sequence[Part]:
+    """Returns the rows, each called `line: column`, in a table for each unit with its columns."""
+    lines: dict[str, list[str]] = {}
+    for row in result.rows:
+        line, _, column = row.name.rpartition(": ")
+        lines.setdefault(line, []).append(column)
+    tables: dict[tuple[str, ...], list[Line]] = {}
+    for line, columns in lines.items():
+        head = result.by_name[f"{line}: {columns[0]}"].unit, *columns
+        tables.setdefault(head, [head]).append((line, *(f"{{{line}: {column}}}" for column in columns)))
+    return list(tables.values())
+
+
 # `make check-gpu`: what a real card gave.
 
 

@@ -503,9 +503,13 @@ FIDDLER = (
     Claim(
         "random and worst placement",
         "",
-        "`make bench-devices`",
-        NOT_MEASURED,
-        "the bench has both as rows (*at random*, *least popular*); the kept result is older",
+        "`recipes/bench/cards.py`, `make bench-devices`",
+        "hits with room for 20 and 50%: at random {hits on the card with room for 20%: at random|%} and "
+        "{hits on the card with room for 50%: at random|%}, the least popular "
+        "{hits on the card with room for 20%: least popular|%} and "
+        "{hits on the card with room for 50%: least popular|%}, beside the most popular "
+        "{hits on the card with room for 20%: popular|%} and {hits on the card with room for 50%: popular|%}",
+        SIMULATED, "devices",
     ),
     Claim(
         "latency model: the processor's time grows with tokens, the card's does not",
@@ -513,9 +517,94 @@ FIDDLER = (
         "`moert/beside/gpu/placement.py`, `make bench-devices`",
         "deciding a layer takes {deciding a layer, 8 of 8 experts} µs for 8 of 8 experts, "
         "{deciding a layer, 128 of 128 experts} µs for 128 of 128",
-        "fitted on one half of the runs and judged on the other: not measured; the simulated clock and the model share "
-        "their figures, so that its errors there say nothing",
+        "a roofline in place of a line",
         "devices",
+    ),
+    Claim(
+        "latency model fitted on one half of the runs, judged on the other",
+        "",
+        "`make bench-fiddler`",
+        "the processor's time of an expert with 1 to 128 tokens, error (median and 95th percentile): a line "
+        "{this machine, error of the line: median|.1f}% and "
+        "{this machine, error of the line: 95th percentile|.1f}%, the engine's own costs "
+        "{this machine, error of the engine's costs: median|.1f}% and "
+        "{this machine, error of the engine's costs: 95th percentile|.1f}%; runs alone, by the median of as many "
+        "tokens, {this machine, error of the median of as many tokens: median|.1f}% and "
+        "{this machine, error of the median of as many tokens: 95th percentile|.1f}%",
+        "all cores of the machine that ran the bench, each time the least of a few calls; on a real card: not "
+        "measured; the simulated clock and the model share their figures, so that errors there say nothing",
+        "fiddler",
+    ),
+    Claim(
+        "copy, card and processor by the tokens of an expert",
+        "",
+        "`make bench-fiddler`",
+        "RTX 3060: a copy {rtx3060, tokens of an expert, 1: copy} ms; with 1, 16 and 128 tokens the card "
+        "{rtx3060, tokens of an expert, 1: card}, {rtx3060, tokens of an expert, 16: card} and "
+        "{rtx3060, tokens of an expert, 128: card} ms, the processor {rtx3060, tokens of an expert, 1: processor}, "
+        "{rtx3060, tokens of an expert, 16: processor} and {rtx3060, tokens of an expert, 128: processor} ms; a copy "
+        "is worth it from {rtx3060, a copy and the card are sooner: from} tokens (RTX 3060) and "
+        "{t4, a copy and the card are sooner: from} (T4)",
+        "from the cards' profiles; experts of Mixtral's shape at 4 bits", "fiddler",
+    ),
+    Claim(
+        "popularity of experts",
+        "",
+        "`make bench-fiddler`",
+        "tokens of an expert by those of the most popular one: mean "
+        "{tokens of an expert by those of the most popular one: mean|.0f}%, deviation "
+        "{tokens of an expert by those of the most popular one: deviation|.0f}%, least "
+        "{tokens of an expert by those of the most popular one: least|.0f}%",
+        "routing of the wiki model", "fiddler",
+    ),
+    Claim(
+        "one request by the lengths of input and output",
+        "",
+        "`--tune device-keep=popular`, `make bench-fiddler`",
+        "mean tokens/s of 32 to 256 tokens in and 64 to 512 out, ours, Fiddler's own, layers split, latest experts "
+        "copied: {rtx3060, mean of these requests: two devices}, {rtx3060, mean of these requests: Fiddler's own}, "
+        "{rtx3060, mean of these requests: layers split}, {rtx3060, mean of these requests: LRU offloading} (RTX "
+        "3060), {t4, mean of these requests: two devices}, {t4, mean of these requests: Fiddler's own}, "
+        "{t4, mean of these requests: layers split}, {t4, mean of these requests: LRU offloading} (T4)",
+        f"{SIMULATED}; the method of the paper is settings of this engine", "fiddler",
+    ),
+    Claim(
+        "long prompts by their length",
+        "",
+        "`make bench-devices`",
+        "tokens/s with 512, 1,024, 2,048 and 4,096 tokens, ours: {rtx3060, prompt of 512: two devices}, "
+        "{rtx3060, prompt of 1024: two devices}, {rtx3060, prompt of 2048: two devices}, "
+        "{rtx3060, prompt of 4096: two devices} (RTX 3060), {t4, prompt of 512: two devices}, "
+        "{t4, prompt of 1024: two devices}, {t4, prompt of 2048: two devices}, {t4, prompt of 4096: two devices} (T4); "
+        "latest experts copied: {rtx3060, prompt of 512: LRU offloading}, {rtx3060, prompt of 1024: LRU offloading}, "
+        "{rtx3060, prompt of 2048: LRU offloading}, {rtx3060, prompt of 4096: LRU offloading}; "
+        "{t4, prompt of 512: LRU offloading}, {t4, prompt of 1024: LRU offloading}, "
+        "{t4, prompt of 2048: LRU offloading}, {t4, prompt of 4096: LRU offloading}",
+        SIMULATED, "devices",
+    ),
+    Claim(
+        "widths of beams",
+        "",
+        "`--tune beams=4`, `make bench-fiddler`",
+        "tokens/s of 4 and 16 beams, ours, Fiddler's own, latest experts copied: {rtx3060, 4 beams: two devices}, "
+        "{rtx3060, 4 beams: Fiddler's own}, {rtx3060, 4 beams: LRU offloading}; {rtx3060, 16 beams: two devices}, "
+        "{rtx3060, 16 beams: Fiddler's own}, {rtx3060, 16 beams: LRU offloading} (RTX 3060). 16 beams of Fiddler's own "
+        "are {rtx3060, 16 beams by the best of the others, beam after beam: Fiddler's own|.1f} (RTX 3060) and "
+        "{t4, 16 beams by the best of the others, beam after beam: Fiddler's own|.1f} (T4) times as fast as the best "
+        "of the others, one beam after the other",
+        SIMULATED, "fiddler",
+    ),
+    Claim(
+        "how many experts fit",
+        "",
+        "`--tune gpu-memory=8GB`, `make bench-fiddler`",
+        "tokens/s with room for 10, 50 and 75%, ours, Fiddler's own, latest experts copied: "
+        "{a100, room for 10% of the experts: two devices}, {a100, room for 10% of the experts: Fiddler's own}, "
+        "{a100, room for 10% of the experts: LRU offloading}; {a100, room for 50% of the experts: two devices}, "
+        "{a100, room for 50% of the experts: Fiddler's own}, {a100, room for 50% of the experts: LRU offloading}; "
+        "{a100, room for 75% of the experts: two devices}, {a100, room for 75% of the experts: Fiddler's own}, "
+        "{a100, room for 75% of the experts: LRU offloading} (A100)",
+        SIMULATED, "fiddler",
     ),
     Claim(
         "the drive as a third place",
@@ -545,7 +634,6 @@ FIDDLER = (
         NOT_MEASURED,
         "kernels compute codes as they lie on the drive; Mixtral at 16 bits was not run",
     ),
-    Claim("Fig. 4, 7 and 9 to 12", "", NO_BENCH, NOT_MEASURED),
 )  # fmt: skip
 
 LLM_IN_A_FLASH = (
