@@ -36,7 +36,7 @@ export PYTHONDONTWRITEBYTECODE :=
 include recipes/bench/peers.mk
 
 .DEFAULT_GOAL := help
-.PHONY: help setup native demo talk upcycle test test-slow unchanged test-clients soak test-cuda check-gpu test-anywhere test-native test-sanitize test-sanitize-python test-arm test-compile fuzz-few fuzz lint data recipes recipes-ci report bench-sweep bench-gradients bench-plans bench-answers bench-quant bench-mixed bench-hash bench-beforehand bench-sida bench-flash bench-promise bench-kernels bench-peers bench-rounding bench-stream bench-ahead bench-drafts bench-methods bench-less bench-size bench-workers bench-large bench-many bench-serve bench-outlook bench-devices bench-fiddler peers-there peers bench-smoke keep-results tables golden-old readme wheel test-wheel sbom clean
+.PHONY: help setup native demo talk upcycle test test-slow unchanged test-clients soak test-cuda check-gpu test-anywhere test-native test-sanitize test-sanitize-python test-arm test-compile fuzz-few fuzz lint data recipes recipes-ci report bench-sweep bench-gradients bench-plans bench-answers bench-quant bench-mixed bench-hash bench-beforehand bench-sida bench-flash bench-promise bench-kernels bench-peers bench-rounding bench-stream bench-ahead bench-edgemoe bench-drafts bench-methods bench-less bench-size bench-workers bench-large bench-many bench-serve bench-outlook bench-devices bench-fiddler peers-there peers bench-smoke keep-results tables golden-old readme wheel test-wheel sbom clean
 
 help:  ## list the targets
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## (.*)/\1 \2/' | \
@@ -229,11 +229,14 @@ bench-rounding: data build/demo/summary.json  ## what the runtime's 8-bit activa
 bench-stream: setup $(PEERS_DIR)/llama/.built build/demo/summary.json  ## small devices, imitated: the runtime beside the paper's baselines and llama.cpp
 	$(PY) -m recipes.bench.stream
 
-bench-ahead: setup $(PEERS_DIR)/llama/.built build/demo/summary.json  ## reading ahead beside not doing so, and LRU over two bits, on imitated drives (5 minutes)
+bench-ahead: setup build/demo/summary.json  ## reading ahead beside not doing so, and LRU over two bits, on imitated drives (5 minutes)
 	$(PY) -m recipes.bench.ahead
 
-bench-methods: setup $(PEERS_DIR)/llama/.built build/demo/summary.json  ## methods of the five papers beside each other, one model and one imitated drive (6 minutes)
+bench-methods: setup build/demo/summary.json  ## methods of the five papers beside each other, one model and one imitated drive (6 minutes)
 	$(PY) -m recipes.bench.methods
+
+bench-edgemoe: data build/demo/summary.json  ## EdgeMoE's own algorithm, baselines, targets and reading ahead, beside ours (15 minutes)
+	$(PY) -m recipes.bench.edgemoe
 
 bench-drafts: setup build/demo/summary.json  ## drafts of answers, on text that repeats itself and on text that does not
 	$(PY) -m recipes.bench.drafts

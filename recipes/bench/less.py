@@ -50,11 +50,22 @@ from recipes.bench import routing as recorded
 from recipes.bench.conversions import opened
 from recipes.bench.llama import file_of
 from recipes.bench.program import as_program, need, own_recipe
-from recipes.bench.race import MOERT, RESIDENT, Device, Entry, Outcome, of_llama, of_setting, race, read_ahead
+from recipes.bench.race import (
+    MOERT,
+    RESIDENT,
+    Device,
+    Entry,
+    Outcome,
+    memory_bytes,
+    of_llama,
+    of_setting,
+    race,
+    read_ahead,
+)
 from recipes.bench.result import Row, context, row_of_runs, table, write
 from recipes.bench.shaped import OLMOE
 from recipes.bench.sized import sized
-from recipes.bench.stream import DEVICES, LLAMA, SAME_AS_Q2_K, alive, disk_bytes_per_s, memory_bytes, tell
+from recipes.bench.stream import DEVICES, LLAMA, SAME_AS_Q2_K, alive, disk_bytes_per_s, tell
 from recipes.bench.stream_packs import HELDOUT_WINDOWS, Packs, expert_bytes, prompts, shaped, texts
 from recipes.bench.stream_rows import ratios
 from recipes.bench.streamed import THREADS, Setting, beginnings

@@ -22,13 +22,13 @@ from recipes.bench.race import (
     ON_DEMAND,
     Outcome,
     alive,
+    memory_bytes,
     ours,
     race,
     read_ahead,
 )
 from recipes.bench.result import Row, context, row_of_runs, table, write
 from recipes.bench.sized import sized
-from recipes.bench.stream import memory_bytes
 from recipes.bench.stream_packs import DEMO, expert_bytes, reference, shaped
 from recipes.bench.stream_rows import ratios
 from recipes.bench.streamed import THREADS
