@@ -19,22 +19,34 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
+import numpy as np
+
 from moeconv.conversion.settings import neurons_of
 from moeconv.conversion.taught import usual_rank
-from moeconv.order import load_order
+from moeconv.order import NeuronOrder, by_frequency, load_order
+from moeconv.source.checkpoint import Checkpoint
 from moeconv.writer import add_to_pack
 from moert.beside.flash.runner import EXACT, PREDICTED
 from moert.pack.learnt import PREDICTOR, NeuronPredictor
 from moert.pack.manifest import BACKBONE
 from moert.pack.model_spec import ModelSpec
 from moert.pack.reader import MANIFEST, Pack
-from recipes.bench.flash_firings import Firings, Recorder, hit_rows, order_rows, window_rows
+from recipes.bench.flash_firings import (
+    COUNTED,
+    IN_THE_PACK,
+    Firings,
+    Recorder,
+    hit_rows,
+    order_rows,
+    window_rows,
+)
 from recipes.bench.flash_measures import (
     BITS,
     BUNDLED,
     COLUMNS,
     FOLDER,
     HALF,
+    MODELS,
     NAIVE,
     NAMED,
     NEURONS,
@@ -44,6 +56,7 @@ from recipes.bench.flash_measures import (
     WHOLE,
     Subject,
     bytes_rows,
+    counted_of,
     inputs,
     memory_bytes,
     of_naive_rows,
@@ -274,8 +287,13 @@ def curves(subject: Subject) -> Iterator[Row]:
 
 
 def order(subject: Subject) -> Iterator[Row]:
+    from moeconv.measure.firing import ordered
+
     firings, _ = recorded(subject)
-    yield from order_rows(subject.name, firings, load_order(Pack.open(pack_of(subject, COLUMNS))))
+    layers = counted_of(subject, Checkpoint.open(MODELS / subject.name))
+    frequent = NeuronOrder({at: by_frequency(each.counts).astype(np.uint32) for at, each in layers.items()})
+    others = {IN_THE_PACK: lambda size: ordered(layers.items(), size).order, COUNTED: lambda size: frequent}
+    yield from order_rows(subject.name, firings, load_order(Pack.open(pack_of(subject, COLUMNS))), others)
 
 
 PARTS: Mapping[str, Callable[[Subject], Iterable[Row]]] = {"bytes": bytes_rows, "curves": curves, "order": order}
