@@ -1,7 +1,8 @@
-"""Neurons that fire: recorded and replayed, curves over rooms and windows, orders in which they lie."""
+"""Neurons that fire: recorded and replayed, curves over rooms and windows, memory for them, orders in which they lie."""
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -14,7 +15,7 @@ from moeconv.order import Bits, NeuronOrder, by_frequency, together, touched
 from moert.beside.flash.keeping import I64, KEEPING, Blocks, Hits, Keeping
 from moert.pack.codec import F32, U8
 from moert.pack.files import atomic_write
-from moert.pack.model_spec import ExpertKey, LayerKey
+from moert.pack.model_spec import ExpertKey, LayerKey, ModelSpec
 from recipes.bench.result import Row
 
 if TYPE_CHECKING:
@@ -303,6 +304,66 @@ def hit_rows(name: str, firings: Firings, per_block: int) -> Iterator[Row]:
     for room in ROOMS:
         for way, rate in hit_rates(firings, per_block, room).items():
             yield Row(f"{name}: room for {room:.0%} of blocks: {way}", 100 * rate, "% hits")
+
+
+# How long it takes to manage neurons in memory: in slots, of which none is moved, as the runtime has them; and side by
+# side, the last ones copied to the places of those that leave. A neuron is its rows and its column at 16 bits.
+
+MANAGED = 256
+"""Tokens, behind as many that fill the room."""
+WINDOW = "window"
+
+
+class SideBySide:
+    """Neurons at the beginning of a room, without gaps (Alizadeh et al. 2023, section 3.3)."""
+
+    def __init__(self, n_neurons: int, n_places: int, nbytes: int) -> None:
+        self.room = np.zeros((n_places, nbytes), np.uint8)
+        self.place_of: I64 = np.full(n_neurons, -1)
+        self.count = self.moved_bytes = 0
+        self._in: I64 = np.zeros(n_places, np.int64)
+
+    def change(self, leaving: I64, coming: I64) -> None:
+        """Removes neurons [n], and gives places behind the last one to others [m]."""
+        count, places = self.count - len(leaving), self.place_of[leaving]
+        self.place_of[leaving] = -1
+        last = count + (self.place_of[self._in[count : self.count]] >= 0).nonzero()[0]
+        free = places[places < count]
+        self.room[free] = self.room[last]
+        self.moved_bytes += len(free) * self.room.shape[1]
+        self._put(self._in[last], free)
+        self.count = count + len(coming)
+        self._put(coming, np.arange(count, self.count))
+
+    def _put(self, neurons: I64, places: I64) -> None:
+        self.place_of[neurons], self._in[places] = places, neurons
+
+
+def managed_rows(name: str, firings: Firings, spec: ModelSpec) -> Iterator[Row]:
+    """Of all layers for a token, with room for half of the neurons of each."""
+    moe, layers = spec.moe, spec.moe_layers("decoder")
+    nbytes = 2 * len(moe.ffn.projections) * spec.expert_width
+    replay, slots_s, copies_s, moved = Replay(firings, layers, moe.n, moe.ffn.d_ff), 0.0, 0.0, 0
+    for at in layers:
+        rows = replay.begin(at, 2 * MANAGED)
+        visits, _ = visits_of(replay.experts(at, rows)[:, 0], replay.pattern(at, rows), 1)
+        n_neurons = moe.n * moe.ffn.d_ff
+        blocks, beside = Blocks(n_neurons, KEEPING[WINDOW]), SideBySide(n_neurons, n_neurons // 2, nbytes)
+        blocks.resize(n_neurons // 2)
+        for number, wanted in enumerate(visits):
+            before, moved_before, started = blocks.slot_of.copy(), beside.moved_bytes, time.perf_counter()
+            coming = blocks.want(wanted[: n_neurons // 2]).blocks
+            wanted_at = time.perf_counter()
+            leaving = ((before >= 0) & (blocks.slot_of < 0)).nonzero()[0]
+            found_at = time.perf_counter()
+            beside.change(leaving, coming)
+            if number >= MANAGED:
+                slots_s += wanted_at - started
+                copies_s += time.perf_counter() - found_at
+                moved += beside.moved_bytes - moved_before
+    yield Row(f"{name}: managing slots", 1e3 * slots_s / MANAGED, "ms a token")
+    yield Row(f"{name}: copying the last neurons", 1e3 * copies_s / MANAGED, "ms a token more")
+    yield Row(f"{name}: bytes of copies", moved / 1e6 / MANAGED, "MB a token")
 
 
 # Does it pay to lay neurons side by side that fire together? Orders of the first half of a recording are judged on the
