@@ -127,8 +127,8 @@ def _see(layer: Counted, subject: Subject, place: LayerKey, call: Call) -> None:
 
 
 class Ordered(NamedTuple):
-    """An order of neurons, how often each fires, and of each expert that was looked at the shares of blocks that a token
-    asks for: by frequency, and by which neurons fire together."""
+    """An order of neurons, how often each fires, and the shares of blocks that a token asks for, by frequency and by
+    which neurons fire together, of each expert that was looked at."""
 
     order: NeuronOrder
     counts: Counts

@@ -4,7 +4,8 @@ et al., arXiv 2312.11514), on the reference models with ReLU.
 Parts: `bytes` that are read for a token beside whole experts in the same room; `steps` from loading all that a token
 needs to what is here, on imitated drives; `today`, the speed beside whole experts; `curves` of what a window leaves to
 be loaded, and of hits; `memory`, slots beside copies; `order`, in which order neurons lie best; `drafts` by n-grams;
-`reads`, the speed of the drive by the size of a read; `shapes` of published models with recorded firings. Races also say where a token's time goes, and what the process held. All text is held out.
+`reads`, the speed of the drive by the size of a read; `shapes` of published models with recorded firings. Races also
+say where a token's time goes, and what the process held. All text is held out.
 
 Writes build/bench/flash.json."""
 
@@ -27,8 +28,8 @@ from moeconv.conversion.taught import usual_rank
 from moeconv.order import NeuronOrder, by_frequency, load_order
 from moeconv.source.checkpoint import Checkpoint
 from moeconv.writer import add_to_pack
-from moert.beside.flash.runner import EXACT, PREDICTED
 from moert.bench.curve import CELL_S, IN_FLIGHT, curve_of
+from moert.beside.flash.runner import EXACT, PREDICTED
 from moert.pack.errors import Error
 from moert.pack.learnt import PREDICTOR, NeuronPredictor
 from moert.pack.manifest import BACKBONE

@@ -1,4 +1,4 @@
-"""Neurons that fire: recorded and replayed, curves over rooms and windows, memory for them, orders in which they lie."""
+"""Neurons that fire: recorded and replayed, curves over rooms and windows, room for them, orders in which they lie."""
 
 from __future__ import annotations
 

@@ -144,9 +144,7 @@ def test_gradients_rank_such_experts_too(firing: dict[str, Path], tmp_path: Path
     assert done.manifest.quantization.neurons is not None
 
 
-def test_neurons_lie_by_how_they_fire(
-    firing: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_neurons_lie_by_how_they_fire(firing: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Counted once for a work directory, in the checkpoint's order, and not at all for packs by expert."""
     changes: dict[str, Any] = {**SMALL, "loss": 0.3, "bits": (4,), "quantizer": "group", "layout": "columns"}
     settings = settings_for(firing, "switch", tmp_path, **changes)
