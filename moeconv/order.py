@@ -112,8 +112,8 @@ def by_frequency(counts: I64) -> I64:
 
 def together(fired: Bits, size: int) -> I64:
     """Returns neurons [d_ff] in blocks of `size` that fire for the same rows; fired [rows, d_ff]. Each block begins
-    with the most frequent neuron that is left, and takes again and again the neuron whose rows are most like those that ask
-    for it (Jaccard)."""
+    with the most frequent neuron that is left, and takes again and again the one whose rows are most like those that
+    ask for the block (Jaccard)."""
     frequent, step = by_frequency(fired.sum(axis=0)), max(1, NEAR // size) * size
     parts = [frequent[start : start + step] for start in range(0, len(frequent), step)]
     return np.concatenate([part[_grouped(np.take(fired, part, axis=1), size)] for part in parts])

@@ -26,7 +26,6 @@ import numpy as np
 from moeconv.conversion.settings import neurons_of
 from moeconv.conversion.taught import usual_rank
 from moeconv.order import NeuronOrder, by_frequency, load_order
-from moeconv.source.checkpoint import Checkpoint
 from moeconv.writer import add_to_pack
 from moert.bench.curve import CELL_S, IN_FLIGHT, curve_of
 from moert.beside.flash.runner import EXACT, PREDICTED
@@ -52,7 +51,6 @@ from recipes.bench.flash_measures import (
     COLUMNS,
     FOLDER,
     HALF,
-    MODELS,
     NAIVE,
     NAMED,
     NEURONS,
@@ -324,7 +322,7 @@ def order(subject: Subject) -> Iterator[Row]:
     from moeconv.measure.firing import ordered
 
     firings, _ = recorded(subject)
-    layers = counted_of(subject, Checkpoint.open(MODELS / subject.name))
+    layers = counted_of(subject)
     frequent = NeuronOrder({at: by_frequency(each.counts).astype(np.uint32) for at, each in layers.items()})
     others = {IN_THE_PACK: lambda size: ordered(layers.items(), size).order, COUNTED: lambda size: frequent}
     yield from order_rows(subject.name, firings, load_order(Pack.open(pack_of(subject, COLUMNS))), others)

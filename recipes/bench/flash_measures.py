@@ -9,6 +9,7 @@ import sys
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
+from functools import cache
 from itertools import product
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -29,7 +30,6 @@ from recipes.bench.streamed import THREADS, Spent
 
 if TYPE_CHECKING:
     from moeconv.measure.firing import Counted
-    from moeconv.source.checkpoint import Checkpoint
     from moert.pack.learnt import NeuronPredictor
     from moert.pack.model_spec import LayerKey
 
@@ -106,12 +106,13 @@ def pack_of(subject: Subject, layout: str, ordered: bool = True) -> Path:
     coder, order = ExpertCoder(checkpoint, QUANTIZERS["group"](None), None, neurons=neurons), None
     if ordered and neurons is not None:
         block = guessed_block(checkpoint.spec, coder.quantizer.group_size, neurons)
-        order = ordered_by(counted_of(subject, checkpoint).items(), block).order
+        order = ordered_by(counted_of(subject).items(), block).order
     emit(coder, uniform(checkpoint.spec, BITS), out, seed=0, label=Label(creator), order=order)
     return out
 
 
-def counted_of(subject: Subject, checkpoint: Checkpoint) -> Mapping[LayerKey, Counted]:
+@cache
+def counted_of(subject: Subject) -> Mapping[LayerKey, Counted]:
     """Returns which neurons of the unquantized model fire on calibration text."""
     from moeconv.calibration import Sample
     from moeconv.measure.firing import counted
@@ -119,12 +120,16 @@ def counted_of(subject: Subject, checkpoint: Checkpoint) -> Mapping[LayerKey, Co
     from moeconv.measure.scoring import Extent, build_scorer, load_tokenizer
     from moeconv.measure.trial import LoadedModel
     from moeconv.progress import unseen
+    from moeconv.source.checkpoint import Checkpoint
 
     say(f"{subject.name}: neurons that fire are counted")
     lines = Path(f"build/data/{subject.data}/calibration.jsonl").read_text(encoding="utf-8").splitlines()
     rows = [json.loads(line) for line in lines]
     samples = [Sample(row.get("text", row.get("input", "")), row.get("target", "")) for row in rows]
-    loaded, tokenizer = LoadedModel(checkpoint), load_tokenizer(MODELS / subject.name / "tokenizer.json")
+    loaded, tokenizer = (
+        LoadedModel(Checkpoint.open(MODELS / subject.name)),
+        load_tokenizer(MODELS / subject.name / "tokenizer.json"),
+    )
     extent = Extent(ORDER_INPUTS if subject.prompt_tokens is None else ORDER_WINDOWS, CONTEXT, None)
     scorer = build_scorer(loaded, tokenizer, samples, METRICS["perplexity"], extent)
     return dict(counted(loaded, scorer, unseen))
