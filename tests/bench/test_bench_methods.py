@@ -48,10 +48,12 @@ from recipes.bench.flash_firings import (
     Firings,
     Recorder,
     Replay,
+    SideBySide,
     as_trained,
     best_hits,
     hit_rows,
     kept_hits,
+    managed_rows,
     order_rows,
     visits_of,
     window_loads,
@@ -221,6 +223,32 @@ def test_hits_are_those_of_the_runtime_and_at_most_the_best(name: str) -> None:
         assert found.hits <= best.hits
 
 
+# Memory ---------------------------------------------------------------------------------------------------------------
+
+
+@given(st.lists(st.tuples(st.sets(st.integers(0, 9)), st.sets(st.integers(0, 9))), max_size=12))
+def test_neurons_side_by_side_keep_their_contents(changes: list[tuple[set[int], set[int]]]) -> None:
+    beside, there = SideBySide(10, 10, 1), set[int]()
+    for leave, come in changes:
+        leaving, coming = sorted(leave & there), sorted(come - there)
+        stay, before = there - leave, beside.moved_bytes
+        places = {neuron: int(beside.place_of[neuron]) for neuron in stay}
+        beside.change(np.array(leaving, int), np.array(coming, int))
+        moved = sum(int(beside.place_of[neuron]) != place for neuron, place in places.items())
+        assert beside.moved_bytes - before == moved == sum(place >= len(stay) for place in places.values())
+        beside.room[beside.place_of[coming], 0] = coming
+        there = stay | set(coming)
+        assert beside.count == len(there)
+        assert set(beside.room[: beside.count, 0].tolist()) == there
+        assert beside.room[beside.place_of[sorted(there)], 0].tolist() == sorted(there)
+
+
+def test_copies_move_what_slots_leave_where_it_is() -> None:
+    rows = {row.name: row.value for row in managed_rows("opt", made_up(experts=6), SPECS["switch"])}
+    assert list(rows) == ["opt: managing slots", "opt: copying the last neurons", "opt: bytes of copies"]
+    assert rows["opt: bytes of copies"] > 0
+
+
 # Orders ---------------------------------------------------------------------------------------------------------------
 
 
@@ -241,7 +269,8 @@ def test_orders_of_a_pack_are_judged_on_the_same_firings_as_others() -> None:
     ])  # fmt: skip
     recorded = replace(trained, packed=packed)
     assert (as_trained(recorded, order).packed == trained.packed).all()
-    rows = {row.name: row.value for row in order_rows("opt", recorded, order)}
+    others = {IN_THE_PACK: lambda size: order}
+    rows = {row.name: row.value for row in order_rows("opt", recorded, order, others)}
     assert {name: rows[name] for name in (row.name for row in order_rows("opt", trained))} == {
         row.name: row.value for row in order_rows("opt", trained)
     }
@@ -293,7 +322,7 @@ def all_rows() -> list[Row]:
         *rows,
         *window_rows("opt", firings),
         *hit_rows("opt", firings, 2),
-        *order_rows("opt", firings, random_order(firings)),
+        *order_rows("opt", firings, random_order(firings), {IN_THE_PACK: lambda size: random_order(firings)}),
     ]
 
 

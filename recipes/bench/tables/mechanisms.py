@@ -145,7 +145,7 @@ def hash_speeds(result: Result) -> Sequence[Part]:
 
 FLASH_SHARES = ("25%", "50%", "75%")
 SPENT = ("reading", "deciding", "computing")
-ORDERS = ("as given", "in the pack", "by frequency", "together")
+ORDERS = ("as given", "in the pack", "by frequency on calibration text", "by frequency", "together")
 KEPT = ("window", "lru", "lfu", "recent", "Belady")
 
 

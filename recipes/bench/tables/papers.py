@@ -775,33 +775,44 @@ LLM_IN_A_FLASH = (
     Claim(
         "neurons bundled with their closest friend",
         "did not pay: the closest friends are always the same few",
-        "counted, not built; `make bench-flash`",
+        "`--layout columns`, `make bench-flash`",
         "closest friends are {opt: neurons that are anyone's closest friend|.1f}% of opt's neurons. Disjoint blocks of "
-        "8 would win: a token asks for {opt, blocks of 8: together|%} of them if put together by firing, "
-        "{opt, blocks of 8: by frequency|%} by frequency on the same text, {opt, blocks of 8: in the pack|%} in the "
-        "pack",
-        "packs have the order of frequency on calibration text", "flash",
+        "neurons that fire together win: put together on calibration text, a token asks for "
+        "{opt, blocks of 2: in the pack|.1f}% of blocks of 2, as opt's pack has them, and for "
+        "{opt, blocks of 8: in the pack|%} of blocks of 8; by frequency for "
+        "{opt, blocks of 2: by frequency on calibration text|.1f}% and "
+        "{opt, blocks of 8: by frequency on calibration text|%}",
+        "disjoint blocks; by frequency where that asks for fewer blocks of other text", "flash",
     ),
     Claim(
         "neurons leave by copying the last row to their place (§3.3)",
         "65 ms a token for management of memory (OPT 6.7B)",
-        NOT_BUILT,
-        NOT_MEASURED,
-        "blocks have slots of equal size, and none is moved (`moert/beside/flash/store.py`)",
+        "slots in place of copies; `make bench-flash`",
+        "opt, room for half: slots take {opt: managing slots|.2f} ms a token and move nothing, copies "
+        "{opt: copying the last neurons|.2f} ms more for {opt: bytes of copies|.1f} MB; OPT-1.3B's shape with opt's "
+        "firings: {OPT-1.3B like opt: managing slots|.1f} ms, and {OPT-1.3B like opt: copying the last neurons|.1f} ms "
+        "more for {OPT-1.3B like opt: bytes of copies|.0f} MB",
+        "replayed, each neuron for itself at 16 bits; the runtime has slots of equal size "
+        "(`moert/beside/flash/store.py`)", "flash",
     ),
     Claim(
         "throughput by the size of a read",
         "over 6 GiB/s for long reads, far less for short ones",
-        "`moert bench --drive`, `python -m recipes.bench.sweeps --drive`",
-        "prints and draws it; no result is kept",
-        LOGGED,
+        "`moert bench --drive`, `python -m recipes.bench.sweeps --drive`, `make bench-flash`",
+        "MB/s of direct reads of 4 KiB, 32 KiB and 512 KiB: one at a time {reads of 4096 bytes, 1 at once|.0f}, "
+        "{reads of 32768 bytes, 1 at once|.0f} and {reads of 524288 bytes, 1 at once|.0f}; 32 at once "
+        "{reads of 4096 bytes, 32 at once|.0f}, {reads of 32768 bytes, 32 at once|.0f} and "
+        "{reads of 524288 bytes, 32 at once|.0f}",
+        "a server's virtual drive, whose host may hold what was read before", "flash",
     ),
     Claim(
         "together with speculative decoding",
         "",
-        NOT_BUILT,
-        NOT_MEASURED,
-        "neither a draft model nor drafts by n-grams",
+        "`--tune draft=auto`, `make bench-flash`, `make bench-drafts`",
+        "opt by neurons, speed with drafts beside without, a quarter in memory: quotations "
+        "{opt, a quarter of them, a quotation: drafts beside none|.1f}, its likeliest text "
+        "{opt, a quarter of them, the likeliest text: drafts beside none|.2f}; the same tokens",
+        "drafts by n-grams in place of a draft model", "flash",
     ),
 )  # fmt: skip
 
