@@ -7,7 +7,7 @@ from functools import cached_property
 from typing import TypedDict
 
 from moert.engine.budget import AUTO_ROUTING, CacheLimit, MemoryLimit, check_routing, parse_cache, parse_memory
-from moert.engine.registry import ALL_NEURONS, KEPT_NEURONS, NO_DEVICE, PREDICTS, ROUTINGS, check_parts, check_place
+from moert.engine.registry import ALL_NEURONS, FILLS, KEPT_NEURONS, NO_DEVICE, PREDICTS, ROUTINGS, check_parts, check_place
 from moert.errors import Adjustable, SettingInvalid, said
 from moert.experts.names import DEFAULT_EVICTION, DEFAULT_PREDICTOR, EVICTIONS
 from moert.experts.store import IoSettings, parse_io
@@ -37,9 +37,10 @@ class EngineOptions(TypedDict, total=False):
     template: str | None
     profile: str | None
     draft: str | int
+    fill: str
 
 
-POLICIES = frozenset({"memory", "cache", "eviction", "predict", "io", "threads", "template", "profile", "draft"})
+POLICIES = frozenset({"memory", "cache", "eviction", "predict", "io", "threads", "template", "profile", "draft", "fill"})
 """Settings that never change the states of the same tokens."""
 
 
@@ -64,7 +65,8 @@ class EngineSettings(Adjustable):
     of a simulated device are the same. `template`: for conversations, in place of the pack's own chat template, a name
     of moert.chat.renderer or the path of a file. `profile`: a new file that a trace of the run is written to when the
     engine closes (moert.beside.profile). `draft`: drafts of answers, "none", "auto" where they save time, or
-    the number of tokens that are always drafted.
+    the number of tokens that are always drafted. `fill`: experts that are read before the first request: "none", "used"
+    (see Engine.fill), or those that a command asks for, which `moert chat` and `moert serve` do.
 
     Raises SettingInvalid, InvalidMemory or IoInvalid for impossible values.
     """
@@ -87,6 +89,7 @@ class EngineSettings(Adjustable):
     template: str | None = None
     profile: str | None = None
     draft: str | int = "none"
+    fill: str = FILLS[0]
 
     def __post_init__(self) -> None:
         self.check_types()
@@ -97,7 +100,7 @@ class EngineSettings(Adjustable):
             raise SettingInvalid(
                 "memory", f"and {said('cache')} exclude each other: give the room of the process or that of the experts"
             )
-        for name, known in (("eviction", EVICTIONS), ("predict", PREDICTS)):
+        for name, known in (("eviction", EVICTIONS), ("predict", PREDICTS), ("fill", FILLS)):
             if getattr(self, name) not in known:
                 raise SettingInvalid(name, f"{getattr(self, name)!r} is none of {', '.join(known)}")
         check_parts(self)
