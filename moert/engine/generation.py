@@ -432,11 +432,6 @@ def softmax(scores: F32) -> F32:
     return shares
 
 
-def likeliest(logits: F32) -> int:
-    """Returns the id with the largest of the logits [vocab]; the smallest id among equals."""
-    return int(logits.argmax())
-
-
 def check_finite(logits: F32, number: int, what: str = "answer") -> None:
     """Raises NotFinite for token `number` of an answer, or of a text, where the largest of its logits is not finite, as
     it is where any of them is NaN."""
@@ -507,6 +502,8 @@ class Generation:
         self._spec, self._first = spec, first_token_of(spec, settings)
         self.prompt_ids, self._read = prompt_ids, decoder_prompt(spec, prompt_ids)
         self.tokens: list[int] = []
+        self.written = 0
+        """Number of tokens so far."""
         self.logprobs: list[Logprobs] = []
         self.text = ""  # the text that was handed out
         self.stop_reason: StopReason = "interrupted"
@@ -524,20 +521,15 @@ class Generation:
         return [GenerationResult(list(self.tokens), self.text, self.stop_reason, logprobs=logprobs, stop=self._stop)]
 
     @property
-    def written(self) -> int:
-        """Number of tokens so far."""
-        return len(self.tokens)
-
-    @property
     def left(self) -> int:
         """Number of tokens that may still come."""
         most = self.settings.max_new_tokens
         return (most if self.room is None else min(most, self.room)) - len(self.tokens)
 
     @property
-    def follow(self) -> list[tuple[int, int]]:
-        """For each sequence that goes on: the sequence that it continues, and the token that it reads next."""
-        return [(0, self.tokens[-1])]
+    def follow(self) -> tuple[Sequence[int], list[Sequence[int]]]:
+        """For each sequence that goes on: the sequence that it continues, and the tokens that it reads next."""
+        return (0,), [self.tokens[-1:]]
 
     def fork(self, settings: GenerationSettings) -> Generation:
         """Returns another generation that goes on from here, with these settings. Its draws begin anew with another
@@ -569,6 +561,7 @@ class Generation:
         if self.settings.logprobs is not None:
             self.logprobs.append(self._logprobs(logits[0], token, self.settings.logprobs))
         self.tokens.append(token)
+        self.written += 1
         text = "" if self.detokenizer is None else self.detokenizer.push(token)
         reason = self._reason_to_stop(token)
         forced = self._first is not None and len(self.tokens) == 1
@@ -589,7 +582,9 @@ class Generation:
             reason = "eos" if self._constrained.complete else "grammar"
         if reason is not None and self.detokenizer is not None:
             text += self.detokenizer.flush()
-        text, found = self._before_stop_string(text, last=reason is not None)
+        found = False
+        if self.settings.stops:
+            text, found = self._before_stop_string(text, last=reason is not None)
         self.text += text
         if found or reason is not None:
             self.stop_reason = "stop_string" if found or reason is None else reason
@@ -600,11 +595,13 @@ class Generation:
         check_finite(logits, len(self.tokens) + 1)
         if self._first is not None and not self.tokens:
             return self._first
-        scores = adjusted(logits, self.settings, self._read, self.tokens)
+        scores = logits
+        if self.settings.adjusts:
+            scores = adjusted(logits, self.settings, self._read, self.tokens)
         if self._constrained is not None:
             scores = self._constrained.masked(scores)
         if self.settings.temperature == 0.0:
-            return likeliest(scores)
+            return int(scores.argmax())  # the smallest id among equals
         if self._generator is None:
             self._generator = np.random.default_rng(self.settings.seed)
         return choose(scores, self.settings, self._generator)
@@ -624,8 +621,6 @@ class Generation:
 
     def _before_stop_string(self, text: str, last: bool) -> tuple[str, bool]:
         """Returns the text that may be handed out now, and whether a stop string was found. `text`: the new text."""
-        if not self.settings.stops:
-            return text, False
         held = self._held + text
         places = [(place, stop) for stop in self.settings.stops if (place := held.find(stop)) >= 0]
         if places:
@@ -696,7 +691,7 @@ class BeamGeneration:
         model's."""
         self.room = room(spec, prompt_ids)
         self.settings, self.prompt_ids = settings, prompt_ids
-        self._first, self._written = first_token_of(spec, settings), 0
+        self._first, self.written = first_token_of(spec, settings), 0
         self._ends = frozenset() if settings.ignore_eos else frozenset(spec.tokens.eos)
         most = settings.max_new_tokens if self.room is None else min(settings.max_new_tokens, self.room)
         rules = BeamRules(settings.beams, most, self._ends, settings.length_penalty, settings.early_stopping)
@@ -710,17 +705,12 @@ class BeamGeneration:
         self._drawn: Piece | None = None
 
     @property
-    def written(self) -> int:
-        return self._written
-
-    @property
     def left(self) -> int:
-        return self._beams.rules.most - self._written
+        return self._beams.rules.most - self.written
 
     @property
-    def follow(self) -> list[tuple[int, int]]:
-        beams = self._beams
-        return [(parent, each.tokens[-1]) for parent, each in zip(beams.parents, beams.running, strict=True)]
+    def follow(self) -> tuple[Sequence[int], list[Sequence[int]]]:
+        return self._beams.parents, [each.tokens[-1:] for each in self._beams.running]
 
     @property
     def results(self) -> list[GenerationResult]:
@@ -741,9 +731,9 @@ class BeamGeneration:
         """Takes a step of all beams, as Generation.draw does. Raises NotFinite."""
         beams = self._beams
         for row in logits:
-            check_finite(row, self._written + 1)
-        beams.step(logits, None if self._written else self._first)
-        self._written += 1
+            check_finite(row, self.written + 1)
+        beams.step(logits, None if self.written else self._first)
+        self.written += 1
         self.ended = beams.over
         best = beams.finished[0] if beams.over else beams.running[0]
         new = (best.tokens if beams.over else beams.agreed)[len(self.tokens) :]

@@ -317,6 +317,7 @@ class Admission:
         """The least room that experts had while a request ran."""
         self._regulator, self._streaming, self._ahead = regulator, streaming, ahead
         self._warned = self._split = False
+        self._adapted_bytes = 0  # the room that reading and eviction were last adapted in
 
     def check(self, loads: Loads, beside: Loads = ()) -> None:
         self._regulator.check(loads, beside)
@@ -348,7 +349,9 @@ class Admission:
 
     def after(self, loads: Loads) -> None:
         self._regulator.after(loads)
-        self._adapt(self._streaming.capacity_bytes)
+        self._streaming.check()
+        if self._streaming.capacity_bytes != self._adapted_bytes:
+            self._adapt(self._streaming.capacity_bytes)
         self._streaming.cache.settle()
 
     def idle(self) -> None:
@@ -356,7 +359,8 @@ class Admission:
             self._ahead.forget()
 
     def _adapt(self, room_bytes: int) -> None:
-        self.smallest_room_bytes = min(self.smallest_room_bytes, self._streaming.capacity_bytes)
+        self._adapted_bytes = self._streaming.capacity_bytes
+        self.smallest_room_bytes = min(self.smallest_room_bytes, self._adapted_bytes)
         self._streaming.adapt(room_bytes, self.notify)
 
 

@@ -121,7 +121,7 @@ class Scorer:
                     generation.check_finite(row, len(found) + 1, "text")
                     if len(found) < len(ids) + further:
                         at = len(found)
-                        add(ids[at] if at < len(ids) else generation.likeliest(row), row)
+                        add(ids[at] if at < len(ids) else int(row.argmax()), row)
         return found
 
     def embeddings(self, texts: Sequence[str | Sequence[int]], pooling: Pooling) -> list[F32]:

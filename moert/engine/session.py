@@ -318,12 +318,11 @@ class Request:
     def _go_on(self) -> None:
         """Goes on to the tokens that it reads next."""
         self._read_tokens += len(self._unread[0])
-        if self.ended:
+        if self._generation.ended:
             return
-        parents, tokens = zip(*self._generation.follow, strict=True)
-        if parents != (0,):
+        parents, self._unread = self._generation.follow
+        if len(parents) > 1 or len(self._states) > 1:
             self._states = forked(self._states, parents)
-        self._unread = [[token] for token in tokens]
 
     def _give_prefix(self) -> None:
         """Gives the state back to the prefix, with all tokens that were read."""
@@ -425,13 +424,13 @@ class Session:
 
         Raises PackError, NotFinite or OutOfMemory, after which no request of the session goes on, as after Ctrl-C.
         """
-        with memory_shortage(), self._open(stops=True):
+        with self._open(stops=True):
             return self._turn()
 
     def begin(self) -> bool:
         """Begins the waiting requests that fit, as `turn` does before all else; returns whether any request runs.
         Raises the errors of `turn`."""
-        with memory_shortage(), self._open(stops=True):
+        with self._open(stops=True):
             if self._waiting:
                 self._begin()
             return bool(self._running)
@@ -661,16 +660,19 @@ class Session:
 
     @contextmanager
     def _open(self, stops: bool = False) -> Iterator[None]:
-        """Takes the lock. `stops`: no request goes on where the work fails."""
+        """Takes the lock. `stops`: no request goes on where the work fails. Raises OutOfMemory then where the system
+        refuses memory."""
         with self._lock:
             if self._closed:
                 raise Closed("the session is closed: open another with engine.session()")
             try:
                 yield
             except BaseException:
-                if stops:
+                if not stops:
+                    raise
+                with memory_shortage():
                     self._stop()
-                raise
+                    raise
 
 
 async def text_of(session: Callable[[], Session], prompt: Prompt, settings: GenerationSettings) -> AsyncIterator[str]:

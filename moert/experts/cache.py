@@ -80,28 +80,6 @@ class Slot:
     leases: int = 0
 
 
-def count(slots: Sequence[Slot], counters: ExpertCounters, unused: set[ExpertKey]) -> list[ExpertKey]:
-    """Counts the experts in memory, which were used, and returns them; `unused`: experts that were read ahead and not
-    demanded yet."""
-    used = []
-    for slot in slots:
-        if slot.expert is None:
-            continue
-        used.append(slot.key)
-        if slot.missed:
-            slot.missed = False
-        else:
-            counters.hits += 1
-            counters.hits_in_flight += slot.in_flight
-        slot.in_flight = False
-        if slot.key in unused:
-            unused.discard(slot.key)
-            counters.prefetch_used += 1
-            counters.prefetch_used_bytes += slot.buffer.nbytes
-    counters.requests += len(used)
-    return used
-
-
 class Lease:
     """Experts of one layer, lent until the end of a with block; missing ones arrive meanwhile."""
 
@@ -166,21 +144,18 @@ class Moves:
     def __init__(self, store: Store) -> None:
         self.begun = False
         self._store = store
-        self._waiting: deque[tuple[Slot, U8]] = deque()
-
-    def __bool__(self) -> bool:
-        return bool(self._waiting)
+        self.waiting: deque[tuple[Slot, U8]] = deque()
 
     def add(self, slot: Slot, place: U8) -> None:
         """Queues the move of an expert that lies at `place`, unless that is its buffer."""
         if place is not slot.buffer:
-            self._waiting.append((slot, place))
+            self.waiting.append((slot, place))
 
     def next(self, slots: Mapping[ExpertKey, Slot]) -> tuple[Slot, U8] | None:
         """Returns the next slot that is still among `slots`, and the bytes its expert lies in; None if no slot is left,
         or moves have not begun."""
-        while self.begun and self._waiting:
-            slot, place = self._waiting.popleft()
+        while self.begun and self.waiting:
+            slot, place = self.waiting.popleft()
             if slots.get(slot.key) is slot:
                 return slot, place
         return None
@@ -191,7 +166,7 @@ class Moves:
         return self._store.expert(slot.key, slot.buffer)
 
     def clear(self) -> None:
-        self._waiting.clear()
+        self.waiting.clear()
 
 
 _CLOSE_S = 10.0  # for reads under way; the threads are daemons, so a dead disk does not keep the process alive
@@ -311,7 +286,8 @@ class ExpertCache:
         """Begins a layer with its demand: ends the predictions for it, and returns how far they had come."""
         with self._lock:
             self._under_way += 1
-            self._expect_nothing()
+            if self._likely or self._queue:
+                self._expect_nothing()
             self._residency.begin(demand)
             begun, self._begun = self._begun, []
             missing = len(self._residency.needed - self._slots.keys())
@@ -358,7 +334,7 @@ class ExpertCache:
         read."""
         with self._lock:
             self._moves.begun = True
-            if self._moves:
+            if self._moves.waiting:
                 self._wake(1)
 
     def close(self) -> None:
@@ -391,7 +367,23 @@ class ExpertCache:
         """Ends leases; experts that are in memory by then count as used."""
         with self._lock:
             self._end_leases(slots)
-            self._residency.used(count(slots, self._counters, self._unused))
+            used, counters = list[ExpertKey](), self._counters
+            for slot in slots:
+                if slot.expert is None:
+                    continue
+                used.append(slot.key)
+                if slot.missed:
+                    slot.missed = False
+                else:
+                    counters.hits += 1
+                    counters.hits_in_flight += slot.in_flight
+                slot.in_flight = False
+                if slot.key in self._unused:
+                    self._unused.discard(slot.key)
+                    counters.prefetch_used += 1
+                    counters.prefetch_used_bytes += slot.buffer.nbytes
+            counters.requests += len(used)
+            self._residency.used(used)
             if self._predicted:
                 self._wake(1)  # there may be room now
             self._under_way -= 1

@@ -86,6 +86,33 @@ def place_of(at: LayerKey) -> int:
     return 2 * at.layer + (at.stack == "decoder")
 
 
+MOST_DEMANDS = 1 << 18
+"""Demands that a recorder keeps: 1 MiB, and a fraction of a second to replay."""
+
+
+class Recorder:
+    """The first MOST_DEMANDS demands of a run, 4 bytes each. `demands` counts all."""
+
+    def __init__(self, most: int = MOST_DEMANDS) -> None:
+        self.demands = 0
+        self._most = most
+        self._codes = array("I")
+
+    def add(self, demand: Demand) -> None:
+        """Records a demand, whole or not at all."""
+        self.demands += len(demand.experts)
+        if self.demands <= self._most:
+            self._codes.extend(map((place_of(demand.at) << 16).__or__, demand.experts))
+
+    def __len__(self) -> int:
+        """Returns the number of demanded experts that were recorded."""
+        return len(self._codes)
+
+    def codes(self) -> npt.NDArray[np.uint32]:
+        """Returns `code_of` each expert [demands], in order."""
+        return np.array(self._codes, dtype=np.uint32)
+
+
 class Usage:
     """The use of every expert so far, a row for each. `clock` counts demands, `steps` visits of layers."""
 

@@ -7,7 +7,6 @@ moert.bench.measure.
 
 from __future__ import annotations
 
-from array import array
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from heapq import heapify, heappop, heappush
@@ -15,7 +14,7 @@ from heapq import heapify, heappop, heappush
 import numpy as np
 import numpy.typing as npt
 
-from moert.experts.policy import I64, Demand, place_of
+from moert.experts.policy import I64, Demand, Recorder, place_of
 from moert.pack.model_spec import ExpertKey, LayerKey, ModelSpec
 from moert.pack.paths import DROPPED, Trace
 
@@ -34,33 +33,6 @@ class Replay:
     @property
     def hit_rate(self) -> float:
         return self.hits / self.demands if self.demands else 0.0
-
-
-MOST_DEMANDS = 1 << 18
-"""Demands that a recorder keeps: 1 MiB, and a fraction of a second to replay."""
-
-
-class Recorder:
-    """The first MOST_DEMANDS demands of a run, 4 bytes each. `demands` counts all."""
-
-    def __init__(self, most: int = MOST_DEMANDS) -> None:
-        self.demands = 0
-        self._most = most
-        self._codes = array("I")
-
-    def add(self, demand: Demand) -> None:
-        """Records a demand, whole or not at all."""
-        self.demands += len(demand.experts)
-        if self.demands <= self._most:
-            self._codes.extend(map((place_of(demand.at) << 16).__or__, demand.experts))
-
-    def __len__(self) -> int:
-        """Returns the number of demanded experts that were recorded."""
-        return len(self._codes)
-
-    def codes(self) -> npt.NDArray[np.uint32]:
-        """Returns `code_of` each expert [demands], in order."""
-        return np.array(self._codes, dtype=np.uint32)
 
 
 def code_of(key: ExpertKey) -> int:

@@ -11,9 +11,9 @@ import numpy as np
 from moert.experts.ahead import Copying, Lookahead
 from moert.experts.cache import HANDED_OVER_BYTES, ExpertCache, Lease, Store
 from moert.experts.names import eviction_for
-from moert.experts.policy import EVICTION, Demand, EvictionPolicy, Listener
+from moert.experts.policy import EVICTION, Demand, EvictionPolicy, Listener, Recorder
 from moert.experts.probe import settings_for
-from moert.experts.replay import AUTO_EVICTION, DEFAULT, OF_PREFERENCES, Recorder, headroom
+from moert.experts.replay import AUTO_EVICTION, DEFAULT, OF_PREFERENCES, headroom
 from moert.experts.store import ExpertStore, IoSettings
 from moert.kernels.backend import I32, I64, ROWS, Backend
 from moert.pack.codec import F32
@@ -46,10 +46,16 @@ class CachedExperts:
     def run(self, at: LayerKey, hidden: F32, experts: I64, weights: F32, out: F32, x: F32) -> None:
         """See moert.models.ffn.ExpertRunner. Raises PackError if an expert can't be read."""
         needed, rows_of, tokens, share = by_expert(experts, weights)
-        if len(hidden) == 1:
-            self._run_one(at, hidden, needed, share, out, x)
-            return
         keys = announce(Demand(at, tuple(needed)), self.listeners, self._cache, self._ahead)
+        if len(hidden) == 1:  # the experts of one token are in memory all at once
+            with self._cache.lease(keys) as lease:
+                if self._ahead is not None:
+                    self._ahead.look(at, np.array([needed], np.int64), x)
+                if self._overlaps and len(ready := lease.ready()) < len(needed):
+                    self._run_as_they_come(at, lease, ready, hidden, share, out)
+                elif needed:
+                    self._backend.mixture(lease.all(), rows_of, tokens, share, hidden, out, self._experts[at].ffn)
+            return
         first = row = 0
         for stop in self._waves(keys, rows_of, len(hidden)):
             with self._cache.lease(keys[first:stop], keys[stop:]) as lease:
@@ -75,20 +81,6 @@ class CachedExperts:
                 nbytes, rows = self._cache.nbytes(key), count
         if keys:
             yield len(keys)
-
-    def _run_one(
-        self, at: LayerKey, hidden: F32, experts: list[int], weights: F32, out: F32, x: F32
-    ) -> None:  # fmt: skip
-        """Runs the experts of one token, which are in memory all at once."""
-        keys = announce(Demand(at, tuple(experts)), self.listeners, self._cache, self._ahead)
-        with self._cache.lease(keys) as lease:
-            if self._ahead is not None:
-                self._ahead.look(at, np.array([experts], np.int64), x)
-            if self._overlaps and len(ready := lease.ready()) < len(experts):
-                self._run_as_they_come(at, lease, ready, hidden, weights, out)
-            elif experts:
-                ones, first = [1] * len(experts), np.zeros(len(experts), np.int32)
-                self._backend.mixture(lease.all(), ones, first, weights, hidden, out, self._experts[at].ffn)
 
     def _run_as_they_come(
         self, at: LayerKey, lease: Lease, ready: list[int], hidden: F32, weights: F32, out: F32
@@ -259,7 +251,8 @@ class Streaming:
         self.recorder = Recorder()
         self.capacity_bytes = 0
         """Room for experts [bytes]."""
-        self.holding = holding
+        self.holding, self.check = holding, holding.whole.check
+        """`check` raises FileTruncated if bytes of experts have gone that were in use."""
         self._pack, self._begun, self._measures_drive = pack, False, measures_drive
         self._all_bytes = sum(entry.file_bytes for entry in pack.manifest.experts)
         policy = EVICTION[DEFAULT](pack.manifest.model.moe_layers())

@@ -224,16 +224,6 @@ def _place(matrix: MatrixPlace, cols: int) -> library.Place:
     return library.Place(data, scale, minimum, -1 if bias is None else bias, kind, group, matrix.power)
 
 
-def _positions(of: Positions) -> library.Positions:
-    turns, bias, scale = of.turns, of.bias, of.query_scale
-    return library.Positions(
-        None if turns is None else _at(turns),
-        None if bias is None else _at(bias) + bias.itemsize * of.zero,
-        0 if bias is None else bias.shape[1],
-        None if scale is None else _at(scale),
-    )
-
-
 def keys_of(kept: KeptKeys) -> tuple[int, object]:
     """Returns the address of the struct with the pages' addresses, which `kept` has until its pages change, and the
     objects that it points to but for the pages."""
@@ -394,7 +384,14 @@ class NativeBackend:
     ) -> None:
         to, (tokens, features), keys = self._attending[weights], x.shape, kept.place or keys_of(kept)
         if positions is not self._positions[0]:
-            self._positions = positions, _positions(positions)
+            turns, bias, scale = positions.turns, positions.bias, positions.query_scale
+            struct = library.Positions(
+                None if turns is None else _at(turns),
+                None if bias is None else _at(bias) + bias.itemsize * positions.zero,
+                0 if bias is None else bias.shape[1],
+                None if scale is None else _at(scale),
+            )
+            self._positions = positions, struct
         products = tokens * (kept.length * to.of_key + features * to.of_feature)
         at = addressof(self._positions[1])
         self._compute(products, to.function, to.place, tokens, x, keys[0], start, kept.length, at)

@@ -50,7 +50,9 @@ class LearnedRouter:
 
     def route(self, x: F32, lengths: Sequence[int], recent: Sequence[Recent] = ()) -> Routed:
         hidden, scores = self._backend.scores(x, self.weights)
-        return Routed(hidden, *self.choose(scores, lengths))
+        plain = self._capacity is None and not self.identities
+        chosen = self._backend.choose(scores, self.weights) if plain else self.choose(scores, lengths)
+        return Routed(hidden, *chosen)
 
     def choose(self, scores: F32, lengths: Sequence[int]) -> tuple[I64, F32]:
         """Returns experts and weights as in Routed for scores [tokens, experts and identities]."""

@@ -29,7 +29,8 @@ class Rotary:
 
     def turns(self, start: int, tokens: int) -> F32:
         """Returns cosines and sines of positions from `start` on, [tokens, 2, dims / 2]."""
-        self.reach(start + tokens)
+        if start + tokens > len(self._turns):
+            self.reach(start + tokens)
         return self._turns[start : start + tokens]
 
     def reach(self, tokens: int) -> None:

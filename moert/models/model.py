@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
-from itertools import accumulate, chain, pairwise
+from itertools import accumulate, chain, pairwise, starmap
 from typing import Any, NamedTuple, Protocol
 
 import numpy as np
@@ -339,7 +339,7 @@ class _Tower:
         """Runs all layers on x [tokens, d_model] in place, the tokens of `sequences` one after the other; for
         `prefixes` see _Reading."""
         lengths = list(map(len, sequences))
-        spans = [slice(start, end) for start, end in pairwise(accumulate(lengths, initial=0))]
+        spans = list(starmap(slice, pairwise(accumulate(lengths, initial=0))))
         reading = _Reading(sequences, spans, states, prefixes, {})
         streams = None if self.streams is None else begun(x, self.streams.n)
         shortcut: F32 | None = None  # the output of the last layer's experts, where it joins behind this layer
@@ -511,7 +511,7 @@ class Model:
         """Appends to each state the tokens of its sequence, one or many; returns the logits [sequences, vocab] after
         the last of each. Tokens that see each other have to come at once, with the prefix_end behind them (see
         Tokens)."""
-        last = [end - 1 for end in accumulate(map(len, sequences))]
+        last = np.array([*accumulate(map(len, sequences))]) - 1
         return self._logits(self._decode(sequences, states)[last])
 
     def read_each(self, state: State, ids: Sequence[int]) -> F32:

@@ -6,6 +6,7 @@ not handle Ctrl-C; so another thread does the work, and is left behind.
 
 from __future__ import annotations
 
+import _thread
 import os
 import queue
 import signal
@@ -106,29 +107,32 @@ def heard(work: Callable[[], T], stop: Callable[[], object]) -> T:
     if threading.current_thread() is not threading.main_thread():  # nobody else is sent signals
         return work()
     found: list[tuple[T | None, BaseException | None]] = []
-    abandoned, running, done = (threading.Event() for _ in range(3))
+    abandoned, running, ended = list[bool](), list[bool](), list[bool]()
+    bell = queue.SimpleQueue[None]()  # an Event, as in a Thread, may keep its lock if a handler raises
 
     def run() -> None:
-        running.set()
+        running.append(True)
         try:
-            if not abandoned.is_set():
+            if not abandoned:
                 found.append((work(), None))
         except BaseException as error:
             found.append((None, error))
         finally:
-            done.set()
+            ended.append(True)
+            bell.put(None)
 
     try:
-        threading.Thread(target=run, daemon=True).start()
-        done.wait()
+        _thread.start_new_thread(run, ())
+        bell.get()
     except BaseException:
         waits = True
         while waits:  # whatever else comes; up to Python 3.12 a thread that a signal finds in join() seems dead
             with suppress(KeyboardInterrupt, SystemExit):
-                abandoned.set()
-                while running.is_set() and not done.is_set():
+                abandoned.append(True)
+                while running and not ended:
                     stop()
-                    done.wait(_LOOK_S)
+                    with suppress(queue.Empty):
+                        bell.get(timeout=_LOOK_S)
                 waits = False
         raise
     ((value, error),) = found

@@ -368,6 +368,6 @@ def test_what_has_left_does_not_move() -> None:
     cache.settle()
     wait_until(lambda: in_its_buffer(cache, key(1, 2)))
     use(cache, 1, [2])
-    wait_until(lambda: not cache._moves)
+    wait_until(lambda: not cache._moves.waiting)
     assert cache.resident() == [key(1, 2)]
     cache.close()

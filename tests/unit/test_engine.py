@@ -108,7 +108,7 @@ def test_without_a_limit_every_expert_is_read_once_and_then_always_there(packs, 
 def test_a_token_whose_experts_are_in_memory_makes_few_calls(packs) -> None:
     """In a process of its own: what others have loaded or patched makes calls too."""
     layers = len(Pack.open(packs["decoder"]).manifest.model.moe_layers())
-    assert alone(fewest_calls, packs["decoder"], {"kernels": "auto"}) <= 80 + 46 * layers
+    assert alone(fewest_calls, packs["decoder"], {"kernels": "auto"}) <= 80 + 38 * layers
 
 
 @pytest.mark.parametrize("name", SPECS)
@@ -208,7 +208,9 @@ def test_a_cache_that_shrinks_in_the_middle_of_a_request_is_read_for_as_one_that
         adapted = lambda room, notify: (prepare(room, notify), steps.append(engine.stats().io))  # noqa: E731
         monkeypatch.setattr(engine._streaming, "adapt", adapted)
         assert engine.generate(PROMPTS[0], settings).result.tokens == expected
-        assert steps[0] == steps[1] != "page cache" if when == "foreseen" else steps[1] == "page cache" != steps[2]
+        first, second = steps  # when the request begins, and when the room has shrunk
+        assert second != "page cache"
+        assert first == (second if when == "foreseen" else "page cache")
         assert engine.stats().evictions > 0
         assert engine.eviction != "auto"
 

@@ -267,6 +267,9 @@ class Noted:
     def begins(self) -> None:
         self.calls.append("begins")
 
+    def check(self) -> None:
+        self.calls.append("check")
+
     def settle(self) -> None:
         self.calls.append("settle")
 
@@ -297,7 +300,8 @@ def test_admission_says_each_thing_once_and_passes_the_room_on() -> None:
         gate.after(loads(100, most=100, written=1))
         assert gate.smallest_room_bytes == least
         assert process.held_bytes > before, "experts get the room of prompts"
-    assert noted.calls == [60 * MB, "settle", 90 * MB, "settle"]
+    gate.after(loads(100, most=100, written=2))  # in the same room
+    assert noted.calls == ["check", 60 * MB, "settle", "check", 90 * MB, "settle", "check", "settle"]
     gate.idle()
     assert noted.calls[-1] == "forget"
     Admission(room, cast("Streaming", noted), None).idle()

@@ -5,8 +5,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from moeconv.eviction import replay
-from moert.experts.policy import EVICTION, Demand
-from moert.experts.replay import MOST_DEMANDS, Recorder, headroom, reads_of_belady, replay_belady
+from moert.experts.policy import EVICTION, MOST_DEMANDS, Demand, Recorder
+from moert.experts.replay import headroom, reads_of_belady, replay_belady
 from moert.pack.model_spec import ExpertKey, LayerKey
 
 ENCODER, LAYERS, EXPERTS = 2, 3, 5
