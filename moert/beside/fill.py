@@ -41,7 +41,9 @@ def by_popularity(shares: Popularity, order: LayerOrder) -> list[ExpertKey]:
     return sorted(keys, key=lambda key: (-float(shares[key.at][key.expert]), key))
 
 
-def first(shares: Popularity, order: LayerOrder, nbytes: Callable[[ExpertKey], int], room_bytes: int) -> list[ExpertKey]:
+def first(
+    shares: Popularity, order: LayerOrder, nbytes: Callable[[ExpertKey], int], room_bytes: int
+) -> list[ExpertKey]:
     """Returns the first experts that fit into a room together: an encoder's layer by layer, since its first pass goes
     through all layers, then the most popular; equal ones by layer and number."""
     ranked = by_popularity(shares, order)
@@ -53,8 +55,8 @@ def first(shares: Popularity, order: LayerOrder, nbytes: Callable[[ExpertKey], i
 def fill(pack: Pack, cache: ExpertCache, note: Callable[[str], None]) -> None:
     """Has the first experts read into an empty cache until a request begins.
 
-    In the decoder each expert counts as demanded once, or those that were filled in for nothing but the next layers
-    would be the first to leave. Raises PackError for a damaged trace.
+    In the decoder each expert counts as demanded once: else experts of layers that the first pass has still to reach
+    would leave first. Raises PackError for a damaged trace.
     """
     spec = pack.manifest.model
     shares = popularity(trace_of(pack, note), spec)

@@ -293,8 +293,8 @@ class Engine:
 
     def fill(self) -> None:
         """Has experts read into the room for them until the first request begins, those that were used most in the
-        pack's trace first, or those of an encoder's first layers. Does nothing with `fill` "none", a device, blocks of
-        neurons, or once a request has run. Raises PackError."""
+        pack's trace first, or those of an encoder's first layers. Does nothing with `fill` "none", where experts are
+        not held whole in memory alone, or once a request has run. Raises PackError."""
         with self._turns.turn(), suppress(BudgetTooSmall):  # a shorter request may run
             if self._fills and not self.cache.n_resident:
                 self._admission.before([TYPICAL])

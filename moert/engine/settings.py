@@ -7,7 +7,16 @@ from functools import cached_property
 from typing import TypedDict
 
 from moert.engine.budget import AUTO_ROUTING, CacheLimit, MemoryLimit, check_routing, parse_cache, parse_memory
-from moert.engine.registry import ALL_NEURONS, FILLS, KEPT_NEURONS, NO_DEVICE, PREDICTS, ROUTINGS, check_parts, check_place
+from moert.engine.registry import (
+    ALL_NEURONS,
+    FILLS,
+    KEPT_NEURONS,
+    NO_DEVICE,
+    PREDICTS,
+    ROUTINGS,
+    check_parts,
+    check_place,
+)
 from moert.errors import Adjustable, SettingInvalid, said
 from moert.experts.names import DEFAULT_EVICTION, DEFAULT_PREDICTOR, EVICTIONS
 from moert.experts.store import IoSettings, parse_io
@@ -40,7 +49,9 @@ class EngineOptions(TypedDict, total=False):
     fill: str
 
 
-POLICIES = frozenset({"memory", "cache", "eviction", "predict", "io", "threads", "template", "profile", "draft", "fill"})
+POLICIES = frozenset(
+    {"memory", "cache", "eviction", "predict", "fill", "io", "threads", "template", "profile", "draft"}
+)  # fmt: skip
 """Settings that never change the states of the same tokens."""
 
 

@@ -303,7 +303,7 @@ class ExpertCache:
         """Has experts read ahead, most valuable first, in place of the last call's that are left. Experts to `keep`,
         most valuable first, do not leave for them."""
         with self._lock:
-            self._begun = []
+            self._begun, self._filling = [], False
             self._likely = (*keep, *keys)
             self._predicted = deque(key for key in keys if key not in self._slots)
             if self._predicted:
@@ -478,7 +478,7 @@ class ExpertCache:
 
     def _expect_nothing(self) -> None:
         """Forgets predicted experts, and queued reads that a failed layer has left behind."""
-        self._likely, self._filling = (), False
+        self._likely = ()
         self._predicted.clear()
         for slot in list(self._queue):
             if not slot.leases:

@@ -24,6 +24,7 @@ from moert.experts.policy import (
 from moert.kernels.backend import ExpertView
 from moert.pack.model_spec import ExpertKey, LayerKey
 
+
 class Keeping(NamedTuple):
     """An eviction policy, and experts in the order in which they are to be on the device at the start."""
 
