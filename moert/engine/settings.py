@@ -77,7 +77,7 @@ class EngineSettings(Adjustable):
     of moert.chat.renderer or the path of a file. `profile`: a new file that a trace of the run is written to when the
     engine closes (moert.beside.profile). `draft`: drafts of answers, "none", "auto" where they save time, or
     the number of tokens that are always drafted. `fill`: experts that are read before the first request: "none", "used"
-    (see Engine.fill), or those that a command asks for, which `moert chat` and `moert serve` do.
+    (see Engine.fill), or "auto": `moert serve` asks for them, and `moert chat` at a terminal.
 
     Raises SettingInvalid, InvalidMemory or IoInvalid for impossible values.
     """

@@ -79,6 +79,8 @@ def rows_of(name: str, device: Device, percent: int) -> Iterator[Row]:
             for key, (figure, unit) in FIGURES.items():
                 for way, called in zip(WAYS, ("empty", "filled"), strict=True):
                     yield row_of_runs(f"{where}: {figure}, {called}", [pair[way][key] for pair in counted], unit)
+                if key == "hits":  # may be none
+                    continue
                 ratios = [pair[FILLED][key] / pair[EMPTY][key] for pair in counted]
                 ratio = row_of_runs(f"{where}: {figure}, filled to empty", ratios, "×")
                 yield ratio.at_most(SOONER) if key == "first_ms" else ratio
@@ -95,7 +97,9 @@ def main() -> int:
     for name in MODELS:
         for drive in DRIVES:
             for percent in SHARES:
-                rows += rows_of(name, DEVICES[drive], percent)
+                found = [*rows_of(name, DEVICES[drive], percent)]
+                print(table(found), end="\n\n", file=sys.stderr, flush=True)
+                rows += found
     settings = {"runs": RUNS, "idle": IDLE_S, "new tokens": NEW_TOKENS, "threads": THREADS}
     print(table(rows))
     print(f"written to {write('fill', context(settings), rows)}")

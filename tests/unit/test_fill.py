@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import subprocess
 import sys
 from pathlib import Path
@@ -171,6 +172,11 @@ def test_nothing_is_filled_unasked(packs: dict[str, Path]) -> None:
         assert engine.cache.n_resident == 0
 
 
+class Terminal(io.StringIO):
+    def isatty(self) -> bool:
+        return True
+
+
 def test_chat_and_a_server_fill_and_run_does_not(
     packs: dict[str, Path], moert: Moert, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -180,6 +186,9 @@ def test_chat_and_a_server_fill_and_run_does_not(
     monkeypatch.setattr(Engine, "conversation", lambda *_: None)
     assert moert("run", packs["decoder"], "hello", "--max-new-tokens", "1") == 0
     assert filled == []
+    assert moert("chat", packs["decoder"], stdin="") == 0
+    assert filled == [], "its first message may be there already"
+    monkeypatch.setattr("sys.stdin", Terminal())
     assert moert("chat", packs["decoder"]) == 0
     assert filled == ["decoder.pack"]
     host = Host(ServerSettings({"switch": packs["switch"]}))
