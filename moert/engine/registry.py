@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING, Any
 
 from moert.engine.constraint import Grammar, Matcher, Matching, Room
 from moert.engine.seams import Routing
+from moert.errors import SettingInvalid, said
 from moert.experts.cache import ExpertCache
 from moert.experts.names import (
     AUTO_PREDICTOR,
@@ -73,7 +74,9 @@ def check_place(wishes: Wishes) -> None:
 
 
 def check_parts(wishes: Wishes) -> None:
-    """Raises SettingInvalid for settings of experts' neurons, or of drafts, that there can't be."""
+    """Raises SettingInvalid for settings of experts' neurons, of drafts, or of filling, that there can't be."""
+    if wishes.fill not in FILLS:
+        raise SettingInvalid("fill", f"{wishes.fill!r} is none of {', '.join(FILLS)}")
     if wishes.draft != NO_DRAFTS:
         from moert.beside.drafts import check_wish
 
@@ -168,7 +171,10 @@ class Beside:
     def fills(self) -> bool:
         """Returns whether the cache may be filled before the first request: where it holds whole experts, for this
         processor alone."""
-        return self._wishes.fill != "none" and self._wishes.device in ALONE and not self._pack.has_neurons
+        found, wish = self._wishes.device in ALONE and not self._pack.has_neurons, self._wishes.fill
+        if wish == "used" and not found:
+            self._note(f"{said('fill', wish)} has no effect here: a cache of whole experts for the processor is filled")
+        return found and wish != "none"
 
     def arithmetic(self, backend: Backend) -> Backend:
         """Returns the backend of a model."""

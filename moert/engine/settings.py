@@ -7,16 +7,7 @@ from functools import cached_property
 from typing import TypedDict
 
 from moert.engine.budget import AUTO_ROUTING, CacheLimit, MemoryLimit, check_routing, parse_cache, parse_memory
-from moert.engine.registry import (
-    ALL_NEURONS,
-    FILLS,
-    KEPT_NEURONS,
-    NO_DEVICE,
-    PREDICTS,
-    ROUTINGS,
-    check_parts,
-    check_place,
-)
+from moert.engine.registry import ALL_NEURONS, KEPT_NEURONS, NO_DEVICE, PREDICTS, ROUTINGS, check_parts, check_place
 from moert.errors import Adjustable, SettingInvalid, said
 from moert.experts.names import DEFAULT_EVICTION, DEFAULT_PREDICTOR, EVICTIONS
 from moert.experts.store import IoSettings, parse_io
@@ -100,7 +91,7 @@ class EngineSettings(Adjustable):
     template: str | None = None
     profile: str | None = None
     draft: str | int = "none"
-    fill: str = FILLS[0]
+    fill: str = "auto"
 
     def __post_init__(self) -> None:
         self.check_types()
@@ -111,7 +102,7 @@ class EngineSettings(Adjustable):
             raise SettingInvalid(
                 "memory", f"and {said('cache')} exclude each other: give the room of the process or that of the experts"
             )
-        for name, known in (("eviction", EVICTIONS), ("predict", PREDICTS), ("fill", FILLS)):
+        for name, known in (("eviction", EVICTIONS), ("predict", PREDICTS)):
             if getattr(self, name) not in known:
                 raise SettingInvalid(name, f"{getattr(self, name)!r} is none of {', '.join(known)}")
         check_parts(self)

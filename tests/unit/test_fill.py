@@ -153,7 +153,7 @@ def test_a_trace_names_the_experts(packs: dict[str, Path]) -> None:
 
 def test_a_memory_limit_is_kept(packs: dict[str, Path]) -> None:
     with Engine.open(packs["decoder"]) as engine:
-        smallest = engine.smallest_memory(128, 128) + (1 << 20)
+        smallest = engine.smallest_memory(300, 90) + (24 << 20)
     with Engine.open(packs["decoder"], memory=smallest, fill="used") as engine:
         limit = engine.memory_limit_bytes
         engine.reserve(300, 90)
@@ -164,10 +164,13 @@ def test_a_memory_limit_is_kept(packs: dict[str, Path]) -> None:
 
 
 def test_nothing_is_filled_unasked(packs: dict[str, Path]) -> None:
-    for settings in (EngineSettings(fill="none"), EngineSettings(device="sim:t4", gpu_memory="1GB")):
-        with Engine.open(packs["decoder"], settings) as engine:
+    notes = list[str]()
+    for settings in (EngineSettings(fill="none"), EngineSettings(device="sim:t4", gpu_memory="1GB", fill="used")):
+        with Engine.open(packs["decoder"], settings, notify=notes.append) as engine:
             engine.fill()
             assert engine.cache.n_resident == 0
+            engine.reserve(1, 1)
+    assert [note for note in notes if "--tune fill used has no effect here" in note]
     with Engine.open(packs["decoder"], cache="50%") as engine:
         assert engine.cache.n_resident == 0
 

@@ -160,7 +160,7 @@ EDGEMOE = (
         "",
         "`--tune fill=used`, `make bench-fill`",
         NOT_MEASURED,
-        "by default in `moert serve`, and in `moert chat` at a terminal, whose first question comes later; that ends it",
+        "by default in `moert serve`, and in `moert chat` at a terminal; the first request ends it",
     ),
     Claim(
         "times of samples beside the baselines (Fig. 12)",
