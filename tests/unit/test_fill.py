@@ -170,7 +170,7 @@ def test_nothing_is_filled_unasked(packs: dict[str, Path]) -> None:
             engine.fill()
             assert engine.cache.n_resident == 0
             engine.reserve(1, 1)
-    assert [note for note in notes if "--tune fill used has no effect here" in note]
+    assert [note for note in notes if "fill='used' has no effect here" in note]
     with Engine.open(packs["decoder"], cache="50%") as engine:
         assert engine.cache.n_resident == 0
 
