@@ -36,7 +36,7 @@ export PYTHONDONTWRITEBYTECODE :=
 include recipes/bench/peers.mk
 
 .DEFAULT_GOAL := help
-.PHONY: help setup native demo talk upcycle test test-slow unchanged test-clients soak test-cuda check-gpu test-anywhere test-native test-sanitize test-sanitize-python test-arm test-compile fuzz-few fuzz lint data recipes recipes-ci report bench-sweep bench-gradients bench-plans bench-answers bench-quant bench-mixed bench-hash bench-beforehand bench-flash bench-promise bench-kernels bench-peers bench-rounding bench-stream bench-ahead bench-fill bench-drafts bench-less bench-size bench-workers bench-large bench-many bench-serve bench-outlook bench-devices peers-there peers bench-smoke keep-results tables golden-old readme wheel test-wheel sbom clean
+.PHONY: help setup native demo talk upcycle test test-slow unchanged test-clients soak test-cuda check-gpu test-anywhere test-native test-sanitize test-sanitize-python test-arm test-compile fuzz-few fuzz lint data recipes recipes-ci report bench-sweep bench-gradients bench-plans bench-answers bench-quant bench-mixed bench-hash bench-beforehand bench-sida bench-flash bench-promise bench-kernels bench-peers bench-rounding bench-stream bench-ahead bench-fill bench-edgemoe bench-drafts bench-methods bench-less bench-size bench-workers bench-large bench-many bench-serve bench-outlook bench-devices bench-fiddler peers-there peers bench-smoke keep-results tables golden-old readme wheel test-wheel sbom clean
 
 help:  ## list the targets
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## (.*)/\1 \2/' | \
@@ -208,6 +208,9 @@ bench-hash: data build/demo/summary.json build/references/summary.json  ## knowi
 bench-beforehand: data build/demo/summary.json  ## working on the next batch while one runs, beside not doing so (10 minutes, and 10 of training)
 	$(PY) -m recipes.bench.beforehand
 
+bench-sida: data build/demo/summary.json build/references/summary.json  ## SiDA's set-up as a whole and its observations, Mixtral-offloading's ablation at real size (12 minutes, and as many of training and packs)
+	$(PY) -m recipes.bench.sida
+
 bench-flash: data build/demo/summary.json  ## single neurons in place of whole experts: bytes, speed on imitated drives, curves (40 minutes, 4 GB)
 	$(PY) -m recipes.bench.flash
 
@@ -226,11 +229,17 @@ bench-rounding: data build/demo/summary.json  ## what the runtime's 8-bit activa
 bench-stream: setup $(PEERS_DIR)/llama/.built build/demo/summary.json  ## small devices, imitated: the runtime beside the paper's baselines and llama.cpp
 	$(PY) -m recipes.bench.stream
 
-bench-ahead: setup $(PEERS_DIR)/llama/.built build/demo/summary.json  ## reading ahead beside not doing so, and LRU over two bits, on imitated drives (5 minutes)
+bench-ahead: setup build/demo/summary.json  ## reading ahead beside not doing so, and LRU over two bits, on imitated drives (5 minutes)
 	$(PY) -m recipes.bench.ahead
 
 bench-fill: data build/demo/summary.json  ## the expert cache filled before the first request beside an empty one, on imitated drives (4 minutes)
 	$(PY) -m recipes.bench.fill
+
+bench-methods: setup build/demo/summary.json  ## methods of the five papers beside each other, one model and one imitated drive (6 minutes)
+	$(PY) -m recipes.bench.methods
+
+bench-edgemoe: data build/demo/summary.json  ## EdgeMoE's own algorithm, baselines, targets and reading ahead, beside ours (15 minutes)
+	$(PY) -m recipes.bench.edgemoe
 
 bench-drafts: setup build/demo/summary.json  ## drafts of answers, on text that repeats itself and on text that does not
 	$(PY) -m recipes.bench.drafts
@@ -258,6 +267,9 @@ bench-outlook: setup  ## what `moeconv plan` expects of a model's speed, beside 
 
 bench-devices: data build/demo/summary.json  ## experts on a simulated card, in memory and on a drive, beside one of them alone
 	$(PY) -m recipes.bench.cards
+
+bench-fiddler: data build/demo/summary.json  ## figures of Fiddler's paper on the same cards, and its latency model beside this processor (3 minutes)
+	$(PY) -m recipes.bench.fiddler
 
 peers-there: setup  ## are there cmake, a compiler and a package index, which what benches compare with is made with?
 	command -v cmake

@@ -1,4 +1,5 @@
-"""The order of the neurons in a pack: the number that each has in the source (SPEC.md, order.safetensors)."""
+"""The order of the neurons in a pack: the number that each has in the source (SPEC.md, order.safetensors), and orders
+that are made of firings."""
 
 from __future__ import annotations
 
@@ -7,6 +8,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 
 from moeconv.matrices import Projection
 from moert.pack.codec import F32, QuantizedMatrix, TrellisMatrix
@@ -92,3 +94,52 @@ def _rows(matrix: Projection, rows: U32) -> Projection:
         return replace(matrix, **parts)
     assert not isinstance(matrix, TrellisMatrix), "blocks of neurons have plain codes"
     return matrix[rows]
+
+
+# Orders that are made of firings. Pure.
+
+Bits = npt.NDArray[np.bool_]
+I64 = npt.NDArray[np.int64]
+
+NEAR = 2048
+"""Neurons of like frequency among which a block takes its own: in time, d_ff then counts once and not twice."""
+
+
+def by_frequency(counts: I64) -> I64:
+    """Returns neurons by falling number of firings [..., d_ff]; those with equal numbers stay in their order."""
+    return np.argsort(-counts, axis=-1, kind="stable")
+
+
+def together(fired: Bits, size: int) -> I64:
+    """Returns neurons [d_ff] in blocks of `size` that fire for the same rows; fired [rows, d_ff]. Each block begins
+    with the most frequent neuron that is left, and takes again and again the one whose rows are most like those that
+    ask for the block (Jaccard)."""
+    frequent, step = by_frequency(fired.sum(axis=0)), max(1, NEAR // size) * size
+    parts = [frequent[start : start + step] for start in range(0, len(frequent), step)]
+    return np.concatenate([part[_grouped(np.take(fired, part, axis=1), size)] for part in parts])
+
+
+def _grouped(fired: Bits, size: int) -> I64:
+    """Returns the same of neurons by falling frequency."""
+    counts, left = fired.sum(axis=0), np.ones(fired.shape[1], np.bool_)
+    order = np.empty(len(counts), np.int64)
+    for place in range(len(order)):
+        if place % size == 0:
+            asked, both = np.zeros(len(fired), np.bool_), np.zeros_like(counts)
+            chosen = int(left.argmax())
+        else:
+            alike = both / np.maximum(1, counts + int(asked.sum()) - both)
+            chosen = int(np.where(left, alike, -1).argmax())
+        order[place], left[chosen] = chosen, False
+        more = fired[:, chosen] & ~asked
+        asked |= more
+        both += fired[more].sum(axis=0)
+    return order
+
+
+def touched(fired: Bits, order: I64, size: int) -> float:
+    """Returns the share of blocks of `size` neurons in this order that a row asks for, on average; fired [rows, d_ff].
+    0..1"""
+    ordered = fired[:, order]
+    ordered = np.pad(ordered, ((0, 0), (0, -ordered.shape[1] % size)))
+    return float(ordered.reshape(len(ordered), -1, size).any(axis=2).mean())

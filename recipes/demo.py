@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any
 from moert.pack.files import write_atomically
 from moert.stats import size
 from recipes.bench.blocks import rendered
-from recipes.bench.program import as_program
+from recipes.bench.program import as_program, own_recipe
 from recipes.bench.result import Result, Row, context, row_of_runs, write
 from recipes.bench.sized import sized
 from recipes.bench.tables import speed as table
@@ -97,14 +97,13 @@ def show(chosen: Sequence[Part], name: str) -> int:
 
 def run_part(part: Part) -> dict[str, Any]:
     """Converts one model, profiles its paths, runs the pack at each budget and eviction policy."""
-    from moeconv.command.recipe import Recipe
     from moeconv.conversion.additions import profile_paths
     from moeconv.conversion.conversion import Conversion
     from moeconv.progress import bar
     from moert.pack.reader import Pack
 
     print(f"\n== {part.name}: converting", file=sys.stderr, flush=True)
-    recipe = Recipe.load(Path(f"recipes/{part.name}.toml"), part.out)
+    recipe = own_recipe(part.name, part.out)
     _, report = Conversion(recipe.settings, say, bar, profiled_next=True).run()
     settings = recipe.settings
     figures, _ = profile_paths(

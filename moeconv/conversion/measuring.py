@@ -21,7 +21,7 @@ from moeconv.conversion.settings import Settings
 from moeconv.dense import width_text
 from moeconv.errors import TargetMissed
 from moeconv.measure.codes import CodingJob, CodingWorker, LayerCoding, Shared, collect_beside
-from moeconv.measure.firing import Counts, firing_counts
+from moeconv.measure.firing import Ordered, counted, ordered
 from moeconv.measure.metrics import METRICS
 from moeconv.measure.passes import LayeredModel
 from moeconv.measure.scorers import Scorer
@@ -192,14 +192,14 @@ class Bench:
         layered = cast("Trial", self.layered)
         return Measure(lambda: layered, lambda: scorer, self.material.metric, self.journal, what)
 
-    def firing_counts(self) -> Counts:
-        """Returns how often neurons fire on the text that moments are collected on: of unquantized experts, with all
-        other weights as the pack stores them."""
+    def ordered_neurons(self, size: int) -> Ordered:
+        """Returns the order of neurons for blocks of `size` by how they fire on the text that moments are collected on:
+        of unquantized experts, with all other weights as the pack stores them."""
         self.trial.original_experts()
         material, extent = self.material, self.material.extent(self.moment_samples)
         scorer = build_scorer(self.trial, material.tokenizer, material.ranking, material.metric, extent)
         with transformers_model(self.coding.checkpoint.path):
-            return firing_counts(self.trial, scorer, self.show)
+            return ordered(counted(self.trial, scorer, self.show), size)
 
     def collect_moments(self, path: Path) -> None:
         """Writes the moments of the inputs of experts on the ranking text into a file, and those of the matrices

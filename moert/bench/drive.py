@@ -18,7 +18,7 @@ from moert.pack.reader import Pack
 from moert.stats import size
 
 Points = Sequence[tuple[str, float]]
-Kind = Literal["lines", "counts", "bars", "shares"]
+Kind = Literal["lines", "counts", "bars", "shares", "states"]
 FIRING = (0.03, 0.1, 0.4)
 """Shares of a layer's neurons that may fire for a token: of OPT-6.7B, of a model trained for it, of any other."""
 
@@ -48,8 +48,9 @@ class Figure:
     two.
 
     Lines have percentages for places, on the x axis, or whole numbers ("counts"); bars have names. Where places are
-    shares of all values ("shares"), values lie along the x axis and shares grow upwards. `caption`: names the subject,
-    the packs and the machine.
+    shares of all values ("shares"), values lie along the x axis and shares grow upwards. Series may be rows of cells
+    ("states"), whose values are states that `values` names, from 0 on and divided by commas. `caption`: names the
+    subject, the packs and the machine.
     """
 
     name: str

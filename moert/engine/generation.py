@@ -511,7 +511,8 @@ class Generation:
         self._held = ""  # text that may turn out to begin a stop string
         self._stop: str | None = None  # the stop string that was found
         self._constrained = constrained
-        self._drawn: tuple[Piece, StopReason | None] | None = None
+        self.drawn: tuple[Piece, StopReason | None] | None = None
+        """The token that was chosen, until `piece` returns it."""
         self._generator: np.random.Generator | None = None  # most texts draw nothing, and its code takes memory
 
     @property
@@ -567,16 +568,16 @@ class Generation:
         forced = self._first is not None and len(self.tokens) == 1
         if reason is None and self._constrained is not None and not forced:
             self._constrained.take(token, text)
-        self._drawn = Piece(token, text), reason
+        self.drawn = Piece(token, text), reason
 
     def ready(self, within_s: float) -> bool:
         """Returns whether `piece` returns within so many seconds: only a grammar may take longer."""
         return self._constrained is None or self._constrained.ready(within_s)
 
     def piece(self) -> Piece:
-        """Returns the token that was drawn last, with its text; `ended` tells whether it is the last."""
-        assert self._drawn is not None
-        drawn, reason = self._drawn
+        """Returns the token that was drawn, once, with its text; `ended` tells whether it is the last."""
+        assert self.drawn is not None
+        (drawn, reason), self.drawn = self.drawn, None
         text = drawn.text
         if reason is None and self._constrained is not None and self._constrained.stuck:
             reason = "eos" if self._constrained.complete else "grammar"
@@ -702,7 +703,7 @@ class BeamGeneration:
         self.text = ""
         self.stop_reason: StopReason = "interrupted"
         self.ended = False
-        self._drawn: Piece | None = None
+        self.drawn: Piece | None = None
 
     @property
     def left(self) -> int:
@@ -742,14 +743,15 @@ class BeamGeneration:
         self.text += text
         if beams.over:
             self.stop_reason = self._reason(best)
-        self._drawn = Piece(best.tokens[-1], text)
+        self.drawn = Piece(best.tokens[-1], text)
 
     def ready(self, within_s: float) -> bool:
         return True
 
     def piece(self) -> Piece:
-        assert self._drawn is not None
-        return self._drawn
+        assert self.drawn is not None
+        drawn, self.drawn = self.drawn, None
+        return drawn
 
     def _result(self, found: Hypothesis) -> GenerationResult:
         text = _text(copy.copy(self._fresh), found.tokens, last=True)

@@ -223,7 +223,6 @@ class Request:
         self._states: list[State] = []  # of its sequences; none: waits without a prefix, or has ended
         self._unread: list[Sequence[int]] = []  # by each of them
         self._drafts: Draft | None = None
-        self._drawn = False  # whether its next token is chosen, and its grammar may still look for those behind it
         self._scored = 0  # tokens of a pass with a draft
         self._kept_tokens = self._read_tokens = 0
         self._added_s = now()
@@ -466,7 +465,6 @@ class Session:
             with memory_shortage():
                 twin._states = [state.copy() for state in request._states]
                 twin._unread = list(request._unread)
-            twin._drawn = request._drawn
             twin._kept_tokens, twin._read_tokens = request._kept_tokens, request._read_tokens
             twin._added_s, twin._first_s = request._added_s, request._first_s
             self._running.append(twin)
@@ -503,7 +501,7 @@ class Session:
             self._begin()
         if not self._running:
             return []
-        started_s, running = self._now(), [each for each in self._running if not each._drawn]
+        started_s, running = self._now(), [each for each in self._running if each._generation.drawn is None]
         first, read = self._running[0], self._running[0]._read_tokens
         alone = len(self._running) == 1 and bool(running)
         drafts = first._drafts if alone and first._drafts is not None and first.begun else None
@@ -529,14 +527,13 @@ class Session:
                 taken[request] = request._take_drafted(logits, draft)
             else:
                 request._generation.draw(logits[start:row])
-                request._drawn = True
         patient_s = max(_PATIENT_S, (self._now() - started_s) / _PATIENT) if running else _LOOK_S
         until_s = self._now() + patient_s
         for request in self._running:
-            if request._drawn:
+            if request._generation.drawn is not None:  # its grammar may still look for the tokens that come next
                 if not request._generation.ready(max(0.0, until_s - self._now())):
                     continue
-                request._drawn, taken[request] = False, request._generation.piece()
+                taken[request] = request._generation.piece()
             elif request not in taken:
                 continue
             pieces.append((request, taken[request]))

@@ -14,11 +14,10 @@ from pathlib import Path
 
 from recipes.bench import race as races
 from recipes.bench.program import as_program, need
-from recipes.bench.race import CACHE, DEVICES, INT4_LRU, MOERT, alive, race, read_ahead
+from recipes.bench.race import CACHE, DEVICES, INT4_LRU, MOERT, alive, memory_bytes, race, read_ahead
 from recipes.bench.result import Row, context, row_of_runs, table, write
 from recipes.bench.shaped import DENSE, write_pack
 from recipes.bench.sized import sized
-from recipes.bench.stream import memory_bytes
 from recipes.bench.stream_packs import DEMO, Packs, expert_bytes, shaped
 from recipes.bench.stream_rows import ratios, speed_rows
 from recipes.bench.streamed import THREADS

@@ -18,14 +18,13 @@ from pathlib import Path
 from typing import Any
 
 from moeconv.artifacts import uniform
-from moeconv.command.recipe import Recipe
 from moeconv.conversion.measuring import References, evaluated
 from moeconv.dense import SOURCE
 from moeconv.plan.problem import Plan
 from moeconv.plan.search import uniform_bytes, weights_of
 from moeconv.promise.judging import estimate
 from recipes.bench.conversions import opened, run_models
-from recipes.bench.program import as_program
+from recipes.bench.program import as_program, own_recipe
 from recipes.bench.result import Row
 from recipes.bench.sized import sized
 
@@ -39,7 +38,7 @@ WIDTHS: Mapping[str, tuple[float, ...]] = sized(
 
 def rows_of(name: str, quantizer: str) -> Iterator[Row]:
     """Raises ConversionError."""
-    recipe = Recipe.load(Path(f"recipes/{name}.toml"), FOLDER, allow_code=True).settings
+    recipe = own_recipe(name, FOLDER).settings
     settings = replace(recipe, quantizer=quantizer, bits=WIDTHS[quantizer], dense_bits=SOURCE, **MODELS[name])
     with opened(settings) as bench:
         if bench.moments is not None:

@@ -139,7 +139,9 @@ BLOCKS: Mapping[str, Block] = {
     "large": Block("large", speed.large_parts),
     "many": Block("many", speed.many_parts),
     "serve": Block("serve", speed.serve_parts),
+    "methods": Block("methods", mechanisms.methods),
     "devices": Block("devices", mechanisms.devices_parts),
+    "fiddler": Block("fiddler", mechanisms.fiddler_parts),
     "card": Block("card", mechanisms.card_parts),
     "outlook": Block("outlook", mechanisms.outlook_parts),
 }

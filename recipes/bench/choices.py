@@ -54,16 +54,18 @@ Read = Callable[[Sequence[Input]], list[I64]]
 @dataclass(frozen=True)
 class Choices:
     """Of each stack with experts. `idle`: the share of a layer's experts that no token goes to, by how many tokens are
-    read; mean over layers and all inputs that are as long. `same`: see `shares_kept`."""
+    read; mean over layers and all inputs that are as long. `same`: see `shares_kept`. `first`: the experts of the first
+    input's tokens, [tokens, layers, top_k]."""
 
     idle: Mapping[StackName, Shares]
     same: Mapping[StackName, Shares]
+    first: Mapping[StackName, I64]
 
 
 def choices(measured: BenchRun, texts: Sequence[str] | None = None) -> Choices:
     """Of what a run read, by the routing that it had. What an encoder-decoder's decoder reads is what it wrote, up to
     the first end of a text. Raises PackError, RunError."""
-    idle, same = dict[StackName, Shares](), dict[StackName, Shares]()
+    idle, same, first = dict[StackName, Shares](), dict[StackName, Shares](), dict[StackName, I64]()
     with Engine.open(measured.pack.root, measured.settings.engine, notify=silent) as engine:
         prompts = prompts_of(engine, texts, measured.settings.new_tokens)
         for name in engine.spec.stacks:
@@ -73,7 +75,8 @@ def choices(measured: BenchRun, texts: Sequence[str] | None = None) -> Choices:
                 idle[name] = shares_idle(reader.read, inputs, engine.spec.moe.n)
                 changed = _changed(engine.spec, inputs, causal=name == "decoder")
                 same[name] = shares_kept(reader.read, inputs, changed)
-    return Choices(idle, same)
+                (first[name],) = reader.read(inputs[:1])
+    return Choices(idle, same, first)
 
 
 class Reader:
@@ -159,6 +162,22 @@ def shares_kept(read: Read, inputs: Sequence[Input], changed: Sequence[tuple[int
     return {step: 100 * kept[step] / all_of[step] for step in STEPS if all_of.get(step, 0) >= enough}
 
 
+IDLE, CACHED, CHOSEN, FOUND = range(4)
+"""States of an expert at a token; `FOUND`: chosen, and cached before."""
+
+
+def states(experts: I64, num_experts: int, room: int) -> I64:
+    """Returns the state of each expert of a layer at each token, [num_experts, tokens], where the `room` experts that
+    were used last are cached; experts [tokens, top_k], -1 where one was full."""
+    found, held = np.full((num_experts, len(experts)), IDLE), list[int]()
+    for token, row in enumerate(experts):
+        chosen = [int(expert) for expert in row if expert >= 0]
+        found[held, token] = CACHED
+        found[chosen, token] += CHOSEN
+        held = [*(expert for expert in held if expert not in chosen), *chosen][-room:]
+    return found
+
+
 def changes(ids: Sequence[int], special: Collection[int | None], causal: bool) -> Iterator[Change]:
     """All that can be tried with an input. Special tokens stay, and are not looked at; if it is read causally, tokens
     behind the one that is looked at don't count, so that one change serves many tokens."""
@@ -175,6 +194,12 @@ def changes(ids: Sequence[int], special: Collection[int | None], causal: bool) -
             gone = [place for place in text if abs(place - token) >= step]
             if gone:
                 yield Change(gone, [(token, step)])
+
+
+def special(spec: ModelSpec) -> set[int | None]:
+    """Returns the tokens that are no text."""
+    marks = spec.tokens
+    return {marks.bos, *marks.eos, marks.pad, marks.start, marks.first, marks.prefix_end}
 
 
 def _inputs(
@@ -202,12 +227,11 @@ def _read_back(spec: ModelSpec, written: Sequence[int]) -> list[int]:
 def _changed(spec: ModelSpec, inputs: Sequence[Input], causal: bool) -> list[tuple[int, Input, Change]]:
     """Of all changes to all inputs, some at random, until they have _CHANGED_TOKENS. Random tokens are of those that
     occur in the inputs, or where this is but one, of the vocabulary."""
-    rng, marks = np.random.default_rng(0), spec.tokens
-    special = {marks.bos, *marks.eos, marks.pad, marks.start, marks.first, marks.prefix_end}
-    tokens = sorted({token for each in inputs for token in each.ids} - special)
+    rng, marks = np.random.default_rng(0), special(spec)
+    tokens = sorted({token for each in inputs for token in each.ids} - marks)
     if len(tokens) < 2:
-        tokens = sorted(set(range(spec.vocab_size)) - special)
-    possible = [(number, each) for number, one in enumerate(inputs) for each in changes(one.ids, special, causal)]
+        tokens = sorted(set(range(spec.vocab_size)) - marks)
+    possible = [(number, each) for number, one in enumerate(inputs) for each in changes(one.ids, marks, causal)]
     found, room = list[tuple[int, Input, Change]](), _CHANGED_TOKENS
     for place in rng.permutation(len(possible)):
         number, change = possible[place]

@@ -19,7 +19,6 @@ from scipy.stats import rankdata
 
 from moeconv.artifacts import SIGNALS, Probe, uniform
 from moeconv.calibration import RANKING_SHARE, divide, load_splits
-from moeconv.command.recipe import Recipe
 from moeconv.conversion.conversion import directory_of, subject_of
 from moeconv.conversion.material import Coding, Material
 from moeconv.conversion.measuring import Bench
@@ -36,6 +35,7 @@ from moeconv.sweep.probes import Found, Seq2SeqProber, TextProber
 from moeconv.sweep.sensitivity import BASE_BITS
 from moert.pack.codec import WIDTHS
 from moert.pack.model_spec import ExpertKey, LayerKey
+from recipes.bench.program import own_recipe
 from recipes.bench.result import Row, context, row_of_runs, table, write
 
 # What a conversion measures with, over the journal in its work directory, without the conversion.
@@ -145,7 +145,7 @@ class Subject:
     """One reference model with all experts at the base's width, and the scorer and prober that both work on."""
 
     def __init__(self, name: str, samples: int) -> None:
-        settings = Recipe.load(Path(f"recipes/{name}.toml"), Path("build"), allow_code=True).settings
+        settings = own_recipe(name, Path("build")).settings
         path = Path(settings.model)
         self.name, checkpoint = name, Checkpoint.open(path)
         self.coder = ExpertCoder(checkpoint, QUANTIZERS["channel"](None), None)

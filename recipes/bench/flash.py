@@ -3,8 +3,9 @@ et al., arXiv 2312.11514), on the reference models with ReLU.
 
 Parts: `bytes` that are read for a token beside whole experts in the same room; `steps` from loading all that a token
 needs to what is here, on imitated drives; `today`, the speed beside whole experts; `curves` of what a window leaves to
-be loaded, and of hits; `order`, in which order neurons lie best; `shapes` of published models with recorded firings.
-Races also say where a token's time goes, and what the process held. All text is held out.
+be loaded, and of hits; `memory`, slots beside copies; `order`, in which order neurons lie best; `drafts` by n-grams;
+`reads`, the speed of the drive by the size of a read; `shapes` of published models with recorded firings. Races also
+say where a token's time goes, and what the process held. All text is held out.
 
 Writes build/bench/flash.json."""
 
@@ -16,19 +17,34 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from itertools import product
 from pathlib import Path
+
+import numpy as np
 
 from moeconv.conversion.settings import neurons_of
 from moeconv.conversion.taught import usual_rank
-from moeconv.order import load_order
+from moeconv.order import NeuronOrder, by_frequency, load_order
 from moeconv.writer import add_to_pack
+from moert.bench.curve import CELL_S, IN_FLIGHT, curve_of
 from moert.beside.flash.runner import EXACT, PREDICTED
+from moert.pack.errors import Error
 from moert.pack.learnt import PREDICTOR, NeuronPredictor
 from moert.pack.manifest import BACKBONE
 from moert.pack.model_spec import ModelSpec
 from moert.pack.reader import MANIFEST, Pack
-from recipes.bench.flash_firings import Firings, Recorder, hit_rows, order_rows, window_rows
+from recipes.bench import drafts
+from recipes.bench.flash_firings import (
+    COUNTED,
+    IN_THE_PACK,
+    Firings,
+    Recorder,
+    hit_rows,
+    managed_rows,
+    order_rows,
+    window_rows,
+)
 from recipes.bench.flash_measures import (
     BITS,
     BUNDLED,
@@ -44,6 +60,7 @@ from recipes.bench.flash_measures import (
     WHOLE,
     Subject,
     bytes_rows,
+    counted_of,
     inputs,
     memory_bytes,
     of_naive_rows,
@@ -264,6 +281,8 @@ SECONDS, ROUNDS = sized((0.5, 3), (0.05, 1))
 STEPPED, STEP_DEVICES = ("opt",), ("ssd", "board")
 """Where everything is asked for at each token."""
 SSD = "ssd"
+READ_SECONDS = sized(CELL_S, 0.01)
+"""Of reads of one size."""
 
 
 def curves(subject: Subject) -> Iterator[Row]:
@@ -273,12 +292,45 @@ def curves(subject: Subject) -> Iterator[Row]:
     yield from hit_rows(subject.name, firings, opened.neurons(opened.manifest.experts[0].key).per_block)
 
 
-def order(subject: Subject) -> Iterator[Row]:
+def memory(subject: Subject) -> Iterator[Row]:
+    """Slots beside copies, also in the shapes that have these firings."""
     firings, _ = recorded(subject)
-    yield from order_rows(subject.name, firings, load_order(Pack.open(pack_of(subject, COLUMNS))))
+    yield from managed_rows(subject.name, firings, Pack.open(pack_of(subject, COLUMNS)).manifest.model)
+    for shape in SHAPES.values():
+        if shape.subject == subject:
+            yield from managed_rows(f"{shape.model} like {subject.name}", firings, shape.spec)
 
 
-PARTS: Mapping[str, Callable[[Subject], Iterable[Row]]] = {"bytes": bytes_rows, "curves": curves, "order": order}
+def drafted(subject: Subject) -> Iterator[Row]:
+    """Neurons with drafts by n-grams beside without, as in `make bench-drafts`."""
+    for room, kind in product(drafts.ROOMS, (drafts.QUOTED, drafts.LIKELIEST)) if subject.name in STEPPED else ():
+        for row in drafts.rows_of(pack_of(subject, COLUMNS), room, kind):
+            yield replace(row, name=f"{subject.name}, {row.name}")
+
+
+def reads(subject: Subject) -> Iterator[Row]:
+    """The speed of the drive under a pack, by the size of a read."""
+    pack = Pack.open(pack_of(subject, COLUMNS))
+    files = dict.fromkeys(pack.file(entry.path) for entry in pack.manifest.experts)
+    curve = curve_of([*files], READ_SECONDS)
+    for chunk, count in product(curve.chunks, (IN_FLIGHT[0], IN_FLIGHT[-1])):
+        speed = curve.speeds[chunk, count] / 1e6
+        yield Row(f"reads of {chunk} bytes, {count} at once", speed, "MB/s")
+
+
+def order(subject: Subject) -> Iterator[Row]:
+    from moeconv.measure.firing import ordered
+
+    firings, _ = recorded(subject)
+    layers = counted_of(subject)
+    frequent = NeuronOrder({at: by_frequency(each.counts).astype(np.uint32) for at, each in layers.items()})
+    others = {IN_THE_PACK: lambda size: ordered(layers.items(), size).order, COUNTED: lambda size: frequent}
+    yield from order_rows(subject.name, firings, load_order(Pack.open(pack_of(subject, COLUMNS))), others)
+
+
+PARTS: Mapping[str, Callable[[Subject], Iterable[Row]]] = {
+    "bytes": bytes_rows, "curves": curves, "memory": memory, "order": order, "drafts": drafted, "reads": reads,
+}  # fmt: skip
 RACES = ("steps", "today", "shapes")
 
 
@@ -287,7 +339,7 @@ def pieces(asked: argparse.Namespace, failed: list[str]) -> Iterator[tuple[str, 
     subjects = [SUBJECTS[name] for name in asked.models]
     turn = (asked.seconds, asked.rounds, failed)
     for part, rows_of in PARTS.items():
-        for subject in subjects if part in asked.parts else ():
+        for subject in subjects[: 1 if part == "reads" else None] if part in asked.parts else ():
             yield f"{subject.name}, {part}", lambda rows_of=rows_of, subject=subject: rows_of(subject)
     for subject in subjects:
         for device in STEP_DEVICES if "steps" in asked.parts and subject.name in STEPPED else ():
@@ -306,7 +358,7 @@ def all_rows(asked: argparse.Namespace, failed: list[str]) -> list[Row]:
         started, found = time.perf_counter(), list[Row]()
         try:
             found += piece()
-        except (RuntimeError, OSError, subprocess.CalledProcessError) as error:
+        except (RuntimeError, OSError, ValueError, Error, subprocess.CalledProcessError) as error:
             tell(name, error, failed)
         print(table(found), end="\n\n", file=sys.stderr, flush=True)
         say(f"{name}: {time.perf_counter() - started:.0f} s")

@@ -1,20 +1,21 @@
-"""Neurons that fire: recorded and replayed, curves over rooms and windows, orders in which they lie."""
+"""Neurons that fire: recorded and replayed, curves over rooms and windows, room for them, orders in which they lie."""
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
-import numpy.typing as npt
 
-from moeconv.order import NeuronOrder
+from moeconv.order import Bits, NeuronOrder, by_frequency, together, touched
 from moert.beside.flash.keeping import I64, KEEPING, Blocks, Hits, Keeping
 from moert.pack.codec import F32, U8
 from moert.pack.files import atomic_write
-from moert.pack.model_spec import ExpertKey, LayerKey
+from moert.pack.model_spec import ExpertKey, LayerKey, ModelSpec
 from recipes.bench.result import Row
 
 if TYPE_CHECKING:
@@ -24,7 +25,6 @@ if TYPE_CHECKING:
 # put in the place of those of a model of another shape.
 # A *visit* is a layer and a token. Every model here goes to one expert a layer and token.
 
-Bits = npt.NDArray[np.bool_]
 Found = F32 | Bits
 """What neurons give, or whether they are named. [tokens, d_ff]"""
 SHIFT = 97
@@ -306,10 +306,68 @@ def hit_rows(name: str, firings: Firings, per_block: int) -> Iterator[Row]:
             yield Row(f"{name}: room for {room:.0%} of blocks: {way}", 100 * rate, "% hits")
 
 
-# Does it pay to lay neurons side by side that fire together? The paper's negative result, on recorded firings.
-# Pure.
-# An order is made of the first half of a recording and judged on the second; that of a pack was made of calibration
-# text.
+# How long it takes to manage neurons in memory: in slots, of which none is moved, as the runtime has them; and side by
+# side, the last ones copied to the places of those that leave. A neuron is its rows and its column at 16 bits.
+
+MANAGED = 256
+"""Tokens, behind as many that fill the room."""
+WINDOW = "window"
+
+
+class SideBySide:
+    """Neurons at the beginning of a room, without gaps (Alizadeh et al. 2023, section 3.3)."""
+
+    def __init__(self, n_neurons: int, n_places: int, nbytes: int) -> None:
+        self.room = np.zeros((n_places, nbytes), np.uint8)
+        self.place_of: I64 = np.full(n_neurons, -1)
+        self.count = self.moved_bytes = 0
+        self._in: I64 = np.zeros(n_places, np.int64)
+
+    def change(self, leaving: I64, coming: I64) -> None:
+        """Removes neurons [n], and gives places behind the last one to others [m]."""
+        count, places = self.count - len(leaving), self.place_of[leaving]
+        self.place_of[leaving] = -1
+        last = count + (self.place_of[self._in[count : self.count]] >= 0).nonzero()[0]
+        free = places[places < count]
+        self.room[free] = self.room[last]
+        self.moved_bytes += len(free) * self.room.shape[1]
+        self._put(self._in[last], free)
+        self.count = count + len(coming)
+        self._put(coming, np.arange(count, self.count))
+
+    def _put(self, neurons: I64, places: I64) -> None:
+        self.place_of[neurons], self._in[places] = places, neurons
+
+
+def managed_rows(name: str, firings: Firings, spec: ModelSpec) -> Iterator[Row]:
+    """Of all layers for a token, with room for half of the neurons of each."""
+    moe, layers = spec.moe, spec.moe_layers("decoder")
+    nbytes = 2 * len(moe.ffn.projections) * spec.expert_width
+    replay, slots_s, copies_s, moved = Replay(firings, layers, moe.n, moe.ffn.d_ff), 0.0, 0.0, 0
+    for at in layers:
+        rows = replay.begin(at, 2 * MANAGED)
+        visits, _ = visits_of(replay.experts(at, rows)[:, 0], replay.pattern(at, rows), 1)
+        n_neurons = moe.n * moe.ffn.d_ff
+        blocks, beside = Blocks(n_neurons, KEEPING[WINDOW]), SideBySide(n_neurons, n_neurons // 2, nbytes)
+        blocks.resize(n_neurons // 2)
+        for number, wanted in enumerate(visits):
+            before, moved_before, started = blocks.slot_of.copy(), beside.moved_bytes, time.perf_counter()
+            coming = blocks.want(wanted[: n_neurons // 2]).blocks
+            wanted_at = time.perf_counter()
+            leaving = ((before >= 0) & (blocks.slot_of < 0)).nonzero()[0]
+            found_at = time.perf_counter()
+            beside.change(leaving, coming)
+            if number >= MANAGED:
+                slots_s += wanted_at - started
+                copies_s += time.perf_counter() - found_at
+                moved += beside.moved_bytes - moved_before
+    yield Row(f"{name}: managing slots", 1e3 * slots_s / MANAGED, "ms a token")
+    yield Row(f"{name}: copying the last neurons", 1e3 * copies_s / MANAGED, "ms a token more")
+    yield Row(f"{name}: bytes of copies", moved / 1e6 / MANAGED, "MB a token")
+
+
+# Does it pay to lay neurons side by side that fire together? Orders of the first half of a recording are judged on the
+# second; beside them those of calibration text. Pure.
 
 SIZES = (2, 4, 8, 16, 32)
 LEAST_VISITS = 64
@@ -317,48 +375,14 @@ LEAST_VISITS = 64
 MOST_EXPERTS = 4
 """Of a layer that are looked at: those with the most tokens."""
 
-
-def as_given(fired: Bits, size: int) -> I64:
-    return np.arange(fired.shape[1])
-
-
-def by_frequency(fired: Bits, size: int) -> I64:
-    """Those that fire most come first."""
-    return np.argsort(-fired.sum(axis=0), kind="stable")
-
-
-def together(fired: Bits, size: int) -> I64:
-    """Blocks of `size`: each begins with the most frequent neuron that is left, and takes again and again the one whose
-    tokens are most like those that ask for the block (Jaccard)."""
-    counts, left = fired.sum(axis=0), np.ones(fired.shape[1], np.bool_)
-    order: list[int] = []
-    while left.any():
-        chosen = int(np.where(left, counts, -1).argmax())
-        asked, both = np.zeros(len(fired), np.bool_), np.zeros_like(counts)
-        for _ in range(min(size, int(left.sum()))):
-            order.append(chosen)
-            left[chosen] = False
-            more = fired[:, chosen] & ~asked
-            asked |= more
-            both += fired[more].sum(axis=0)
-            alike = both / np.maximum(1, counts + int(asked.sum()) - both)
-            chosen = int(np.where(left, alike, -1).argmax())
-    return np.array(order)
-
-
 ORDERS: Mapping[str, Callable[[Bits, int], I64]] = {
-    "as given": as_given, "by frequency": by_frequency, "together": together,
-}  # fmt: skip
+    "as given": lambda fired, size: np.arange(fired.shape[1]),
+    "by frequency": lambda fired, size: by_frequency(fired.sum(axis=0)),
+    "together": together,
+}
 
-IN_THE_PACK = "in the pack"
-"""By how often they fire on calibration text."""
-
-
-def touched(fired: Bits, order: I64, size: int) -> float:
-    """Of the blocks of `size` neurons in this order, how many a token asks for, on average. 0..1"""
-    ordered = fired[:, order]
-    ordered = np.pad(ordered, ((0, 0), (0, -ordered.shape[1] % size)))
-    return float(ordered.reshape(len(ordered), -1, size).any(axis=2).mean())
+IN_THE_PACK, COUNTED = "in the pack", "by frequency on calibration text"
+"""As a conversion lays neurons for blocks of that size; as it did before it looked at which ones fire together."""
 
 
 def closest_friends(fired: Bits) -> I64:
@@ -393,17 +417,20 @@ def halves(firings: Firings) -> Iterator[tuple[int, int, Bits, Bits]]:
                 yield layer, expert, mine[: len(mine) // 2], mine[len(mine) // 2 :]
 
 
-def order_rows(name: str, firings: Firings, order: NeuronOrder | None = None) -> Iterator[Row]:
-    """`order`: of the pack that was recorded; None: it has that of the checkpoint."""
+def order_rows(
+    name: str, firings: Firings, order: NeuronOrder | None = None,
+    others: Mapping[str, Callable[[int], NeuronOrder]] = MappingProxyType({}),
+) -> Iterator[Row]:  # fmt: skip
+    """`order`: of the pack that was recorded; None: it has that of the checkpoint. `others`: by name, orders that were
+    made of other text, for blocks of so many neurons."""
     parts = list(halves(firings if order is None else as_trained(firings, order)))
     if not parts:
         return
-    places = [] if order is None else [at for at in order.layers if at.stack == "decoder"]
     for size in SIZES:
         shares = {what: [touched(b, of(a, size), size) for _, _, a, b in parts] for what, of in ORDERS.items()}
-        if order is not None:
-            lies = [order.of(places[layer].expert(expert)).astype(np.int64) for layer, expert, _, _ in parts]
-            shares[IN_THE_PACK] = [touched(b, each, size) for each, (_, _, _, b) in zip(lies, parts, strict=True)]
+        for what, made in others.items():
+            layers = [rows.astype(np.int64) for at, rows in made(size).layers.items() if at.stack == "decoder"]
+            shares[what] = [touched(b, layers[layer][expert], size) for layer, expert, _, b in parts]
         for what, each in shares.items():
             share = float(np.mean(each))
             yield Row(f"{name}, blocks of {size}: {what}", 100 * share, "% of blocks", n=len(parts))

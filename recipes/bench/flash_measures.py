@@ -9,6 +9,7 @@ import sys
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
+from functools import cache
 from itertools import product
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -28,9 +29,9 @@ from recipes.bench.stream_rows import ratios
 from recipes.bench.streamed import THREADS, Spent
 
 if TYPE_CHECKING:
-    from moeconv.order import NeuronOrder
-    from moeconv.source.checkpoint import Checkpoint
+    from moeconv.measure.firing import Counted
     from moert.pack.learnt import NeuronPredictor
+    from moert.pack.model_spec import LayerKey
 
 # What `make bench-flash` runs: reference models with ReLU, whole and by neurons, at four bits, and held-out text.
 
@@ -82,10 +83,11 @@ def say(line: str) -> None:
 
 def pack_of(subject: Subject, layout: str, ordered: bool = True) -> Path:
     """All experts at four bits in groups, all else as in the checkpoint; made anew where that is another one. By
-    neurons, if `ordered` those that fire most often on calibration text come first; else they lie as in the checkpoint.
-    """
+    neurons, if `ordered` they lie as a conversion lays them; else as in the checkpoint."""
     from moeconv.artifacts import uniform
     from moeconv.conversion.settings import neurons_of
+    from moeconv.conversion.taught import guessed_block
+    from moeconv.measure.firing import ordered as ordered_by
     from moeconv.packing.emit import Label, emit
     from moeconv.quantizers import QUANTIZERS
     from moeconv.quantizers.coder import ExpertCoder
@@ -95,35 +97,42 @@ def pack_of(subject: Subject, layout: str, ordered: bool = True) -> Path:
     neurons = neurons_of(layout, checkpoint.spec, mxfp4=False)
     ordered = ordered and neurons is not None
     out = FOLDER / f"{subject.name}-{layout}{'-ordered' if ordered else ''}.pack"
-    creator = f"recipes.bench.flash {checkpoint.sha256} {neurons}{' ordered' if ordered else ''}"
+    creator = f"recipes.bench.flash {checkpoint.sha256} {neurons}{' ordered together' if ordered else ''}"
     if is_pack(out) and Pack.open(out).manifest.creator == creator:
         return out
     say(f"{out} is written")
     shutil.rmtree(out, ignore_errors=True)
     FOLDER.mkdir(parents=True, exist_ok=True)
-    coder = ExpertCoder(checkpoint, QUANTIZERS["group"](None), None, neurons=neurons)
-    order = order_of(subject, checkpoint) if ordered else None
+    coder, order = ExpertCoder(checkpoint, QUANTIZERS["group"](None), None, neurons=neurons), None
+    if ordered and neurons is not None:
+        block = guessed_block(checkpoint.spec, coder.quantizer.group_size, neurons)
+        order = ordered_by(counted_of(subject).items(), block).order
     emit(coder, uniform(checkpoint.spec, BITS), out, seed=0, label=Label(creator), order=order)
     return out
 
 
-def order_of(subject: Subject, checkpoint: Checkpoint) -> NeuronOrder:
-    """By how often neurons of the unquantized model fire on calibration text."""
+@cache
+def counted_of(subject: Subject) -> Mapping[LayerKey, Counted]:
+    """Returns which neurons of the unquantized model fire on calibration text."""
     from moeconv.calibration import Sample
-    from moeconv.measure.firing import by_frequency, firing_counts
+    from moeconv.measure.firing import counted
     from moeconv.measure.metrics import METRICS
     from moeconv.measure.scoring import Extent, build_scorer, load_tokenizer
     from moeconv.measure.trial import LoadedModel
     from moeconv.progress import unseen
+    from moeconv.source.checkpoint import Checkpoint
 
     say(f"{subject.name}: neurons that fire are counted")
     lines = Path(f"build/data/{subject.data}/calibration.jsonl").read_text(encoding="utf-8").splitlines()
     rows = [json.loads(line) for line in lines]
     samples = [Sample(row.get("text", row.get("input", "")), row.get("target", "")) for row in rows]
-    loaded, tokenizer = LoadedModel(checkpoint), load_tokenizer(MODELS / subject.name / "tokenizer.json")
+    loaded, tokenizer = (
+        LoadedModel(Checkpoint.open(MODELS / subject.name)),
+        load_tokenizer(MODELS / subject.name / "tokenizer.json"),
+    )
     extent = Extent(ORDER_INPUTS if subject.prompt_tokens is None else ORDER_WINDOWS, CONTEXT, None)
     scorer = build_scorer(loaded, tokenizer, samples, METRICS["perplexity"], extent)
-    return by_frequency(firing_counts(loaded, scorer, unseen))
+    return dict(counted(loaded, scorer, unseen))
 
 
 def predicting(subject: Subject, layout: str) -> Path:

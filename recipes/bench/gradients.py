@@ -16,12 +16,11 @@ from typing import Any
 import numpy as np
 
 from moeconv.artifacts import FISHER, ConversionReport, Probe, SensitivityTable, Target
-from moeconv.command.recipe import Recipe
 from moeconv.conversion.conversion import Conversion
 from moeconv.dense import SOURCE
 from moeconv.progress import unseen
 from recipes.bench.conversions import correlation, run_models
-from recipes.bench.program import as_program
+from recipes.bench.program import as_program, own_recipe
 from recipes.bench.result import Row
 from recipes.bench.sized import sized
 
@@ -36,7 +35,7 @@ RANK_AIM, FLOPS_AIM, TIME_AIM = 0.93, 0.05, 0.10
 
 def convert(name: str, signal: str, target: Target | None = None) -> ConversionReport:
     """By its recipe but for these. Raises ConversionError."""
-    settings = replace(Recipe.load(Path(f"recipes/{name}.toml"), FOLDER).settings, dense_bits=SOURCE, **MODELS[name])
+    settings = replace(own_recipe(name, FOLDER).settings, dense_bits=SOURCE, **MODELS[name])
     settings = replace(
         settings, signal=signal, target=target or settings.target, out=FOLDER / f"{name}-{signal}.pack",
     )  # fmt: skip

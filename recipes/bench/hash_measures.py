@@ -33,6 +33,7 @@ from moert.pack.paths import PATHS, TRACE, Trace, TransitionTable
 from moert.pack.reader import MANIFEST, Pack, is_pack
 from recipes.bench import controls
 from recipes.bench.controls import Foreseen
+from recipes.bench.program import own_recipe
 from recipes.bench.result import Row
 from recipes.bench.routing import Replaced
 from recipes.bench.sized import TRAINING, sized
@@ -85,11 +86,11 @@ def say(line: str) -> None:
 def with_function(subject: Subject) -> Path:
     """The pack with a hash function, trained by `moeconv train-hash` as it is by default."""
     if not is_pack(subject.pack):
-        source = _source(subject)
+        copied = source(subject)
         FOLDER.mkdir(parents=True, exist_ok=True)
         shutil.rmtree(subject.pack, ignore_errors=True)
-        shutil.copytree(source, subject.pack, copy_function=os.link, ignore=shutil.ignore_patterns(MANIFEST))
-        shutil.copy(source / MANIFEST, subject.pack)
+        shutil.copytree(copied, subject.pack, copy_function=os.link, ignore=shutil.ignore_patterns(MANIFEST))
+        shutil.copy(copied / MANIFEST, subject.pack)
     if HASH not in Pack.open(subject.pack).manifest.files:
         say(f"{subject.name}: a hash function is trained")
         command = [sys.executable, "-m", "moeconv", "train-hash", str(subject.pack)]
@@ -98,8 +99,8 @@ def with_function(subject: Subject) -> Path:
     return subject.pack
 
 
-def _source(subject: Subject) -> Path:
-    """The pack of `make demo` or `make report`; where there is none, one made by the same recipe."""
+def source(subject: Subject) -> Path:
+    """Returns the pack of `make demo` or `make report`; where there is none, one made by the same recipe."""
     name = f"{subject.name}.pack"
     for folder in (DEMO, REFERENCES, FOLDER / "converted"):
         if is_pack(folder / name):
@@ -108,14 +109,13 @@ def _source(subject: Subject) -> Path:
 
 
 def _converted(subject: Subject) -> Path:
-    from moeconv.command.recipe import Recipe
     from moeconv.conversion.additions import profile_paths
     from moeconv.conversion.conversion import Conversion
     from moeconv.progress import bar
 
     say(f"{subject.name}: converted by its recipe")
     (FOLDER / "converted").mkdir(parents=True, exist_ok=True)
-    settings = Recipe.load(Path(f"recipes/{subject.name}.toml"), FOLDER / "converted").settings
+    settings = own_recipe(subject.name, FOLDER / "converted").settings
     Conversion(settings, say, bar, profiled_next=True).run()
     profile_paths(
         Pack.open(settings.out), calib=None, heldout=None, seed=None, samples=settings.samples, context=None, say=say,
@@ -174,7 +174,7 @@ def routings(subject: Subject) -> dict[str, str]:
 
 def kept_rows(subject: Subject) -> list[Row]:
     """The same text with the routers and with the function, all experts in memory; nothing where it can't be."""
-    judged = {what: _judged(subject, routing) for what, routing in routings(subject).items()}
+    judged = {what: judged_by(subject, routing) for what, routing in routings(subject).items()}
     if len(judged) < len(ROUTINGS):
         return []
     exact, hashed = judged["routers"], judged["hash"]
@@ -186,8 +186,10 @@ def kept_rows(subject: Subject) -> list[Row]:
     ]
 
 
-def _judged(subject: Subject, routing: str) -> float:
+def judged_by(subject: Subject, routing: str, change: Callable[[Engine], object] = lambda engine: None) -> float:
+    """Returns the metric of its answers, or its perplexity. `change` is called with the engine before it reads."""
     with Engine.open(subject.pack, routing=routing, predict="none", threads=THREADS, notify=lambda _: None) as engine:
+        change(engine)
         return _perplexity(engine, inputs(subject, "long", WINDOWS)) if subject.is_text else _metric(engine, subject)
 
 

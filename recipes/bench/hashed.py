@@ -63,8 +63,9 @@ AT_ONCE = 10
 """Inputs of a round."""
 
 
-def demanded_rows(subject: Subject, length: str) -> list[Row]:
-    """The experts that an input asks for from its start to its end, as a share of the bytes of all."""
+def demanded(subject: Subject, length: str) -> list[float]:
+    """Returns, of each input, the experts that it asks for from its start to its end, as a share of the bytes of
+    all."""
     nbytes = {entry.key: entry.file_bytes for entry in Pack.open(subject.pack).manifest.experts}
     trace: list[Demand] = []
     shares = []
@@ -74,6 +75,11 @@ def demanded_rows(subject: Subject, length: str) -> list[Row]:
             asked = {key for demand in trace for key in demand.expert_keys()}
             shares.append(_share(asked, nbytes))
             trace.clear()
+    return shares
+
+
+def demanded_rows(subject: Subject, length: str) -> list[Row]:
+    shares = demanded(subject, length)
     saved = 100 * (1 - sum(shares) / len(shares))
     row = Row(f"{subject.name}, {length}: expert memory that is not needed", saved, "%", n=len(shares))
     return [row.at_least(SAVED_AIM) if length == LENGTHS[0] else row]
@@ -209,11 +215,11 @@ def entry_of(subject: Subject, side: Side, share: float) -> Entry:
         str(pack), room, side.eviction, side.predictor, prompts=str(_prompts(subject)), new_tokens=subject.new_tokens,
         prefers="exact",
     )  # fmt: skip
-    return of_setting(called(side, share), setting, WARM_TOKENS, _memory_bytes(pack, share))
+    return of_setting(called(side, share), setting, WARM_TOKENS, memory_bytes(pack, share))
 
 
-def _memory_bytes(pack: Path, share: float) -> int:
-    """Of every process at this budget."""
+def memory_bytes(pack: Path, share: float) -> int:
+    """Returns the memory of every process at this budget."""
     backbone = Pack.open(pack).manifest.files[BACKBONE].nbytes
     return int(share * expert_bytes(pack)) + backbone + PROCESS_BYTES + FUNCTION_BYTES
 

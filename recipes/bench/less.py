@@ -28,7 +28,6 @@ from pathlib import Path
 import numpy as np
 
 from moeconv.artifacts import ConversionReport, ReadPoint, Residence
-from moeconv.command.recipe import Recipe
 from moeconv.conversion.choosing import Bonuses
 from moeconv.conversion.conversion import Conversion
 from moeconv.conversion.measuring import Account, References
@@ -50,12 +49,23 @@ from moert.pack.reader import MANIFEST, Pack
 from recipes.bench import routing as recorded
 from recipes.bench.conversions import opened
 from recipes.bench.llama import file_of
-from recipes.bench.program import as_program, need
-from recipes.bench.race import MOERT, RESIDENT, Device, Entry, Outcome, of_llama, of_setting, race, read_ahead
+from recipes.bench.program import as_program, need, own_recipe
+from recipes.bench.race import (
+    MOERT,
+    RESIDENT,
+    Device,
+    Entry,
+    Outcome,
+    memory_bytes,
+    of_llama,
+    of_setting,
+    race,
+    read_ahead,
+)
 from recipes.bench.result import Row, context, row_of_runs, table, write
 from recipes.bench.shaped import OLMOE
 from recipes.bench.sized import sized
-from recipes.bench.stream import DEVICES, LLAMA, SAME_AS_Q2_K, alive, disk_bytes_per_s, memory_bytes, tell
+from recipes.bench.stream import DEVICES, LLAMA, SAME_AS_Q2_K, alive, disk_bytes_per_s, tell
 from recipes.bench.stream_packs import HELDOUT_WINDOWS, Packs, expert_bytes, prompts, shaped, texts
 from recipes.bench.stream_rows import ratios
 from recipes.bench.streamed import THREADS, Setting, beginnings
@@ -80,7 +90,7 @@ def say(line: str) -> None:
 
 def settings_of(name: str) -> Settings:
     """Those of the recipe that made the plain pack, and with --resident."""
-    recipe = Recipe.load(Path(f"recipes/{name}.toml"), PLAIN[name].parent)
+    recipe = own_recipe(name, PLAIN[name].parent)
     return replace(recipe.settings, out=FOLDER / f"{name}.pack", resident=SHARES)
 
 

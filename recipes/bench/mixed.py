@@ -20,14 +20,13 @@ from pathlib import Path
 from typing import NamedTuple
 
 from moeconv.artifacts import uniform
-from moeconv.command.recipe import Recipe
 from moeconv.conversion.measuring import Bench, References, evaluated
 from moeconv.plan.problem import Plan
 from moeconv.plan.search import uniform_bytes, weights_of
 from moeconv.promise.judging import estimate
 from moert.pack.manifest import LossEstimate
 from recipes.bench.conversions import opened, run_models
-from recipes.bench.program import as_program
+from recipes.bench.program import as_program, own_recipe
 from recipes.bench.result import Row
 from recipes.bench.sized import sized
 
@@ -69,7 +68,7 @@ class Measured(NamedTuple):
 
 def measured(name: str, outside: Outside) -> dict[int, Measured]:
     """By the width of all experts, with this outside them. Raises ConversionError."""
-    settings = replace(Recipe.load(Path(f"recipes/{name}.toml"), FOLDER).settings, dense_bits=outside.dense_bits)
+    settings = replace(own_recipe(name, FOLDER).settings, dense_bits=outside.dense_bits)
     found = {}
     with opened(settings) as bench:
         if bench.moments is not None:

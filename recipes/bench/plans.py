@@ -28,7 +28,6 @@ import torch
 from scipy.optimize import Bounds, LinearConstraint, milp
 
 from moeconv.artifacts import Bits, SensitivityTable, Target, uniform
-from moeconv.command.recipe import Recipe
 from moeconv.conversion.measuring import Account, Bench, References, evaluated, job_of, swept
 from moeconv.conversion.room import Memory
 from moeconv.dense import SOURCE
@@ -40,7 +39,7 @@ from moeconv.quantizers.coder import batches
 from moeconv.source.experts import Call, expert_ffn
 from moert.pack.model_spec import ExpertKey, LayerKey
 from recipes.bench.conversions import opened, run_models
-from recipes.bench.program import as_program
+from recipes.bench.program import as_program, own_recipe
 from recipes.bench.result import Row, row_of_runs
 from recipes.bench.sized import sized
 
@@ -201,7 +200,7 @@ def rows_of(name: str) -> list[Row]:
     """Raises ConversionError."""
     probed = sorted({*WIDTHS, *MC_WIDTHS})
     settings = replace(
-        Recipe.load(Path(f"recipes/{name}.toml"), FOLDER, allow_code=True).settings,
+        own_recipe(name, FOLDER).settings,
         bits=tuple(probed), dense_bits=SOURCE, **MODELS[name],
     )  # fmt: skip
     with opened(settings) as bench:

@@ -6,7 +6,10 @@ import inspect
 import sys
 from collections.abc import Callable, Iterable
 from pathlib import Path
-from typing import NoReturn
+from typing import TYPE_CHECKING, NoReturn
+
+if TYPE_CHECKING:
+    from moeconv.command.recipe import Recipe
 
 MISTAKE = 2
 
@@ -19,6 +22,13 @@ def need(paths: Iterable[Path], target: str) -> None:
     """Raises Missing unless all paths are there; `make TARGET` makes them."""
     if absent := [str(path) for path in paths if not path.exists()]:
         raise Missing(f"{' and '.join(absent)} missing: run `make {target}`")
+
+
+def own_recipe(name: str, out: Path) -> Recipe:
+    """Returns a recipe of this project, whose metric may be a program that lies beside it; its pack goes to `out`."""
+    from moeconv.command.recipe import Recipe
+
+    return Recipe.load(Path(f"recipes/{name}.toml"), out, allow_code=True)
 
 
 def as_program(main: Callable[[], int | None], about: str | None = None, takes: str = "") -> NoReturn:

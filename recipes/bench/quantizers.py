@@ -24,7 +24,6 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
 from moeconv.calibration import Sample, load_splits
-from moeconv.command.recipe import Recipe
 from moeconv.quantizers import Inputs
 from moeconv.quantizers.moments import Moments, collect
 from moeconv.source.checkpoint import Checkpoint
@@ -33,6 +32,7 @@ from moert.pack.codec import F32
 from moert.pack.model_spec import ExpertKey
 from recipes import talk
 from recipes.bench.ggml_products import BLOCK, I_QUANTS, K_QUANTS, Traits
+from recipes.bench.program import own_recipe
 from recipes.bench.sized import sized
 
 # Calls in a process of their own: one that ends with an abort, as C code may, takes nothing else with it.
@@ -482,7 +482,7 @@ class Subject:
 def _texts(name: str, path: Path, sizes: tuple[int, int]) -> tuple[Sequence[Batch], dict[str, Text]]:
     """What the quantizers see, and what each split is judged on. `path` has the model's tokenizer."""
     recipe = "wiki" if name == PUBLISHED else name
-    settings = Recipe.load(Path(f"recipes/{recipe}.toml"), Path("build"), allow_code=True).settings
+    settings = own_recipe(recipe, Path("build")).settings
     assert settings.calib is not None
     splits = load_splits(settings.calib, None, seed=0)
     seen, judged = sizes

@@ -20,6 +20,8 @@ from typing import Literal
 
 from moert.experts.names import DEFAULT_PREDICTOR
 from moert.machine import drop_page_cache
+from moert.pack.manifest import BACKBONE
+from moert.pack.reader import Pack
 from recipes.bench.runner import Runner
 from recipes.bench.stream_packs import PIECE, Packs, expert_bytes, layer_bytes
 from recipes.bench.streamed import Segment, Setting, Spent, lines_of
@@ -280,6 +282,12 @@ DEVICES = {
 }
 PROCESS_BYTES = 300_000_000
 """Python, its libraries, keys, values, activations: what a budget gets beside the weights."""
+
+
+def memory_bytes(packs: Packs, share: float) -> int:
+    """Returns the bytes that a process may hold at this budget."""
+    backbone = Pack.open(packs.mixed).manifest.files[BACKBONE].nbytes
+    return int(share * expert_bytes(packs.mixed)) + backbone + PROCESS_BYTES
 
 
 def alive(where: str, outcomes: dict[str, Outcome], failed: list[str]) -> dict[str, Outcome]:

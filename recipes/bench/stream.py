@@ -22,7 +22,6 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
-from moert.pack.manifest import BACKBONE
 from moert.pack.reader import Pack
 from recipes.bench import race as races
 from recipes.bench.llama import file_of
@@ -33,12 +32,12 @@ from recipes.bench.race import (
     IN_MEMORY,
     IO_FREE,
     MOERT,
-    PROCESS_BYTES,
     RESIDENT,
     UNBUDGETED,
     Device,
     Outcome,
     alive,
+    memory_bytes,
     race,
     read_ahead,
     tell,
@@ -46,7 +45,7 @@ from recipes.bench.race import (
 from recipes.bench.result import Row, context, row_of_runs, table, write
 from recipes.bench.shaped import OLMOE
 from recipes.bench.sized import sized
-from recipes.bench.stream_packs import DEMO, REFERENCES, Packs, expert_bytes, reference, shaped, texts
+from recipes.bench.stream_packs import DEMO, REFERENCES, Packs, reference, shaped, texts
 from recipes.bench.stream_rows import against_rows, bound_rows, llama_rows, memory_rows, speed_rows
 from recipes.bench.streamed import THREADS
 from tests.cgroups import missing
@@ -70,12 +69,6 @@ class Sizes:
     rounds: int = sized(3, 1)
     shares: Sequence[float] = sized((0.25, 0.5, 0.75), (0.5,))
     prompt: int = sized(128, 16)
-
-
-def memory_bytes(packs: Packs, share: float) -> int:
-    """What a process may hold at this budget."""
-    backbone = Pack.open(packs.mixed).manifest.files[BACKBONE].nbytes
-    return int(share * expert_bytes(packs.mixed)) + backbone + PROCESS_BYTES
 
 
 def disk_bytes_per_s(path: Path) -> float:

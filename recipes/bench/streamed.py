@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import itertools
 import json
+import math
 import sys
 import time
 from collections.abc import Callable, Iterator
@@ -141,6 +142,7 @@ class Setting:
     `cache_bytes`: room for experts; None: for all, or as `memory_bytes` of the whole process allow. `io`: None looks at
     the drive. `routing`: a file of recipes/bench/routing.py to put in the place of the routers; None leaves them.
     `prompts`: lines of token ids to go on from, `new_tokens` each; None goes on from single tokens, of `beginnings`.
+    `present_first`: of a token's experts, those in memory run while others are read.
     `texts`: lines of token ids that are written, whatever the model would write (recipes.bench.stream_packs.texts).
     `prefers`: which of the pack's preferences, see moert.engine.budget. Where experts lie in blocks of neurons:
     `keep_neurons` and `neurons`, as in moert.engine.settings; `firings`: a file of
@@ -161,6 +163,7 @@ class Setting:
     neurons: str = EXACT
     firings: str | None = None
     texts: str | None = None
+    present_first: bool = True
 
     def command(self) -> list[str]:
         return [sys.executable, "-m", "recipes.bench.streamed", json.dumps(asdict(self))]
@@ -244,6 +247,8 @@ class Streamed:
             with np.load(setting.routing) as recorded:
                 replayed = ReplayedRouting(recorded["heldout"], recorded["guesses"])
                 replayed.replace(self._engine.model.routers, self._engine.spec.moe_layers())
+        if not setting.present_first:
+            self._engine.runner._overlaps = False  # type: ignore[attr-defined]
         if firings is not None:
             from recipes.bench.flash_firings import Replay
 
@@ -261,6 +266,17 @@ class Streamed:
                 else:
                     first, *written = next(self._texts)
                     self._generate([first], len(written), clock, iter(written))
+            return clock.tokens
+
+        return self._measured(work)
+
+    def answer(self, prompts: int) -> dict[str, Any]:
+        """Answers the next prompts, each to its end → a Segment."""
+        clock = Clock(math.inf, 0)
+
+        def work() -> int:
+            for ids in itertools.islice(self._prompts, prompts):
+                self._generate(ids, self._new_tokens, clock)
             return clock.tokens
 
         return self._measured(work)

@@ -2,7 +2,8 @@
 
 With `--plot DIR` the same prompts run over cache sizes and with one part of the engine after the other, and the experts
 that tokens go to are counted. Figures of it all are printed as tables and drawn, as EdgeMoE's and SiDA's papers have
-them: times of samples, hit rates and times over cache sizes, the engine part by part, idle experts, dependence.
+them: times of samples, hit rates and times over cache sizes, the engine part by part, idle experts, dependence. One
+more shows, as Mixtral-offloading's paper does, the experts of a layer that tokens go to and that a cache holds.
 """
 
 from __future__ import annotations
@@ -50,7 +51,7 @@ from moert.pack.messages import in_one_line, shown
 from moert.pack.model_spec import StackName
 from moert.pack.reader import pack_around
 from moert.stats import size
-from recipes.bench.choices import Choices, Shares, choices
+from recipes.bench.choices import Choices, Shares, choices, states
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -179,6 +180,31 @@ def dependence(measured: Sequence[BenchRun], found: Sequence[Choices]) -> Figure
     return Figure("dependence", title, place, "% of a token's experts", "counts", series, caption)
 
 
+_SHOWN_TOKENS = 64
+STATES = ("neither", "cached", "chosen", "chosen and cached")
+
+
+def chosen_experts(measured: BenchRun, found: Choices) -> Figure:
+    """Experts that each token of an input goes to in one layer, and those that are cached then (Mixtral-offloading
+    Fig. 1)."""
+    spec = measured.pack.manifest.model
+    stack, experts = list(found.first.items())[-1]
+    layers = spec.moe_layers(stack)
+    place, room = len(layers) // 2, max(spec.moe.router.top_k, spec.moe.n // 4)
+    rows = states(experts[:_SHOWN_TOKENS, place], spec.moe.n, room)
+    series = {
+        str(expert): [(str(token), float(state)) for token, state in enumerate(row, 1)]
+        for expert, row in enumerate(rows)
+    }
+    label = label_of(measured)
+    caption = (
+        f"Experts that the first tokens of an input go to in {layers[place]}, and the {room} used last, which a cache "
+        f"holds when the token comes. {pack_of(measured)}."
+    )
+    title, values = f"Chosen and cached experts, {label}", ", ".join(STATES)
+    return Figure(f"chosen-experts-{label}", title, "token", values, "states", series, caption)
+
+
 def _by_stack(measured: Sequence[BenchRun], found: Sequence[Mapping[StackName, Shares]]) -> dict[str, Points]:
     return {
         f"{label_of(each)}, {name}": [(str(tokens), share) for tokens, share in shares.items()]
@@ -251,6 +277,35 @@ def _png(figure: Figure) -> bytes:
     canvas = Canvas(figsize=(7, 4.6), layout="constrained")
     FigureCanvasAgg(canvas)
     axes = canvas.add_subplot()
+    if figure.kind == "states":
+        _states(axes, figure)
+    else:
+        _series(axes, figure)
+    if figure.caption:
+        canvas.supxlabel("\n".join(textwrap.wrap(figure.caption, _CAPTION_COLUMNS)), fontsize=8, x=0.01, ha="left")
+    drawn = io.BytesIO()
+    canvas.savefig(drawn, dpi=120, metadata={"Software": _SOFTWARE})
+    return drawn.getvalue()
+
+
+def _states(axes: Axes, figure: Figure) -> None:
+    """Draws a row of cells for each series, the first one below."""
+    from matplotlib.colors import ListedColormap
+    from matplotlib.patches import Patch
+
+    names = figure.values.split(", ")
+    colours = ("white", "lightgrey", "tab:orange", "tab:blue")[: len(names)]
+    cells = [[value for _, value in points] for points in figure.series.values()]
+    extent = (0.5, len(cells[0]) + 0.5, -0.5, len(cells) - 0.5)
+    axes.imshow(
+        cells, ListedColormap(colours), aspect="auto", vmin=0, vmax=len(names) - 1, origin="lower", extent=extent
+    )
+    axes.set(title=figure.title, xlabel=figure.places, ylabel="expert")
+    handles = [Patch(fc=colour, ec="grey", label=name) for name, colour in zip(names, colours, strict=True)]
+    axes.legend(handles=handles, ncols=len(names), loc="upper center", bbox_to_anchor=(0.5, -0.12), frameon=False)
+
+
+def _series(axes: Axes, figure: Figure) -> None:
     for number, (name, points) in enumerate(figure.series.items()):
         places, values = [place for place, _ in points], [value for _, value in points]
         if figure.kind == "bars":
@@ -277,11 +332,6 @@ def _png(figure: Figure) -> bytes:
         axes.set_xlim(left=0)
     if len(figure.series) > 1:
         axes.legend()
-    if figure.caption:
-        canvas.supxlabel("\n".join(textwrap.wrap(figure.caption, _CAPTION_COLUMNS)), fontsize=8, x=0.01, ha="left")
-    drawn = io.BytesIO()
-    canvas.savefig(drawn, dpi=120, metadata={"Software": _SOFTWARE})
-    return drawn.getvalue()
 
 
 def _count_in_powers(axes: Axes, figure: Figure) -> None:
@@ -324,11 +374,12 @@ def all_figures(measured: Sequence[BenchRun], settings: BenchSettings, texts: Se
 
 def _of_choices(measured: Sequence[BenchRun], texts: Sequence[str] | None) -> list[Figure]:
     found = [choices(each, texts) for each in measured]
-    idle, dependent = idle_experts(measured, found), dependence(measured, found)
+    pictures = [idle_experts(measured, found), *map(chosen_experts, measured, found)]
+    dependent = dependence(measured, found)
     if dependent is None:
         print("moert: no picture of how far choices depend on other tokens: no input has any others", file=sys.stderr)
-        return [idle]
-    return [idle, dependent]
+        return pictures
+    return [*pictures, dependent]
 
 
 def with_cache(settings: BenchSettings, nbytes: int) -> BenchSettings:

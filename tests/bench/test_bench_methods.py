@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from dataclasses import replace
+from math import comb
 from pathlib import Path
 
 import numpy as np
@@ -18,13 +19,28 @@ from moeconv.matrices import matrices_of, projection_weights, read_expert
 from moeconv.order import NeuronOrder
 from moert.beside.flash.keeping import KEEPING, replay
 from moert.beside.flash.runner import PREDICTED
+from moert.engine.engine import Engine
+from moert.engine.generation import GenerationSettings
 from moert.experts.policy import Demand
 from moert.pack.layout import Neurons
 from moert.pack.learnt import PredictedLoss
 from moert.pack.model_spec import LayerKey
 from moert.pack.reader import Pack
+from recipes.bench import fiddler, sida
 from recipes.bench.blocks import rendered
-from recipes.bench.cards import EXPERT_BYTES, EXPERTS, LAYERS, TOP_K, Routes, Setup, offloading, ours, processor, split
+from recipes.bench.cards import (
+    EXPERT_BYTES,
+    EXPERTS,
+    LAYERS,
+    TOP_K,
+    Bench,
+    Routes,
+    Setup,
+    offloading,
+    ours,
+    processor,
+    split,
+)
 from recipes.bench.cards import replay as replay_on_cards
 from recipes.bench.flash_firings import (
     IN_THE_PACK,
@@ -32,10 +48,12 @@ from recipes.bench.flash_firings import (
     Firings,
     Recorder,
     Replay,
+    SideBySide,
     as_trained,
     best_hits,
     hit_rows,
     kept_hits,
+    managed_rows,
     order_rows,
     visits_of,
     window_loads,
@@ -59,12 +77,14 @@ from recipes.bench.flash_measures import (
     write_texts,
 )
 from recipes.bench.hash_measures import BELADY, Compared, Found, Perfect, eviction_rows
+from recipes.bench.hash_measures import Subject as HashSubject
 from recipes.bench.hash_measures import hit_rates as hash_hit_rates
 from recipes.bench.hashed import BEST, DEFAULT, NONE, ON_DEMAND, called, race_rows
 from recipes.bench.race import Outcome
 from recipes.bench.result import Result, Row, context
 from recipes.bench.shaped import DENSE
 from recipes.bench.shaped import write_pack as write_shaped
+from recipes.bench.stream_packs import expert_bytes
 from recipes.bench.streamed import Segment, Spent
 from recipes.bench.tables import mechanisms
 from tests.shapes import Shape, every
@@ -203,6 +223,32 @@ def test_hits_are_those_of_the_runtime_and_at_most_the_best(name: str) -> None:
         assert found.hits <= best.hits
 
 
+# Memory ---------------------------------------------------------------------------------------------------------------
+
+
+@given(st.lists(st.tuples(st.sets(st.integers(0, 9)), st.sets(st.integers(0, 9))), max_size=12))
+def test_neurons_side_by_side_keep_their_contents(changes: list[tuple[set[int], set[int]]]) -> None:
+    beside, there = SideBySide(10, 10, 1), set[int]()
+    for leave, come in changes:
+        leaving, coming = sorted(leave & there), sorted(come - there)
+        stay, before = there - leave, beside.moved_bytes
+        places = {neuron: int(beside.place_of[neuron]) for neuron in stay}
+        beside.change(np.array(leaving, int), np.array(coming, int))
+        moved = sum(int(beside.place_of[neuron]) != place for neuron, place in places.items())
+        assert beside.moved_bytes - before == moved == sum(place >= len(stay) for place in places.values())
+        beside.room[beside.place_of[coming], 0] = coming
+        there = stay | set(coming)
+        assert beside.count == len(there)
+        assert set(beside.room[: beside.count, 0].tolist()) == there
+        assert beside.room[beside.place_of[sorted(there)], 0].tolist() == sorted(there)
+
+
+def test_copies_move_what_slots_leave_where_it_is() -> None:
+    rows = {row.name: row.value for row in managed_rows("opt", made_up(experts=6), SPECS["switch"])}
+    assert list(rows) == ["opt: managing slots", "opt: copying the last neurons", "opt: bytes of copies"]
+    assert rows["opt: bytes of copies"] > 0
+
+
 # Orders ---------------------------------------------------------------------------------------------------------------
 
 
@@ -223,7 +269,8 @@ def test_orders_of_a_pack_are_judged_on_the_same_firings_as_others() -> None:
     ])  # fmt: skip
     recorded = replace(trained, packed=packed)
     assert (as_trained(recorded, order).packed == trained.packed).all()
-    rows = {row.name: row.value for row in order_rows("opt", recorded, order)}
+    others = {IN_THE_PACK: lambda size: order}
+    rows = {row.name: row.value for row in order_rows("opt", recorded, order, others)}
     assert {name: rows[name] for name in (row.name for row in order_rows("opt", trained))} == {
         row.name: row.value for row in order_rows("opt", trained)
     }
@@ -275,7 +322,7 @@ def all_rows() -> list[Row]:
         *rows,
         *window_rows("opt", firings),
         *hit_rows("opt", firings, 2),
-        *order_rows("opt", firings, random_order(firings)),
+        *order_rows("opt", firings, random_order(firings), {IN_THE_PACK: lambda size: random_order(firings)}),
     ]
 
 
@@ -369,6 +416,53 @@ def test_a_part_of_a_run_can_be_shown() -> None:
     assert "0.95" in rendered(mechanisms.hash_speeds(result), result)
 
 
+# make bench-sida: what it counts, and its sides.
+
+
+@given(st.integers(1, 30), st.data())
+def test_critical_tokens_are_those_that_equation_2_has(others: int, data: st.DataObject) -> None:
+    gone, c = data.draw(st.integers(1, others)), data.draw(st.integers(0, others))
+    among = 1 - comb(others - c, gone) / comb(others, gone)
+    assert sida.found_critical(c, others, gone) == pytest.approx(among)
+    assert sida.critical(among, [(others, gone)]) <= c + 1e-6
+    if c <= others - gone:
+        assert sida.critical(among, [(others, gone)]) == pytest.approx(c, abs=1e-6)
+
+
+def test_changed_tokens_are_others_and_changed_places_are_not() -> None:
+    ids, rng = [5, 6, 7, 8, 1], np.random.default_rng(0)
+    for _ in range(20):
+        found = sida.corrupted(ids, 0, [1, 3], np.array([5, 6, 8, 9]), rng)
+        assert found[0::2] == ids[0::2]
+        assert found[1] in (8, 9)
+        assert found[3] in (6, 9)
+    assert sida.corrupted(ids, 0, [1, 2, 3], None, rng) == [5, 7, 8, 6, 1]
+
+
+def test_three_experts_of_the_function_take_the_place_of_one(packs: dict[str, Path]) -> None:
+    trace: list[Demand] = []
+    with Engine.open(packs["switch"], routing="hash", predict="none", trace=trace, notify=lambda line: None) as engine:
+        for count, change in ((1, lambda engine: None), (3, sida.routed_to_three)):
+            change(engine)
+            trace.clear()
+            engine.generate([5], GenerationSettings(max_new_tokens=3))
+            assert {len(demand.experts) for demand in trace if demand.at.stack == "decoder"} == {count}
+
+
+def test_the_function_s_memory_goes_to_experts_where_there_is_no_function(
+    packs: dict[str, Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    subject = HashSubject("switch", "g2p", (7, 10), 4, 8, "rouge2")
+    monkeypatch.setattr(HashSubject, "pack", property(lambda self: packs["switch"]))
+    every = expert_bytes(packs["switch"])
+    for function, room in ((every, None), (every // 10, every // 2 + every // 10)):
+        monkeypatch.setattr(sida, "function_bytes", lambda subject, function=function: function)
+        whole, ours, equal = sida.sides(subject, Path("prompts")).values()
+        assert (whole.cache_bytes, ours.cache_bytes, equal.cache_bytes) == (every // 2, every // 2, room)
+        assert (whole.eviction, whole.predict, whole.prefers) == ("fifo", "hash", "hash")
+        assert {each.prefers for each in (ours, equal)} == {"exact"}
+
+
 # The bench of two devices: what its routing, its rig and its tables make of small examples. Nothing here is timed.
 
 TOKENS = 12
@@ -435,3 +529,60 @@ def test_tables() -> None:
     assert [line[0] for line in aimed[1:]] == ["deciding a layer, 2 of 8 experts"]
     assert hits[1] == ("10%", "{hits on the card with room for 10%: lru}%")
     assert published[1][0] == "t4, experts at 2 bits"
+
+
+# Fiddler's figures. The processor's times are not measured here.
+
+
+def test_a_request_takes_a_prompt_and_then_a_token_at_a_time(routes: Routes) -> None:
+    bench = Bench.__new__(Bench)
+    bench.calibration, bench.heldout = routes.chosen, routes
+    short, long, read = (fiddler.request_seconds(bench, ours("t4"), *each) for each in ((4, 3), (4, 5), (8, 3)))
+    assert (long[:3] == short).all()
+    assert (np.diff(long) > 0).all()
+    assert read[0] > short[0], "a longer prompt takes longer"
+    assert short[0] > np.diff(long).max(), "and longer than a token"
+
+
+def test_nothing_is_copied_ahead_by_fiddlers_own_method(routes: Routes) -> None:
+    theirs, mine = (replay_on_cards(each("t4"), routes.chosen, routes, 1, 4, 2) for each in (fiddler.fiddler, ours))
+    assert theirs.counters.copies == theirs.counters.copied
+    assert mine.counters.copies > mine.counters.copied
+    assert 0 < theirs.counters.held < theirs.counters.asked
+
+
+def test_popularity_is_beside_the_most_popular_expert() -> None:
+    bench = Bench.__new__(Bench)
+    bench.calibration = np.zeros((4, LAYERS, TOP_K), np.uint8)
+    bench.calibration[..., 1] = [[1], [1], [2], [3]]
+    mean, _, least = (row.value for row in fiddler.popularity_rows(bench))
+    assert (mean, least) == (100 * (4 + 2 + 1 + 1) / 4 / EXPERTS, 0)
+
+
+def test_a_line_is_fitted_to_all_numbers_of_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(fiddler, "TOKENS", (1, 4, 64))
+    assert fiddler.line(np.array([[3.0, 9.0, 129.0]] * 2)) == pytest.approx((1.0, 2.0))
+    base, slope = fiddler.line(np.array([[3.0, 9.0, 200.0]]))
+    assert abs((base + slope) / 3 - 1) < 0.1, "a few tokens count as much as many"
+
+
+def test_the_projections_of_a_measured_expert_lie_beside_each_other() -> None:
+    class Seen:
+        """A backend that returns the view it is given."""
+
+        def expert(self, view: object) -> object:
+            return view
+
+    view = fiddler.laid_out(Seen())  # type: ignore[arg-type]
+    ends = [place for each in view.projections.values() for place in each.places]  # type: ignore[attr-defined]
+    assert ends == sorted(set(ends))
+    assert ends[-1] < len(view.buffer) <= EXPERT_BYTES  # type: ignore[attr-defined]
+
+
+def test_rows_of_one_unit_and_the_same_columns_share_a_table() -> None:
+    rows = [Row(f"t4, {what}: {way}", 1.0, "tokens/s") for what in ("4 beams", "8 beams") for way in ("ours", "theirs")]
+    first, second = mechanisms.fiddler_parts(
+        Result({}, [rows[0], rows[1], Row("popularity: mean", 1.0, "%"), *rows[2:]])
+    )
+    assert [line[0] for line in first] == ["tokens/s", "t4, 4 beams", "t4, 8 beams"]
+    assert second == [("%", "mean"), ("popularity", "{popularity: mean}")]

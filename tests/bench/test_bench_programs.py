@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from recipes.bench import program, sweeps
-from recipes.bench.program import Missing, as_program, need
+from recipes.bench.program import Missing, as_program, need, own_recipe
 
 ROOT = Path(__file__).resolve().parents[2]
 PEERS = {"llama"}
@@ -62,7 +62,7 @@ def test_help_starts_no_bench(
     assert list(tmp_path.iterdir()) == []
 
 
-@pytest.mark.parametrize("name", ["cards", "rounding", "speed"])
+@pytest.mark.parametrize("name", ["cards", "fiddler", "rounding", "speed"])
 def test_missing_packs_are_one_line(
     name: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
@@ -96,3 +96,9 @@ def test_mistakes_are_one_line_and_faults_are_not(
         as_program(lambda: 1 // 0)
     with pytest.raises(Missing):
         need([tmp_path / "x"], "demo")
+
+
+@pytest.mark.parametrize("name", sorted(path.stem for path in Path("recipes").glob("*.toml")))
+def test_benches_and_the_demo_load_every_recipe(name: str, tmp_path: Path) -> None:
+    """Also those whose metric is a program, which a user has to allow."""
+    assert own_recipe(name, tmp_path).settings.out.parent == tmp_path

@@ -16,8 +16,10 @@ import pytest
 from moeconv.eviction import replay
 from moeconv.matrices import matrices_of, projection_weights, read_expert
 from moert.engine.engine import Engine
+from moert.engine.generation import GenerationSettings
 from moert.engine.session import Session
 from moert.experts.policy import EVICTION, Demand
+from moert.experts.streaming import CachedExperts
 from moert.pack.codec import F32
 from moert.pack.model_spec import LayerKey
 from moert.pack.reader import Pack
@@ -122,6 +124,28 @@ def test_a_session_goes_on_from_prompts_in_turn(pack: Path, tmp_path: Path, monk
     monkeypatch.setattr(Session, "add", lambda self, ids, **more: (seen.append(ids), add(self, ids, **more))[1])
     session.run(0.0, 6)
     assert seen[:3] == [[5, 6, 7], [8], [5, 6, 7]]
+
+
+def test_a_session_answers_prompts_to_their_ends(pack: Path, tmp_path: Path) -> None:
+    prompts = str(lines(tmp_path, [5, 6, 7], [8], [9]))
+    session = Streamed(Setting(str(pack), None, "fifo", "none", "buffered", None, prompts, 4))
+    ends = session._engine.generate([8], GenerationSettings(max_new_tokens=4)).result.tokens
+    session.answer(1)
+    assert Segment(**session.answer(1)).tokens == len(ends)
+    assert next(session._prompts) == [9]
+
+
+@pytest.mark.parametrize("first", [True, False])
+def test_present_experts_wait_for_others_only_if_that_is_asked_for(
+    first: bool, pack: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("moert.experts.streaming.HANDED_OVER_BYTES", 0)
+    apart: list[object] = []
+    ran = CachedExperts._run_as_they_come
+    monkeypatch.setattr(CachedExperts, "_run_as_they_come", lambda *given: (apart.append(given), ran(*given)))
+    room = stream_packs.layer_bytes(pack)
+    Streamed(Setting(str(pack), room, "lru", "none", "buffered", present_first=first)).run(0.0, 3)
+    assert bool(apart) is first
 
 
 def test_a_given_text_is_written_whatever_the_model_likes(tmp_path: Path) -> None:

@@ -66,6 +66,13 @@ def test_a_length_that_hardly_an_input_has_is_left_out() -> None:
     assert list(shares_idle(by_token, inputs(*[[1, 2]] * 20, [1, 2, 3]), 8)) == [1, 2]
 
 
+def test_a_cache_holds_those_used_last_when_a_token_comes() -> None:
+    experts = np.array([[0, 1], [1, 2], [3, -1], [0, 2]])
+    assert choices.states(experts, 5, 3).tolist() == [
+        [2, 1, 1, 2], [2, 3, 1, 1], [0, 2, 1, 3], [0, 0, 2, 1], [0, 0, 0, 0],
+    ]  # fmt: skip
+
+
 def test_experts_that_stay_are_counted_by_distance() -> None:
     asked, changed = inputs([1, 2, 3]), inputs([3, 2, 3], [2, 1, 3])
     tried = [(0, changed[0], Change([0], [(1, 1), (2, 2)])), (0, changed[1], Change([0, 1], [(2, 1)]))]
@@ -173,6 +180,11 @@ def test_both_stacks_of_an_encoder_decoder_are_seen(switch: Path) -> None:
     figure = sweeps.idle_experts([measured], [found])
     assert list(figure.series) == ["switch.pack, encoder", "switch.pack, decoder"]
     assert figure.series["switch.pack, encoder"][0] == ("1", pytest.approx(100 * 5 / 6))
+    chosen = sweeps.chosen_experts(measured, found)
+    cells = np.array([[state for _, state in points] for points in chosen.series.values()])
+    assert cells.shape == (6, len(found.first["decoder"]))
+    assert ((cells >= 2).sum(0) == (found.first["decoder"][:, 0] >= 0).sum(1)).all()
+    assert "D01" in chosen.caption
 
 
 def test_a_pack_without_a_tokenizer_reads_made_up_tokens(tmp_path: Path) -> None:
@@ -186,7 +198,7 @@ def test_inputs_of_one_token_depend_on_nothing_and_that_is_said(
     measured: BenchRun, capsys: pytest.CaptureFixture[str]
 ) -> None:
     found = sweeps._of_choices([replace(measured, samples=measured.samples[:1])], ["a"])
-    assert [figure.name for figure in found] == ["idle-experts"]
+    assert [figure.name for figure in found] == ["idle-experts", "chosen-experts-tiny.pack"]
     assert capsys.readouterr().err.count("no picture") == 1
 
 
@@ -201,11 +213,11 @@ def test_pictures_come_with_their_tables(pack: Path, tmp_path: Path, capsys: pyt
     out = capsys.readouterr().out
     pictures = {path.name for path in (tmp_path / "new/folder").iterdir()}
     single = ("latencies", "budgets", "ablation", "targets", "idle-experts", "dependence")
-    names = (*single, "hit-rates-tiny.pack", "hit-rates-other.pack")
+    names = (*single, *(f"{name}-{each.name}" for name in ("hit-rates", "chosen-experts") for each in packs))
     assert pictures == {f"{name}.png" for name in names}
     assert all((tmp_path / "new/folder" / name).read_bytes()[:4] == b"\x89PNG" for name in pictures)
     assert [json.loads(line)["samples"] for line in out.splitlines() if line.startswith("{")] == [1, 1]
-    for title in ("Time of a sample", "Hit rate", "part by part", "target", "stay idle", "tokens further away change"):
+    for title in ("Time of a sample", "Hit rate", "part by part", "target", "stay idle", "away change", "and cached"):
         assert title in out
 
 
@@ -241,8 +253,8 @@ def test_a_table_has_a_line_for_each_place() -> None:
 
 def test_bars_and_lines_are_drawn(tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
-    for kind, place in (("lines", "1%"), ("bars", "1%"), ("shares", "1%"), ("counts", "4")):
-        figure = Figure(kind, "Title", "x", "y", kind, {"a": [(place, 1.0)], "b": [(place, 2.0)]})  # type: ignore[arg-type]
+    for kind, place in (("lines", "1%"), ("bars", "1%"), ("shares", "1%"), ("counts", "4"), ("states", "1")):
+        figure = Figure(kind, "Title", "x", "no, yes, both", kind, {"a": [(place, 1.0)], "b": [(place, 2.0)]})  # type: ignore[arg-type]
         assert draw(figure, tmp_path).read_bytes()[:4] == b"\x89PNG"
 
 
@@ -275,9 +287,9 @@ def test_every_caption_says_what_is_seen_the_pack_and_the_machine(
     pytest.importorskip("matplotlib")
     bench([pack], SETTINGS, ["hello"], tmp_path, False)
     captions = [line for line in capsys.readouterr().out.splitlines() if "Machine: " in line]
-    assert len(captions) == 6
+    assert len(captions) == 7
     assert all("tiny.pack: " in caption and "bits" in caption for caption in captions)
-    assert len({caption.split(" (")[0] for caption in captions}) == 6
+    assert len({caption.split(" (")[0] for caption in captions}) == 7
 
 
 def test_a_picture_that_can_t_be_written_is_named_and_leaves_nothing(

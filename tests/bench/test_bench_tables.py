@@ -361,6 +361,7 @@ SEEN = {  # rows and settings that a definition looks at before it names others
     "devices": [
         f"rtx3060, one request{each}" for each in (": two devices", ": layers split", ": by the best of the others")
     ],
+    "fiddler": ["t4, 4 beams: two devices", "t4, 4 beams: layers split"],
     "card": ["one request: two devices", "one request: layers split"],
     "hash-names": [
         "wiki, decoder, short: among the first 4",

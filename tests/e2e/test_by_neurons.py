@@ -17,6 +17,7 @@ from moeconv.command.cli import _exit_code
 from moeconv.conversion import conversion, measuring, room
 from moeconv.conversion.additions import profile_paths
 from moeconv.conversion.planning import plan
+from moeconv.conversion.taught import guessed_block
 from moeconv.errors import ConversionError, SettingsError
 from moeconv.measure.codes import CodingWorker
 from moeconv.measure.scoring import build_scorer, load_tokenizer
@@ -143,9 +144,7 @@ def test_gradients_rank_such_experts_too(firing: dict[str, Path], tmp_path: Path
     assert done.manifest.quantization.neurons is not None
 
 
-def test_neurons_lie_by_how_often_they_fire(
-    firing: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_neurons_lie_by_how_they_fire(firing: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Counted once for a work directory, in the checkpoint's order, and not at all for packs by expert."""
     changes: dict[str, Any] = {**SMALL, "loss": 0.3, "bits": (4,), "quantizer": "group", "layout": "columns"}
     settings = settings_for(firing, "switch", tmp_path, **changes)
@@ -159,31 +158,30 @@ def test_neurons_lie_by_how_often_they_fire(
             Done(settings)
     [file] = settings.work.glob("*/order-*.safetensors")
     with monkeypatch.context() as patched:
-        patched.setattr(measuring, "firing_counts", stops)
+        patched.setattr(measuring, "counted", stops)
         done = Done(settings)
     pack, source = Pack.open(settings.out), Checkpoint.open(settings.model)
     order = load_order(pack)
     assert order is not None
     assert order.to_bytes() == file.read_bytes() == (settings.out / ORDER).read_bytes()
-    counts = done.bench.firing_counts()
-    for place, rows in order.layers.items():
-        fired = np.take_along_axis(counts[place], rows.astype(np.int64), axis=1)
-        assert (np.diff(fired, axis=1) <= 0).all()
-        assert (np.diff(rows.astype(np.int64), axis=1)[np.diff(fired, axis=1) == 0] > 0).all()
-    found = verify(pack, source).worst
-    assert found is not None
-    assert found <= 1
+    block = guessed_block(source.spec, done.bench.coding.quantizer.group_size, Neurons(512, bundled=False))
+    found = done.bench.ordered_neurons(block)
+    assert block > 1
+    assert found.order.to_bytes() == order.to_bytes()
+    assert found.shares
+    worst = verify(pack, source).worst
+    assert worst is not None
+    assert worst <= 1
     file.write_bytes(b"nonsense")
     with pytest.raises(ConversionError, match="was changed since it was made: delete it"):
         Done(settings)
     file.unlink()
     again = Done(settings)
-    assert any(
-        line.startswith("neurons lie by how often they fire: of an expert's, the first 10% do") for line in again.said
-    )
+    assert any(line.startswith("the most frequent 10% of an expert's neurons do") for line in again.said)
+    assert any(f"blocks of {block} in " in line for line in again.said)
     assert again.manifest.experts == done.manifest.experts
     with monkeypatch.context() as patched:
-        patched.setattr(measuring, "firing_counts", stops)
+        patched.setattr(measuring, "counted", stops)
         plain = Done(settings_for(firing, "switch", tmp_path, **{**changes, "layout": "expert"}))
     assert ORDER not in plain.manifest.files
 

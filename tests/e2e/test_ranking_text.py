@@ -44,7 +44,7 @@ def test_moments_bonuses_and_firing_are_of_the_ranking_text_alone(sources: dict[
         bench.collect_moments(bench.moments)
         moments = Moments.load(bench.moments).digest
         tried = Bonuses(bench, 0.5, Account(lambda line: None, unseen))._tried
-        counts = {key: count.tolist() for key, count in bench.firing_counts().items()}
+        counts = {key: count.tolist() for key, count in bench.ordered_neurons(2).counts.items()}
         found.append((moments, {step: one.kl for step, one in tried.items()}, counts))
     first, judged, ranked = found
     assert first == judged

@@ -14,22 +14,25 @@ from hypothesis import strategies as st
 from hypothesis.extra.numpy import arrays
 from tiny import tiny_of, tiny_olmoe, tiny_switch
 
+from moeconv import order
 from moeconv.calibration import Sample
 from moeconv.measure import firing
 from moeconv.measure.firing import (
     BLOCKS,
     LATELY,
     Activity,
+    Counted,
+    Ordered,
     activity_of,
-    by_frequency,
-    covered,
-    firing_counts,
+    counted,
     has_zeros,
+    ordered,
 )
 from moeconv.measure.metrics import METRICS
 from moeconv.measure.passes import LayeredModel, Room
 from moeconv.measure.scoring import Extent, build_scorer, load_tokenizer
 from moeconv.measure.trial import LoadedModel
+from moeconv.order import NeuronOrder, by_frequency, together, touched
 from moeconv.progress import unseen
 from moeconv.quantizers import QUANTIZERS
 from moeconv.quantizers.coder import DenseCoder, ExpertCoder
@@ -48,6 +51,10 @@ FAMILIES = {
 @pytest.fixture(scope="module", params=FAMILIES)
 def source(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Checkpoint:
     return Checkpoint.open(FAMILIES[request.param](tmp_path_factory.mktemp(request.param) / "hf"))
+
+
+def counts_of(subject: Any, folder: Path) -> dict[LayerKey, np.ndarray]:
+    return {place: layer.counts for place, layer in counted(subject, scorer_of(subject, folder), unseen)}
 
 
 def scorer_of(subject: Any, folder: Path) -> Any:
@@ -71,7 +78,7 @@ def test_counts_are_those_of_a_plain_loop(source: Checkpoint, monkeypatch: pytes
     monkeypatch.setattr(firing, "ROWS", 3)
     loaded, moe = LoadedModel(source), source.spec.moe
     scorer = scorer_of(loaded, source.path)
-    found = firing_counts(loaded, scorer, unseen)
+    found = counts_of(loaded, source.path)
     assert list(found) == list(source.spec.moe_layers())
     expected = {place: np.zeros((moe.n, moe.ffn.d_ff), int) for place in source.spec.moe_layers()}
     for place, call in calls_of(loaded, scorer):
@@ -96,37 +103,132 @@ def test_layer_by_layer_they_are_the_same(source: Checkpoint, tmp_path: Path) ->
     coder = ExpertCoder(source, QUANTIZERS["group"](None), None)
     layered = LayeredModel(coder, DenseCoder(source, None), Room(tmp_path, 1, 200_000), unseen)
     layered.original_experts()
-    whole, apart = (firing_counts(subject, scorer_of(subject, source.path), unseen) for subject in (loaded, layered))
+    whole, apart = (counts_of(subject, source.path) for subject in (loaded, layered))
     assert list(whole) == list(apart)
     for place, counts in whole.items():
         assert abs(counts - apart[place]).max() <= 1
         assert (counts == apart[place]).mean() > 0.99
-    again = firing_counts(layered, scorer_of(layered, source.path), unseen)
+    again = counts_of(layered, source.path)
     assert all((again[place] == counts).all() for place, counts in apart.items())
 
 
+# Orders of neurons
+
 counts = arrays(np.int64, st.tuples(st.integers(1, 4), st.integers(1, 30)), elements=st.integers(0, 5))
+bits = arrays(np.bool_, st.tuples(st.integers(0, 20), st.integers(1, 20)))
+GROUPS, SIZE = 16, 4
 
 
 @given(counts)
-def test_an_order_is_a_bijection_with_the_most_frequent_first(fired: np.ndarray) -> None:
-    at = LayerKey("decoder", 3)
-    order = by_frequency({at: fired})
-    rows = order.layers[at]
-    assert rows.dtype == np.uint32
-    for mine, row in zip(fired, rows.tolist(), strict=True):
-        assert sorted(row) == list(range(len(mine)))
+def test_the_most_frequent_come_first(fired: np.ndarray) -> None:
+    for mine, row in zip(fired, by_frequency(fired).tolist(), strict=True):
         assert row == sorted(range(len(mine)), key=lambda neuron: (-mine[neuron], neuron))
-    assert by_frequency({at: np.zeros_like(fired)}).layers[at].tolist() == [list(range(fired.shape[1]))] * len(fired)
+    assert (by_frequency(np.zeros_like(fired)) == np.arange(fired.shape[1])).all()
+
+
+def plainly_together(fired: np.ndarray, neurons: list[int], size: int) -> list[int]:
+    """By sets of rows, of neurons by falling frequency."""
+    rows = {neuron: set(fired[:, neuron].nonzero()[0].tolist()) for neuron in neurons}
+    found, asked, left = list[int](), set[int](), list(neurons)
+    while left:
+        if len(found) % size == 0:
+            asked, chosen = set(), left[0]
+        else:
+            chosen = max(left, key=lambda each: len(rows[each] & asked) / max(1, len(rows[each] | asked)))
+        left.remove(chosen)
+        found.append(chosen)
+        asked |= rows[chosen]
+    return found
+
+
+@given(bits, st.integers(1, 6), st.sampled_from((4, 64)))
+def test_neurons_are_put_together_as_a_plain_loop_puts_them(fired: np.ndarray, size: int, near: int) -> None:
+    frequent = by_frequency(fired.sum(axis=0)).tolist()
+    step = max(1, near // size) * size
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(order, "NEAR", near)
+        found = together(fired, size).tolist()
+    assert sorted(found) == list(range(fired.shape[1]))
+    parts = (frequent[start : start + step] for start in range(0, len(frequent), step))
+    assert found == [neuron for part in parts for neuron in plainly_together(fired, part, size)]
+
+
+def test_blocks_that_are_asked_for() -> None:
+    fired = np.array([[1, 0, 0, 1, 0], [0, 0, 0, 0, 0], [1, 1, 1, 1, 1], [0, 1, 0, 0, 0]], bool)
+    assert touched(fired, np.arange(5), 2) == 6 / 12
+    assert touched(fired, np.array([0, 3, 1, 2, 4]), 2) == 5 / 12
+
+
+def planted(rows: int, seed: int = 0) -> np.ndarray:
+    """Groups of neurons, of equal frequency and spread over the expert, of which nearly all fire together."""
+    rng = np.random.default_rng(seed)
+    asked = np.repeat(rng.random((rows, GROUPS)) < 0.1, SIZE, axis=1) & (rng.random((rows, GROUPS * SIZE)) < 0.95)
+    return asked[:, np.random.default_rng(7).permutation(GROUPS * SIZE)]
+
+
+def seen(fired: np.ndarray) -> Counted:
+    """By an expert between two that see nothing."""
+    layer = Counted(3, fired.shape[1])
+    for start in range(0, len(fired), 100):
+        layer.see(1, fired[start : start + 100])
+    return layer
+
+
+def test_neurons_that_fire_together_lie_together() -> None:
+    fired = planted(1000)
+    found, (frequent, grouped) = seen(fired).order(1, SIZE)
+    groups = np.argsort(np.random.default_rng(7).permutation(GROUPS * SIZE))  # the places of each group
+    blocks = {frozenset(block) for block in found.reshape(GROUPS, SIZE).tolist()}
+    assert blocks == {frozenset(group) for group in groups.reshape(GROUPS, SIZE).tolist()}
+    assert grouped == touched(fired[500:], found, SIZE) < 0.5 * frequent
+
+
+def test_neurons_that_fire_by_themselves_lie_by_frequency() -> None:
+    rng = np.random.default_rng(1)
+    fired = rng.random((400, 200)) < rng.beta(0.5, 4, size=200)
+    layer = seen(fired)
+    found, (frequent, grouped) = layer.order(1, 8)
+    assert 0 < frequent <= grouped
+    assert (found == by_frequency(layer.counts[1])).all()
+    assert (layer.counts[1] == fired.sum(axis=0)).all()
+
+
+@pytest.mark.parametrize(("rows", "size"), [(0, 4), (1, 4), (1000, 1)])
+def test_without_a_comparison_neurons_lie_by_frequency(rows: int, size: int) -> None:
+    layer = seen(planted(rows))
+    found, shares = layer.order(1, size)
+    assert shares == (0, 0)
+    assert (found == by_frequency(layer.counts[1])).all()
+
+
+def test_of_much_text_the_first_rows_say_what_lies_together(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(firing, "KEPT", 250)
+    fired = planted(1000)
+    layer = seen(fired)
+    found, (_, grouped) = layer.order(1, SIZE)
+    assert grouped == touched(fired[125:250], found, SIZE)
+    assert (layer.counts[1] == fired.sum(axis=0)).all()
+
+
+def test_an_order_has_all_experts_of_all_layers() -> None:
+    places, fired = [LayerKey("encoder", 1), LayerKey("decoder", 3)], planted(1000)
+    found = ordered([(place, seen(fired)) for place in places], SIZE)
+    assert list(found.order.layers) == list(found.counts) == places
+    assert len(found.shares) == len(places), "only one expert of each has seen something"
+    for place, rows in found.order.layers.items():
+        assert rows.dtype == np.uint32
+        assert rows[[0, 2]].tolist() == [list(range(GROUPS * SIZE))] * 2
+        assert (rows[1] == seen(fired).order(1, SIZE)[0]).all()
+        assert (found.counts[place][1] == fired.sum(axis=0)).all()
 
 
 def test_what_the_most_frequent_cover() -> None:
-    at = LayerKey("decoder", 0)
-    fired = {at: np.array([[0, 6, 1, 1], [4, 0, 0, 0]])}
-    assert covered(fired, 0.25) == 10 / 12
-    assert covered(fired, 0.5) == 11 / 12
-    assert covered(fired, 1.0) == 1.0
-    assert covered({at: np.zeros((2, 4), np.int64)}, 0.25) == 0.0
+    def covered(fired: list[list[int]], most: float) -> float:
+        return Ordered(NeuronOrder({}), {LayerKey("decoder", 0): np.array(fired)}, []).covered(most)
+
+    fired = [[0, 6, 1, 1], [4, 0, 0, 0]]
+    assert [covered(fired, most) for most in (0.25, 0.5, 1.0)] == [10 / 12, 11 / 12, 1.0]
+    assert covered([[0] * 4] * 2, 0.25) == 0.0
 
 
 # All figures, token by token

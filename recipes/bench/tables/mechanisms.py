@@ -145,7 +145,7 @@ def hash_speeds(result: Result) -> Sequence[Part]:
 
 FLASH_SHARES = ("25%", "50%", "75%")
 SPENT = ("reading", "deciding", "computing")
-ORDERS = ("as given", "in the pack", "by frequency", "together")
+ORDERS = ("as given", "in the pack", "by frequency on calibration text", "by frequency", "together")
 KEPT = ("window", "lru", "lfu", "recent", "Belady")
 
 
@@ -445,6 +445,22 @@ def _published(rows: Collection[str]) -> Sequence[Line]:
     ]
 
 
+# `make bench-fiddler`: more of simulated cards.
+
+
+def fiddler_parts(result: Result) -> Sequence[Part]:
+    """Returns the rows, each called `line: column`, in a table for each unit with its columns."""
+    lines: dict[str, list[str]] = {}
+    for row in result.rows:
+        line, _, column = row.name.rpartition(": ")
+        lines.setdefault(line, []).append(column)
+    tables: dict[tuple[str, ...], list[Line]] = {}
+    for line, columns in lines.items():
+        head = result.by_name[f"{line}: {columns[0]}"].unit, *columns
+        tables.setdefault(head, [head]).append((line, *(f"{{{line}: {column}}}" for column in columns)))
+    return list(tables.values())
+
+
 # `make check-gpu`: what a real card gave.
 
 
@@ -493,3 +509,34 @@ def outlook_parts(result: Result) -> Sequence[Part]:
         "{all: off by, median, with the hits of those runs}%."
     )
     return [[head, *runs, *whole], said]
+
+
+# `make bench-methods`: the papers' methods beside each other, on the same model and drive.
+
+METHODS = {
+    "4 bits, on demand": "IO-QEXP, EdgeMoE's baseline", "mixed bits, on demand": "EdgeMoE, §3.2",
+    "the cache alone": "", "the latest of each layer": "Mixtral-offloading",
+    "eviction by frequency and distance": "EdgeMoE, §3.3.3", "eviction by expected use": "ours, default",
+    "path tables read ahead": "EdgeMoE, §3.3", "routers read ahead": "Mixtral-offloading",
+    "everything by default": "`auto`",
+}  # fmt: skip
+
+
+def methods(_: Result) -> Sequence[Part]:
+    """A line for each method, a pair of columns for each model."""
+    models = ("wiki", "g2p", "olmoe-shaped")
+    heads = (head for model in models for head in (f"{model}, tokens/s", "× the cache", "MB a token"))
+    lines: list[Line] = [("method", "from", *heads)]
+    for name, source in METHODS.items():
+        cells = (
+            cell
+            for model in models
+            for cell in (
+                f"{{{model}: {name}: decode}}",
+                "" if name == "the cache alone" else f"{{{model}: {name}: to the cache|.2f}}",
+                f"{{{model}: {name}: read|.2g}}",
+            )
+        )
+        lines.append((name, source, *cells))
+    beside = ", ".join(f"{{{model}: default to nothing read ahead|.2f}} ({model})" for model in models)
+    return [lines, f"The default beside the same without reading ahead: {beside} times the speed."]

@@ -38,6 +38,38 @@ SMALL = "small models that were trained here"
 SIMULATED = "cards are simulated; routing of the wiki model"
 LOGGED = "counted once, in [the log](../recipes/LOG.md)"
 
+
+# Templates of `make bench-edgemoe` that repeat themselves.
+
+
+def _pack(model: str, plan: str, runs: str) -> str:
+    """Returns the templates of a pack's size, loss and speed."""
+    size, loss = f"{{{model}, {plan}: experts|.2f}} MB", f"{{{model}, {plan}: loss|.1f}}%"
+    return f"{size}, {loss}, {{{model}, ssd: {runs} 50%: decode|.0f}}"
+
+
+def tab_2(model: str) -> str:
+    """Returns the templates of our pack and of those beside it."""
+    sides = (("ours", "ours"), ("STI-like", "STI-like"), ("INT4", "INT4, LRU"), ("INT2", "INT2, LRU"))
+    return "; ".join(f"{_pack(model, plan, runs)} ({plan})" for plan, runs in sides)
+
+
+def fig_12(name: str) -> str:
+    """Returns the templates of the times of samples."""
+    where = f"wiki, samples, ssd: {name}"
+    return f"{{{where}: median@value|.0f}} and {{{where}: 95th percentile|.0f}}"
+
+
+def fig_14(device: str) -> str:
+    """Returns the templates of our speed beside INT2's at three sizes of the cache."""
+    return ", ".join(f"{{wiki, caches, {device}: ours {s}% to INT2, LRU {s}%|.2f}}" for s in (25, 50, 75))
+
+
+def fig_15(name: str) -> str:
+    """Returns the templates of the pack of a target."""
+    return _pack("wiki", name, name)
+
+
 EDGEMOE = (
     Claim(
         "experts on the drive, all else in memory",
@@ -70,9 +102,15 @@ EDGEMOE = (
     Claim(
         "the paper's own algorithm: channels, metric, greedy",
         "",
-        "`--quantizer channel`, `--tune signal=metric`, `--tune allocation=greedy`",
-        NOT_MEASURED,
-        "[the options](method.md#the-papers-own-algorithm) are there; no kept result has them together",
+        "`--quantizer channel`, `--tune signal=metric`, `--tune allocation=greedy`, `make bench-edgemoe`",
+        "asked for {g2p: target}%, experts and held-out loss: {g2p, paper's: experts|.2f} MB and "
+        "{g2p, paper's: loss|.1f}% (g2p), {wiki, paper's: experts|.2f} MB and {wiki, paper's: loss|.1f}% (wiki); our "
+        "default {g2p, ours: experts|.2f} MB and {g2p, ours: loss|.1f}%, {wiki, ours: experts|.2f} MB and "
+        "{wiki, ours: loss|.1f}%, and {g2p, ssd: ours 50% to paper's 50%|.2f} and "
+        "{wiki, ssd: ours 50% to paper's 50%|.2f} times its speed at 500 MB/s in equal room",
+        "[the options together](method.md#the-papers-own-algorithm): the measured loss must meet the target, and not a "
+        "bound of it",
+        "edgemoe",
     ),
     Claim(
         "one expert at INT2, all others at INT4 (Fig. 7a)",
@@ -97,10 +135,12 @@ EDGEMOE = (
     Claim(
         "sizes and losses beside INT4 and STI (Tab. 2)",
         "",
-        "`make demo`",
-        "sizes only: {g2p: expert bytes of INT4|%} (g2p) and {wiki: expert bytes of INT4|%} (wiki) of the bytes at "
-        "INT4; losses of INT4 and STI-like widths beside ours: not measured",
-        "", "demo",
+        "`make bench-edgemoe`",
+        "experts, held-out loss, tokens/s at 500 MB/s. g2p: "
+        f"{tab_2('g2p')}. Wiki: {tab_2('wiki')}",
+        "each in as much room as half of our experts take; INT4 and INT2 by channel under LRU; STI-like: half of the "
+        "experts at 4 bits and half at 2 by STI's ranking, those that were read first stay",
+        "edgemoe",
     ),
     Claim(
         "few paths carry most tokens (Fig. 4)",
@@ -126,8 +166,7 @@ EDGEMOE = (
         "{olmoe-shaped, ssd: mixed bits, + preload: decode} at 500 MB/s, {wiki, ssd: mixed bits, on demand: decode} "
         "and {wiki, ssd: mixed bits, + preload: decode} on wiki; with a cache for half of the experts "
         "{olmoe-shaped, ssd: moert 50%: decode} and {wiki, ssd: moert 50%: decode}",
-        "named by the next layer's router, and read only if that saves time; experts of 1 MB and more by path tables: "
-        "not measured",
+        "named by the next layer's router, and read only if that saves time",
         "stream",
     ),
     Claim(
@@ -137,6 +176,18 @@ EDGEMOE = (
         "half of the experts in memory: {olmoe-shaped, ssd: gate 50% to none|.2f} of the speed without at 500 MB/s, "
         "{olmoe-shaped, nvme: gate 50% to none|.2f} unthrottled",
         SHAPED, "ahead",
+    ),
+    Claim(
+        "large experts read ahead by path tables (Fig. 16)",
+        "speedup",
+        "`--tune predict=transitions`, `make bench-edgemoe`",
+        "half of the experts in memory, times the speed without, by path tables and by the next layer's router: "
+        "{olmoe-shaped, ssd: transitions 50% to none 50%|.2f} and {olmoe-shaped, ssd: gate 50% to none 50%|.2f} at 500 "
+        "MB/s, {olmoe-shaped, nvme: transitions 50% to none 50%|.2f} and "
+        "{olmoe-shaped, nvme: gate 50% to none 50%|.2f} unthrottled; the smallest expert has "
+        "{olmoe-shaped: smallest expert|.1f} MB",
+        f"{SHAPED}; routing of the wiki model; read only if that saves time",
+        "edgemoe",
     ),
     Claim(
         "eviction by frequency and distance (§3.3.3, Fig. 13)",
@@ -165,9 +216,12 @@ EDGEMOE = (
     Claim(
         "times of samples beside the baselines (Fig. 12)",
         "",
-        "`python -m recipes.bench.sweeps`",
-        NOT_MEASURED,
-        "draws the times of packs; baselines are not among them, and no result is kept",
+        "`make bench-edgemoe`, `python -m recipes.bench.sweeps`",
+        "wiki at 500 MB/s, half of the experts in memory, median and 95th percentile in ms: ours "
+        f"{fig_12('ours 50%')}, IO-EXP {fig_12('IO-EXP')}, IO-QEXP {fig_12('IO-QEXP')}, "
+        f"STI-like {fig_12('STI-like 50%')}",
+        f"{SMALL}; baselines are settings of this engine; a sample is a short prompt and 32 tokens",
+        "edgemoe",
     ),
     Claim(
         "cache sizes, with uniform INT2 beside (Fig. 14)",
@@ -178,14 +232,25 @@ EDGEMOE = (
         "{olmoe-shaped, ssd: gate 75% to INT2, LRU|.2f} at 500 MB/s; unthrottled INT2 is faster: "
         "{olmoe-shaped, nvme: gate 25% to INT2, LRU|.2f}, {olmoe-shaped, nvme: gate 50% to INT2, LRU|.2f}, "
         "{olmoe-shaped, nvme: gate 75% to INT2, LRU|.2f}",
-        f"{SHAPED}; trained models: not measured", "ahead",
+        SHAPED, "ahead",
+    ),
+    Claim(
+        "the same on a trained model (Fig. 14)",
+        "",
+        "`make bench-edgemoe`",
+        "wiki, times the speed of INT2 under LRU, with a quarter, half and three quarters of the experts in memory: "
+        f"{fig_14('ssd')} at 500 MB/s, {fig_14('nvme')} unthrottled",
+        SMALL, "edgemoe",
     ),
     Claim(
         "targets of 5, 10, 15 and 20% (Fig. 15)",
         "",
-        "`python -m recipes.bench.sweeps`",
-        NOT_MEASURED,
-        "draws packs of several targets; no result is kept",
+        "`make bench-edgemoe`, `python -m recipes.bench.sweeps`",
+        "wiki: experts, held-out loss, tokens/s at 500 MB/s: "
+        f"{fig_15('ours')} ({{wiki: target}}%); {fig_15('target of 10%')} (10%); {fig_15('target of 15%')} (15%); "
+        f"{fig_15('target of 20%')} (20%)",
+        f"{SMALL}; room for half of the experts of the first in all runs",
+        "edgemoe",
     ),
 )  # fmt: skip
 
@@ -234,10 +299,12 @@ SIDA = (
     ),
     Claim(
         "three experts of the function as routing (top-3)",
-        "",
-        "tried, not kept",
-        "nothing to tell from noise, for three times the reading; no result is kept",
-        LOGGED,
+        "for longer texts",
+        "`make bench-sida`",
+        "performance kept with one and three: {g2p: kept with 1 of the function|.1%} and "
+        "{g2p: kept with 3 of the function|.1%} (g2p, ROUGE-2), {marks: kept with 1 of the function|.1%} and "
+        "{marks: kept with 3 of the function|.1%} (marks, F1)",
+        f"{SMALL}; for three times the reading, so only the bench does it", "sida",
     ),
     Claim(
         "time of choosing experts (Fig. 3)",
@@ -292,19 +359,77 @@ SIDA = (
     Claim(
         "the paper's set-up as a whole: routers out, reading by the function, first in first out",
         "",
-        "its parts: `--tune routing=hash`, `--tune predict=hash`",
-        NOT_MEASURED,
-        "first in, first out is not an option any more; the parts were measured one by one",
+        "`--tune routing=hash`, `--tune predict=hash`, `recipes/bench/controls.py`, `make bench-sida`",
+        "half of the experts in memory, 500 MB/s, short and long inputs: "
+        "{g2p, short: as a whole to on demand|.2f} and {g2p, long: as a whole to on demand|.2f} (g2p), "
+        "{marks, short: as a whole to on demand|.2f} and {marks, long: as a whole to on demand|.2f} (marks) times the "
+        "throughput of our default without the function. Without the function its memory has room for more experts, "
+        "{g2p: room for experts in equal memory|%} and {marks: room for experts in equal memory|%} in all: "
+        "{g2p, short: as a whole to in equal memory|.2f}, {g2p, long: as a whole to in equal memory|.2f}, "
+        "{marks, short: as a whole to in equal memory|.2f} and {marks, long: as a whole to in equal memory|.2f} times "
+        "that throughput. Latency as a whole, on demand, in equal memory: {g2p, long: as a whole: latency}, "
+        "{g2p, long: on demand: latency} and {g2p, long: in equal memory: latency} ms (g2p, long), "
+        "{marks, long: as a whole: latency}, {marks, long: on demand: latency} and "
+        "{marks, long: in equal memory: latency} ms (marks, long)",
+        "one input at a time; memory and drive in place of GPU and memory; answers differ, and so may their lengths",
+        "sida",
     ),
     Claim(
-        "idle experts and dependence on other tokens (Fig. 4 and 7)",
-        "",
-        "`python -m recipes.bench.sweeps`",
-        NOT_MEASURED,
-        "draws both for any pack; no result is kept",
+        "idle experts by the length of an input (Fig. 4)",
+        "over 70 and 80% idle with 80 tokens (Switch-base-128 and 256)",
+        "`python -m recipes.bench.sweeps`, `make bench-sida`",
+        "of a layer's experts in the encoder: {g2p, encoder, 4 tokens: idle experts|%} with 4 tokens and "
+        "{g2p, encoder, 8 tokens: idle experts|%} with 8 (g2p), {marks, encoder, 16 tokens: idle experts|%} with 16 "
+        "and {marks, encoder, 64 tokens: idle experts|%} with 64 (marks)",
+        "16 experts a layer (g2p) and 64 (marks)", "sida",
     ),
-    Claim("the constant c (Eq. 2)", "", NO_BENCH, NOT_MEASURED),
-    Claim("Tab. 2 and Fig. 2", "", NO_BENCH, NOT_MEASURED),
+    Claim(
+        "dependence on other tokens (Fig. 7)",
+        "most others have no impact",
+        "`python -m recipes.bench.sweeps`, `make bench-sida`",
+        "choices of the encoder that change if 10, 30 and 50% of the other tokens do: "
+        "{g2p, 10% of the tokens changed: choices that change|%}, "
+        "{g2p, 30% of the tokens changed: choices that change|%}, "
+        "{g2p, 50% of the tokens changed: choices that change|%} (g2p), "
+        "{marks, 10% of the tokens changed: choices that change|%}, "
+        "{marks, 30% of the tokens changed: choices that change|%}, "
+        "{marks, 50% of the tokens changed: choices that change|%} (marks); if half of them change places: "
+        "{g2p, 50% of the positions changed: choices that change|%} and "
+        "{marks, 50% of the positions changed: choices that change|%}",
+        "long inputs, whose lengths differ; mean over layers; special tokens stay", "sida",
+    ),
+    Claim(
+        "the number c of critical tokens (Eq. 2)",
+        "1 to 4",
+        "`make bench-sida`",
+        "by 10, 30 and 50% of the tokens changed: {g2p, 10% of the tokens changed: critical tokens|.1f}, "
+        "{g2p, 30% of the tokens changed: critical tokens|.1f}, {g2p, 50% of the tokens changed: critical tokens|.1f} "
+        "(g2p), {marks, 10% of the tokens changed: critical tokens|.1f}, "
+        "{marks, 30% of the tokens changed: critical tokens|.1f}, "
+        "{marks, 50% of the tokens changed: critical tokens|.1f} (marks)",
+        "solved for the mean over inputs, layers and positions, so that c need not be whole; inputs are shorter than "
+        "the paper's 512 tokens",
+        "sida",
+    ),
+    Claim(
+        "experts' share of the weights (Tab. 2)",
+        "78% (Switch-base-8) to 99% (Switch-base-256)",
+        "`make bench-sida`",
+        "{g2p: experts, of all weights|%} (g2p), {marks: experts, of all weights|%} (marks), "
+        "{wiki: experts, of all weights|%} (wiki); of the bytes of their packs {g2p: experts, of the pack|%}, "
+        "{marks: experts, of the pack|%} and {wiki: experts, of the pack|%}",
+        SMALL, "sida",
+    ),
+    Claim(
+        "expert memory that an input uses (Fig. 2)",
+        "down to 5% of large models",
+        "`make bench-sida`",
+        "short, middle and long inputs: {g2p, short: expert memory that an input uses|%}, "
+        "{g2p, middle: expert memory that an input uses|%}, {g2p, long: expert memory that an input uses|%} (g2p), "
+        "{marks, short: expert memory that an input uses|%}, {marks, middle: expert memory that an input uses|%}, "
+        "{marks, long: expert memory that an input uses|%} (marks)",
+        "of the experts alone, answers included; 16 and 64 experts a layer", "sida",
+    ),
 )  # fmt: skip
 
 MIXTRAL_OFFLOADING = (
@@ -362,7 +487,18 @@ MIXTRAL_OFFLOADING = (
         "wiki at 500 MB/s, tokens/s: everything {wiki, ssd: auto 50%: decode}, without reading ahead "
         "{wiki, ssd: none 50%: decode}, without the cache {wiki, ssd: without the cache: decode}, naive "
         "{wiki, ssd: naive: decode}: the cache does the work",
-        f"{SMALL}; at real size: not measured", "hashed",
+        SMALL, "hashed",
+    ),
+    Claim(
+        "the same with experts of real size",
+        "",
+        "`--tune eviction=layer-lru`, `--tune predict=gate`, `make bench-sida`",
+        "half of the experts in memory, 500 MB/s, tokens/s: everything {olmoe-shaped: everything: decode}, without "
+        "reading ahead {olmoe-shaped: without reading ahead: decode}, without the cache "
+        "{olmoe-shaped: without the cache: decode}, naive {olmoe-shaped: naive: decode}; everything is "
+        "{olmoe-shaped: everything to without reading ahead|.2f}, {olmoe-shaped: everything to without the cache|.2f} "
+        "and {olmoe-shaped: everything to naive|.2f} times as fast as these",
+        f"{SHAPED}, routed as a trained model; without a cache there is room for a layer or two", "sida",
     ),
     Claim(
         "buffers beside the cache for experts read ahead",
@@ -375,11 +511,19 @@ MIXTRAL_OFFLOADING = (
     Claim(
         "present experts first",
         "",
-        "`moert/experts/streaming.py`",
-        "built; its gain alone is not measured",
-        "results are added in a fixed order, so that answers are the same",
+        "`moert/experts/streaming.py`, `make bench-sida`",
+        "half of the experts in memory, 500 MB/s: "
+        "{olmoe-shaped: everything to without present experts first|.2f} times the speed of waiting for all of a "
+        "token's experts",
+        f"{SHAPED}; results are added in a fixed order, so that answers are the same", "sida",
     ),
-    Claim("picture of chosen experts over tokens (Fig. 1)", "", NOT_BUILT, NOT_MEASURED),
+    Claim(
+        "picture of chosen experts over tokens (Fig. 1)",
+        "",
+        "`python -m recipes.bench.sweeps`",
+        "draws the middle layer of any pack; no result is kept",
+        "a quarter of a layer's experts is cached, as 2 of 8 there",
+    ),
 )  # fmt: skip
 
 FIDDLER = (
@@ -424,9 +568,13 @@ FIDDLER = (
     Claim(
         "random and worst placement",
         "",
-        "`make bench-devices`",
-        NOT_MEASURED,
-        "the bench has both as rows (*at random*, *least popular*); the kept result is older",
+        "`recipes/bench/cards.py`, `make bench-devices`",
+        "hits with room for 20 and 50%: at random {hits on the card with room for 20%: at random|%} and "
+        "{hits on the card with room for 50%: at random|%}, the least popular "
+        "{hits on the card with room for 20%: least popular|%} and "
+        "{hits on the card with room for 50%: least popular|%}, beside the most popular "
+        "{hits on the card with room for 20%: popular|%} and {hits on the card with room for 50%: popular|%}",
+        SIMULATED, "devices",
     ),
     Claim(
         "latency model: the processor's time grows with tokens, the card's does not",
@@ -434,9 +582,94 @@ FIDDLER = (
         "`moert/beside/gpu/placement.py`, `make bench-devices`",
         "deciding a layer takes {deciding a layer, 8 of 8 experts} µs for 8 of 8 experts, "
         "{deciding a layer, 128 of 128 experts} µs for 128 of 128",
-        "fitted on one half of the runs and judged on the other: not measured; the simulated clock and the model share "
-        "their figures, so that its errors there say nothing",
+        "a roofline in place of a line",
         "devices",
+    ),
+    Claim(
+        "latency model fitted on one half of the runs, judged on the other",
+        "",
+        "`make bench-fiddler`",
+        "the processor's time of an expert with 1 to 128 tokens, error (median and 95th percentile): a line "
+        "{this machine, error of the line: median|.1f}% and "
+        "{this machine, error of the line: 95th percentile|.1f}%, the engine's own costs "
+        "{this machine, error of the engine's costs: median|.1f}% and "
+        "{this machine, error of the engine's costs: 95th percentile|.1f}%; runs alone, by the median of as many "
+        "tokens, {this machine, error of the median of as many tokens: median|.1f}% and "
+        "{this machine, error of the median of as many tokens: 95th percentile|.1f}%",
+        "all cores of the machine that ran the bench, each time the least of a few calls; on a real card: not "
+        "measured; the simulated clock and the model share their figures, so that errors there say nothing",
+        "fiddler",
+    ),
+    Claim(
+        "copy, card and processor by the tokens of an expert",
+        "",
+        "`make bench-fiddler`",
+        "RTX 3060: a copy {rtx3060, tokens of an expert, 1: copy} ms; with 1, 16 and 128 tokens the card "
+        "{rtx3060, tokens of an expert, 1: card}, {rtx3060, tokens of an expert, 16: card} and "
+        "{rtx3060, tokens of an expert, 128: card} ms, the processor {rtx3060, tokens of an expert, 1: processor}, "
+        "{rtx3060, tokens of an expert, 16: processor} and {rtx3060, tokens of an expert, 128: processor} ms; a copy "
+        "is worth it from {rtx3060, a copy and the card are sooner: from} tokens (RTX 3060) and "
+        "{t4, a copy and the card are sooner: from} (T4)",
+        "from the cards' profiles; experts of Mixtral's shape at 4 bits", "fiddler",
+    ),
+    Claim(
+        "popularity of experts",
+        "",
+        "`make bench-fiddler`",
+        "tokens of an expert by those of the most popular one: mean "
+        "{tokens of an expert by those of the most popular one: mean|.0f}%, deviation "
+        "{tokens of an expert by those of the most popular one: deviation|.0f}%, least "
+        "{tokens of an expert by those of the most popular one: least|.0f}%",
+        "routing of the wiki model", "fiddler",
+    ),
+    Claim(
+        "one request by the lengths of input and output",
+        "",
+        "`--tune device-keep=popular`, `make bench-fiddler`",
+        "mean tokens/s of 32 to 256 tokens in and 64 to 512 out, ours, Fiddler's own, layers split, latest experts "
+        "copied: {rtx3060, mean of these requests: two devices}, {rtx3060, mean of these requests: Fiddler's own}, "
+        "{rtx3060, mean of these requests: layers split}, {rtx3060, mean of these requests: LRU offloading} (RTX "
+        "3060), {t4, mean of these requests: two devices}, {t4, mean of these requests: Fiddler's own}, "
+        "{t4, mean of these requests: layers split}, {t4, mean of these requests: LRU offloading} (T4)",
+        f"{SIMULATED}; the method of the paper is settings of this engine", "fiddler",
+    ),
+    Claim(
+        "long prompts by their length",
+        "",
+        "`make bench-devices`",
+        "tokens/s with 512, 1,024, 2,048 and 4,096 tokens, ours: {rtx3060, prompt of 512: two devices}, "
+        "{rtx3060, prompt of 1024: two devices}, {rtx3060, prompt of 2048: two devices}, "
+        "{rtx3060, prompt of 4096: two devices} (RTX 3060), {t4, prompt of 512: two devices}, "
+        "{t4, prompt of 1024: two devices}, {t4, prompt of 2048: two devices}, {t4, prompt of 4096: two devices} (T4); "
+        "latest experts copied: {rtx3060, prompt of 512: LRU offloading}, {rtx3060, prompt of 1024: LRU offloading}, "
+        "{rtx3060, prompt of 2048: LRU offloading}, {rtx3060, prompt of 4096: LRU offloading}; "
+        "{t4, prompt of 512: LRU offloading}, {t4, prompt of 1024: LRU offloading}, "
+        "{t4, prompt of 2048: LRU offloading}, {t4, prompt of 4096: LRU offloading}",
+        SIMULATED, "devices",
+    ),
+    Claim(
+        "widths of beams",
+        "",
+        "`--tune beams=4`, `make bench-fiddler`",
+        "tokens/s of 4 and 16 beams, ours, Fiddler's own, latest experts copied: {rtx3060, 4 beams: two devices}, "
+        "{rtx3060, 4 beams: Fiddler's own}, {rtx3060, 4 beams: LRU offloading}; {rtx3060, 16 beams: two devices}, "
+        "{rtx3060, 16 beams: Fiddler's own}, {rtx3060, 16 beams: LRU offloading} (RTX 3060). 16 beams of Fiddler's own "
+        "are {rtx3060, 16 beams by the best of the others, beam after beam: Fiddler's own|.1f} (RTX 3060) and "
+        "{t4, 16 beams by the best of the others, beam after beam: Fiddler's own|.1f} (T4) times as fast as the best "
+        "of the others, one beam after the other",
+        SIMULATED, "fiddler",
+    ),
+    Claim(
+        "how many experts fit",
+        "",
+        "`--tune gpu-memory=8GB`, `make bench-fiddler`",
+        "tokens/s with room for 10, 50 and 75%, ours, Fiddler's own, latest experts copied: "
+        "{a100, room for 10% of the experts: two devices}, {a100, room for 10% of the experts: Fiddler's own}, "
+        "{a100, room for 10% of the experts: LRU offloading}; {a100, room for 50% of the experts: two devices}, "
+        "{a100, room for 50% of the experts: Fiddler's own}, {a100, room for 50% of the experts: LRU offloading}; "
+        "{a100, room for 75% of the experts: two devices}, {a100, room for 75% of the experts: Fiddler's own}, "
+        "{a100, room for 75% of the experts: LRU offloading} (A100)",
+        SIMULATED, "fiddler",
     ),
     Claim(
         "the drive as a third place",
@@ -466,7 +699,6 @@ FIDDLER = (
         NOT_MEASURED,
         "kernels compute codes as they lie on the drive; Mixtral at 16 bits was not run",
     ),
-    Claim("Fig. 4, 7 and 9 to 12", "", NO_BENCH, NOT_MEASURED),
 )  # fmt: skip
 
 LLM_IN_A_FLASH = (
@@ -543,33 +775,44 @@ LLM_IN_A_FLASH = (
     Claim(
         "neurons bundled with their closest friend",
         "did not pay: the closest friends are always the same few",
-        "counted, not built; `make bench-flash`",
+        "`--layout columns`, `make bench-flash`",
         "closest friends are {opt: neurons that are anyone's closest friend|.1f}% of opt's neurons. Disjoint blocks of "
-        "8 would win: a token asks for {opt, blocks of 8: together|%} of them if put together by firing, "
-        "{opt, blocks of 8: by frequency|%} by frequency on the same text, {opt, blocks of 8: in the pack|%} in the "
-        "pack",
-        "packs have the order of frequency on calibration text", "flash",
+        "neurons that fire together win: put together on calibration text, a token asks for "
+        "{opt, blocks of 2: in the pack|.1f}% of blocks of 2, as opt's pack has them, and for "
+        "{opt, blocks of 8: in the pack|%} of blocks of 8; by frequency for "
+        "{opt, blocks of 2: by frequency on calibration text|.1f}% and "
+        "{opt, blocks of 8: by frequency on calibration text|%}",
+        "disjoint blocks; by frequency where that asks for fewer blocks of other text", "flash",
     ),
     Claim(
         "neurons leave by copying the last row to their place (§3.3)",
         "65 ms a token for management of memory (OPT 6.7B)",
-        NOT_BUILT,
-        NOT_MEASURED,
-        "blocks have slots of equal size, and none is moved (`moert/beside/flash/store.py`)",
+        "slots in place of copies; `make bench-flash`",
+        "opt, room for half: slots take {opt: managing slots|.2f} ms a token and move nothing, copies "
+        "{opt: copying the last neurons|.2f} ms more for {opt: bytes of copies|.1f} MB; OPT-1.3B's shape with opt's "
+        "firings: {OPT-1.3B like opt: managing slots|.1f} ms, and {OPT-1.3B like opt: copying the last neurons|.1f} ms "
+        "more for {OPT-1.3B like opt: bytes of copies|.0f} MB",
+        "replayed, each neuron for itself at 16 bits; the runtime has slots of equal size "
+        "(`moert/beside/flash/store.py`)", "flash",
     ),
     Claim(
         "throughput by the size of a read",
         "over 6 GiB/s for long reads, far less for short ones",
-        "`moert bench --drive`, `python -m recipes.bench.sweeps --drive`",
-        "prints and draws it; no result is kept",
-        LOGGED,
+        "`moert bench --drive`, `python -m recipes.bench.sweeps --drive`, `make bench-flash`",
+        "MB/s of direct reads of 4 KiB, 32 KiB and 512 KiB: one at a time {reads of 4096 bytes, 1 at once|.0f}, "
+        "{reads of 32768 bytes, 1 at once|.0f} and {reads of 524288 bytes, 1 at once|.0f}; 32 at once "
+        "{reads of 4096 bytes, 32 at once|.0f}, {reads of 32768 bytes, 32 at once|.0f} and "
+        "{reads of 524288 bytes, 32 at once|.0f}",
+        "a server's virtual drive, whose host may hold what was read before", "flash",
     ),
     Claim(
         "together with speculative decoding",
         "",
-        NOT_BUILT,
-        NOT_MEASURED,
-        "neither a draft model nor drafts by n-grams",
+        "`--tune draft=auto`, `make bench-flash`, `make bench-drafts`",
+        "opt by neurons, speed with drafts beside without, a quarter in memory: quotations "
+        "{opt, a quarter of them, a quotation: drafts beside none|.1f}, its likeliest text "
+        "{opt, a quarter of them, the likeliest text: drafts beside none|.2f}; the same tokens",
+        "drafts by n-grams in place of a draft model", "flash",
     ),
 )  # fmt: skip
 

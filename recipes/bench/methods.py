@@ -1,0 +1,104 @@
+"""`make bench-methods`: the methods of five papers beside each other, and together, at equal loss.
+
+An imitated drive of 500 MB/s, room for half of the experts' bytes at mixed widths. In turns: experts that are read when
+they are needed, then one method after the other, then all that are on by default. All packs keep the promise of 5%.
+Rows say tokens/s, bytes read a token, and the speed beside the cache alone. Models are wiki, g2p, and one of OLMoE's
+shape with the routing of wiki, whose experts have a real size. Writes build/bench/methods.json.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+
+from recipes.bench.program import as_program, need
+from recipes.bench.race import (
+    CACHE,
+    DEVICES,
+    IO_QEXP,
+    MOERT,
+    ON_DEMAND,
+    Outcome,
+    alive,
+    memory_bytes,
+    ours,
+    race,
+    read_ahead,
+)
+from recipes.bench.result import Row, context, row_of_runs, table, write
+from recipes.bench.sized import sized
+from recipes.bench.stream_packs import DEMO, expert_bytes, reference, shaped
+from recipes.bench.stream_rows import ratios
+from recipes.bench.streamed import THREADS
+from tests.cgroups import missing
+
+SHARE = 0.5
+SECONDS, ROUNDS = sized((1.5, 7), (0.1, 1))
+DEVICE = DEVICES["ssd"]
+NEVER_SLOWER = 0.98
+
+CACHE_ALONE = replace(CACHE, name="the cache alone", eviction="lru")
+EVICTION = replace(CACHE, name="eviction by expected use")
+EVERYTHING = replace(MOERT, name="everything by default")
+METHODS = (
+    replace(IO_QEXP, name="4 bits, on demand"),
+    replace(ON_DEMAND, name="mixed bits, on demand"),
+    CACHE_ALONE,
+    replace(CACHE, name="the latest of each layer", eviction="layer-lru"),
+    replace(CACHE, name="eviction by frequency and distance", eviction="paper"),
+    EVICTION,
+    replace(MOERT, name="path tables read ahead", predictor="transitions"),
+    replace(MOERT, name="routers read ahead", predictor="gate"),
+    EVERYTHING,
+)
+
+
+def rows_of(where: str, raced: Mapping[str, Outcome]) -> list[Row]:
+    """Returns tokens/s and bytes a token of each, and the speed beside the cache alone."""
+    rows, outcomes = list[Row](), {name.removesuffix(f" {SHARE:.0%}"): each for name, each in raced.items()}
+    for name, outcome in outcomes.items():
+        about = f"{where}: {name}"
+        rows.append(row_of_runs(f"{about}: decode", outcome.speeds, "tokens/s"))
+        read = [each.bytes_read / each.tokens / 1e6 for each in outcome.segments]
+        rows.append(row_of_runs(f"{about}: read", read, "MB a token"))
+        if CACHE_ALONE.name in outcomes and name != CACHE_ALONE.name:
+            rows.append(row_of_runs(f"{about}: to the cache", ratios(outcome, outcomes[CACHE_ALONE.name]), "×"))
+    if {EVICTION.name, EVERYTHING.name} <= outcomes.keys():
+        beside = ratios(outcomes[EVERYTHING.name], outcomes[EVICTION.name])
+        rows.append(row_of_runs(f"{where}: default to nothing read ahead", beside, "×").at_least(NEVER_SLOWER))
+    return rows
+
+
+def result_rows(names: Sequence[str], failed: list[str]) -> list[Row]:
+    rows = list[Row]()
+    for name in names:
+        model = shaped(baselines=True) if name == SHAPED else reference(name)
+        rows.append(Row(f"{model.name}: experts", expert_bytes(model.mixed) / 1e6, "MB"))
+        entries = [ours(each, model, SHARE, memory_bytes(model, SHARE)) for each in METHODS]
+        rows += rows_of(model.name, alive(model.name, race(DEVICE, entries, SECONDS, ROUNDS), failed))
+        print(table(rows), end="\n\n", file=sys.stderr, flush=True)
+    return rows
+
+
+SHAPED = "olmoe-shaped"
+NAMES = sized(("wiki", "g2p", SHAPED), ("g2p",))
+
+
+def main() -> int:
+    if lacking := missing(reads=Path(__file__)):
+        raise SystemExit(f"bench-methods imitates drives with control groups, but {lacking}")
+    need([DEMO / f"{name}.pack" for name in ("g2p", "wiki")], "demo")
+    failed = list[str]()
+    with read_ahead(DEMO) as ahead_kb:
+        rows = result_rows(NAMES, failed)
+    settings = {"share": SHARE, "seconds": SECONDS, "rounds": ROUNDS, "threads": THREADS, "read_ahead_kb": ahead_kb}
+    path = write("methods", context({**settings, "failed": failed}), rows)
+    print(table(rows))
+    print(f"written to {path}")
+    return 1 if failed else 0
+
+
+if __name__ == "__main__":
+    as_program(main, __doc__)
