@@ -36,7 +36,7 @@ export PYTHONDONTWRITEBYTECODE :=
 include recipes/bench/peers.mk
 
 .DEFAULT_GOAL := help
-.PHONY: help setup native demo talk upcycle test test-slow unchanged test-clients soak test-cuda check-gpu test-anywhere test-native test-sanitize test-sanitize-python test-arm test-compile fuzz-few fuzz lint data recipes recipes-ci report bench-sweep bench-gradients bench-plans bench-answers bench-quant bench-mixed bench-hash bench-beforehand bench-sida bench-flash bench-promise bench-kernels bench-peers bench-rounding bench-stream bench-ahead bench-edgemoe bench-drafts bench-methods bench-less bench-size bench-workers bench-large bench-many bench-serve bench-outlook bench-devices bench-fiddler peers-there peers bench-smoke keep-results tables golden-old readme wheel test-wheel sbom clean
+.PHONY: help setup native demo talk upcycle test test-slow unchanged test-clients soak test-cuda check-gpu test-anywhere test-native test-sanitize test-sanitize-python test-arm test-compile fuzz-few fuzz lint data recipes recipes-ci report bench-sweep bench-gradients bench-plans bench-answers bench-quant bench-mixed bench-hash bench-beforehand bench-sida bench-flash bench-promise bench-kernels bench-peers bench-rounding bench-stream bench-ahead bench-fill bench-edgemoe bench-drafts bench-methods bench-less bench-size bench-workers bench-large bench-many bench-serve bench-outlook bench-devices bench-fiddler peers-there peers bench-smoke keep-results tables golden-old readme wheel test-wheel sbom clean
 
 help:  ## list the targets
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## (.*)/\1 \2/' | \
@@ -231,6 +231,9 @@ bench-stream: setup $(PEERS_DIR)/llama/.built build/demo/summary.json  ## small 
 
 bench-ahead: setup build/demo/summary.json  ## reading ahead beside not doing so, and LRU over two bits, on imitated drives (5 minutes)
 	$(PY) -m recipes.bench.ahead
+
+bench-fill: data build/demo/summary.json  ## the expert cache filled before the first request beside an empty one, on imitated drives (4 minutes)
+	$(PY) -m recipes.bench.fill
 
 bench-methods: setup build/demo/summary.json  ## methods of the five papers beside each other, one model and one imitated drive (6 minutes)
 	$(PY) -m recipes.bench.methods

@@ -325,6 +325,8 @@ def chat(
 
     engine = opened(_here(pack), chosen, settings.max_new_tokens)
     with engine, figures(engine, as_json) if stats else nullcontext():
+        if sys.stdin.isatty():  # a pipe has its first message at once
+            engine.fill()
         printer = Printer(engine, asked["thinking"] == "show", as_json, asked["raw"])
         converse(engine.conversation(system), settings, printer, longest_text(chosen))
 

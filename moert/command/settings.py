@@ -93,6 +93,13 @@ SETTINGS = (
         default="auto", choices=("auto", "gate", "hash", "transitions", "none"),
     ),
     Setting(
+        "fill", _EXPERTS, _CHOOSING,
+        "Experts that are read before the first request, while nothing else is to be done: used (as many as fit, those "
+        "used most in the pack's recorded trace first, and before them those of an encoder's first layers), none; "
+        "auto: used for serve and for chat at a terminal, else none.",
+        default="auto", choices=("auto", "none", "used"),
+    ),
+    Setting(
         "routing", _EXPERTS, _ALL,
         "How tokens are routed to experts: exact (by the model's routers), hash (by the pack's hash function, "
         "without the routers), 25% (cache-aware routing: recently used experts are preferred to slightly better "

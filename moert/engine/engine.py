@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import fields
 from functools import cached_property, partial
 from mmap import PAGESIZE
@@ -27,13 +27,13 @@ from moert.engine.budget import (
 from moert.engine.constraint import Grammar, Matcher, Matching
 from moert.engine.generation import GenerationOptions, GenerationSettings, Logprobs, room
 from moert.engine.prefixes import Prefixes
-from moert.engine.registry import ROUTINGS, Beside, check_apart, matching
-from moert.engine.regulator import Admission, Bounds, Notify, Others, Regulator
+from moert.engine.registry import FILLS, ROUTINGS, Beside, check_apart, fill, matching
+from moert.engine.regulator import TYPICAL, Admission, Bounds, Notify, Others, Regulator
 from moert.engine.scoring import Pooling, Score, Scorer
 from moert.engine.session import Answer, Interrupted, Prefix, Session, Turns
 from moert.engine.settings import POLICIES, EngineOptions, EngineSettings
 from moert.engine.text import LONG_TEXT, Text, several
-from moert.errors import SettingInvalid, memory_shortage, said
+from moert.errors import BudgetTooSmall, SettingInvalid, memory_shortage, said
 from moert.experts.ahead import Further, Lookahead, Worth
 from moert.experts.cache import ExpertCache
 from moert.experts.names import Policies
@@ -125,6 +125,7 @@ class Engine:
             self._hold(settings, own, beside)
             self._bound(settings, others or Others())
             self._drafts = beside.drafts(self.preference is None and self._routing.reroute is None)
+            self._fills = beside.fills()
             self._run_experts(own)
             self._load(settings, beside)
             self._closing = closing.pop_all()
@@ -238,6 +239,8 @@ class Engine:
             engine.runner.listeners.append(trace.append)
         slow = missing_note() if chosen.kernels == AUTO_KERNELS else None
         engine._admission.notes += [*noted, *(note for note in (slow, cut) if note is not None)]
+        if chosen.fill == FILLS[-1]:
+            engine.fill()
         return engine
 
     @property
@@ -287,6 +290,15 @@ class Engine:
         again."""
         with self._turns.turn():
             self._admission.before([Load(prompt_tokens, max_new_tokens)])
+
+    def fill(self) -> None:
+        """Has experts read into the room for them until the first request begins, those that were used most in the
+        pack's trace first, or those of an encoder's first layers. Does nothing with `fill` "none", where experts are
+        not held whole in memory alone, or once a request has run. Raises PackError."""
+        with self._turns.turn(), suppress(BudgetTooSmall):  # a shorter request may run
+            if self._fills and not self.cache.n_resident:
+                self._admission.before([TYPICAL])
+                fill(self.pack, self.cache, self._admission.notify)
 
     def refit(self, promised_bytes: int) -> None:
         """Fits the engine, between two turns, into the room that is left by `promised_bytes` of other engines. Raises

@@ -7,6 +7,7 @@
 | `routing` or `predict`: hash; a hash function in the pack | moert.beside.sida | Routing: who routes, who listens |
 | `profile` | moert.beside.profile | nothing: it times Holding, routers and arithmetic as they are |
 | `draft` | moert.beside.drafts | nothing: tokens of one request that are read in one pass |
+| `fill`, moert chat, moert serve | moert.beside.fill | nothing: experts that are read before the first request |
 | `json_schema` or `grammar` of a request | moert.beside.grammar | nothing: the tokens that may come next |
 
 Nothing else of the core imports them, or says neuron, hash function, device or profile.
@@ -20,6 +21,8 @@ from typing import TYPE_CHECKING, Any
 
 from moert.engine.constraint import Grammar, Matcher, Matching, Room
 from moert.engine.seams import Routing
+from moert.errors import SettingInvalid, said
+from moert.experts.cache import ExpertCache
 from moert.experts.names import (
     AUTO_PREDICTOR,
     PREDICTORS,
@@ -55,6 +58,8 @@ ALL_NEURONS, KEPT_NEURONS, NO_DEVICE = "exact", "recent", "none"
 """Defaults of `neurons`, `keep_neurons` and `device`."""
 NO_DRAFTS = "none"
 """Default of `draft`."""
+FILLS = ("auto", "none", "used")
+"""Values of `fill`; with auto commands decide."""
 ALONE = (NO_DEVICE, "cpu")
 """Names of `device` without any."""
 
@@ -69,7 +74,9 @@ def check_place(wishes: Wishes) -> None:
 
 
 def check_parts(wishes: Wishes) -> None:
-    """Raises SettingInvalid for settings of experts' neurons, or of drafts, that there can't be."""
+    """Raises SettingInvalid for settings of experts' neurons, of drafts, or of filling, that there can't be."""
+    if wishes.fill not in FILLS:
+        raise SettingInvalid("fill", f"{wishes.fill!r} is none of {', '.join(FILLS)}")
     if wishes.draft != NO_DRAFTS:
         from moert.beside.drafts import check_wish
 
@@ -161,6 +168,14 @@ class Beside:
 
         return drafts_for(self._wishes.draft, self._pack.manifest.model, exact, self._note)
 
+    def fills(self) -> bool:
+        """Returns whether the cache may be filled before the first request: where it holds whole experts, for this
+        processor alone."""
+        found, wish = self._wishes.device in ALONE and not self._pack.has_neurons, self._wishes.fill
+        if wish == "used" and not found:
+            self._note(f"{said('fill', wish)} has no effect here: a cache of whole experts for the processor is filled")
+        return found and wish != "none"
+
     def arithmetic(self, backend: Backend) -> Backend:
         """Returns the backend of a model."""
         return backend if self._profile is None else self._profile.arithmetic(backend)
@@ -187,6 +202,13 @@ class Beside:
         if self._predict == _HASH and self._own.predictor is None:
             check_predictor(self._pack)
         return function_of(self._pack, named, routes, self._note)
+
+
+def fill(pack: Pack, cache: ExpertCache, note: Callable[[str], None]) -> None:
+    """Has experts read into an empty cache until a request begins. Raises PackError."""
+    from moert.beside import fill as filling
+
+    filling.fill(pack, cache, note)
 
 
 def hash_memory(pack: Pack, function: HashFunction | None) -> tuple[int, Callable[[int, int], int] | None]:

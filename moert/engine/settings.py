@@ -37,9 +37,12 @@ class EngineOptions(TypedDict, total=False):
     template: str | None
     profile: str | None
     draft: str | int
+    fill: str
 
 
-POLICIES = frozenset({"memory", "cache", "eviction", "predict", "io", "threads", "template", "profile", "draft"})
+POLICIES = frozenset(
+    {"memory", "cache", "eviction", "predict", "fill", "io", "threads", "template", "profile", "draft"}
+)  # fmt: skip
 """Settings that never change the states of the same tokens."""
 
 
@@ -64,7 +67,8 @@ class EngineSettings(Adjustable):
     of a simulated device are the same. `template`: for conversations, in place of the pack's own chat template, a name
     of moert.chat.renderer or the path of a file. `profile`: a new file that a trace of the run is written to when the
     engine closes (moert.beside.profile). `draft`: drafts of answers, "none", "auto" where they save time, or
-    the number of tokens that are always drafted.
+    the number of tokens that are always drafted. `fill`: experts that are read before the first request: "none", "used"
+    (see Engine.fill), or "auto": `moert serve` asks for them, and `moert chat` at a terminal.
 
     Raises SettingInvalid, InvalidMemory or IoInvalid for impossible values.
     """
@@ -87,6 +91,7 @@ class EngineSettings(Adjustable):
     template: str | None = None
     profile: str | None = None
     draft: str | int = "none"
+    fill: str = "auto"
 
     def __post_init__(self) -> None:
         self.check_types()

@@ -229,6 +229,7 @@ class ExpertCache:
         self._likely: Sequence[ExpertKey] = ()  # experts predicted for the next layer
         self._predicted: deque[ExpertKey] = deque()  # those of them that may still be read
         self._begun: list[ExpertKey] = []  # predicted, and begun to be read
+        self._filling = False  # whether what is predicted fills the cache, before anything is known of the next layer
         self._unused: set[ExpertKey] = set()  # those of them that were not demanded yet
         self._moves = Moves(store)
         self._lock = threading.RLock()  # so that a thread that Ctrl-C hits never releases it for another
@@ -302,11 +303,19 @@ class ExpertCache:
         """Has experts read ahead, most valuable first, in place of the last call's that are left. Experts to `keep`,
         most valuable first, do not leave for them."""
         with self._lock:
-            self._begun = []
+            self._begun, self._filling = [], False
             self._likely = (*keep, *keys)
             self._predicted = deque(key for key in keys if key not in self._slots)
             if self._predicted:
                 self._wake(1)
+
+    def fill(self, keys: Sequence[ExpertKey], past: Iterable[Demand]) -> None:
+        """Has experts read into an empty cache, the first ones first, as long as no layer begins. `past`: demands that
+        eviction is to count."""
+        with self._lock:
+            self._residency.learn(past)
+            self.predict(keys)
+            self._filling = True
 
     def lease(self, keys: Sequence[ExpertKey], following: Sequence[ExpertKey] = ()) -> Lease:
         """Returns a lease of experts of the present layer, for a with block.
@@ -594,6 +603,7 @@ class ExpertCache:
             self._counters.prefetch_issued += 1
             self._counters.prefetch_issued_bytes += slot.buffer.nbytes
             self._unused.add(key)
-            self._begun.append(key)
+            if not self._filling:
+                self._begun.append(key)
             return slot
         return None

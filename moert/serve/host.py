@@ -133,7 +133,9 @@ class Host:
         path, settings, folder = self.settings.packs[name], self.settings.engine, self.settings.folder
         sharing, most = self._sharing, self.settings.most_waiting
         if sharing is None:
-            self._there[name] = Worker(_opened(path, settings, None), most, folder)
+            engine = _opened(path, settings, None)
+            engine.fill()
+            self._there[name] = Worker(engine, most, folder)
         else:
             if sharing.limit_bytes is not None:
                 settings = settings.but(memory=MemoryLimit(sharing.limit_bytes))

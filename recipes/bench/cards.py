@@ -24,9 +24,10 @@ from typing import Any, NamedTuple, cast
 import numpy as np
 import numpy.typing as npt
 
+from moert.beside.fill import Popularity, by_popularity
 from moert.beside.gpu.device import DeviceCounters
 from moert.beside.gpu.placement import IN_MEMORY, ON_DEVICE, ONLY_HELD, RULES, Kind, Placement
-from moert.beside.gpu.residents import KEEPS, Keeping, Popularity, Ranked, Residents, by_popularity
+from moert.beside.gpu.residents import KEEPS, Keeping, Ranked, Residents
 from moert.beside.gpu.simulated import PROFILES, SimulatedDevice
 from moert.beside.gpu.tiers import CopyAhead, Lent, Others, Telling, TieredExperts, Tiers
 from moert.experts.ahead import Further, Lookahead

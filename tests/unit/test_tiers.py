@@ -12,9 +12,10 @@ import pytest
 
 from moeconv.routes import record
 from moeconv.writer import add_to_pack
+from moert.beside.fill import popularity
 from moert.beside.gpu.device import DeviceCounters, DeviceFull
 from moert.beside.gpu.placement import RULES
-from moert.beside.gpu.residents import KEEPS, Ranked, Residents, popularity
+from moert.beside.gpu.residents import KEEPS, Ranked, Residents
 from moert.beside.gpu.simulated import PROFILES, SimulatedDevice
 from moert.beside.gpu.tiers import DeviceTier
 from moert.engine.engine import Engine

@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
+from moert.beside.fill import Popularity, by_popularity
 from moert.beside.gpu.device import STAGING_BUFFERS, Device, DeviceCounters, DeviceFull, Held
 from moert.experts.policy import (
     Candidates,
@@ -21,11 +22,7 @@ from moert.experts.policy import (
     place_of,
 )
 from moert.kernels.backend import ExpertView
-from moert.pack.model_spec import ExpertKey, LayerKey, ModelSpec
-from moert.pack.paths import DROPPED, Trace
-
-Popularity = Mapping[LayerKey, npt.NDArray[np.float64]]
-"""For each layer the share of its tokens that went to each expert [num_experts]."""
+from moert.pack.model_spec import ExpertKey, LayerKey
 
 
 class Keeping(NamedTuple):
@@ -48,27 +45,6 @@ class Ranked:
     def worth(self, candidates: Candidates, present: LayerKey) -> npt.NDArray[Any]:
         found: npt.NDArray[Any] = self._worth[candidates.place, candidates.expert]
         return found
-
-
-def popularity(trace: Trace | None, spec: ModelSpec) -> Popularity:
-    """Returns the popularity in a pack's trace, as Fiddler counts it; without a trace all experts of a layer are
-    equal."""
-    even = np.full(spec.moe.n, spec.moe.router.top_k / spec.moe.n)
-    if trace is None:
-        return dict.fromkeys(spec.moe_layers(), even)
-    found: dict[LayerKey, npt.NDArray[np.float64]] = {}
-    for name, stack in trace.stacks.items():
-        for place, at in enumerate(spec.moe_layers(name)):
-            chosen = stack.experts[:, place]
-            counts = np.bincount(chosen[chosen != DROPPED].astype(np.int64), minlength=spec.moe.n)
-            found[at] = counts / max(1, len(chosen))
-    return found
-
-
-def by_popularity(shares: Popularity, order: LayerOrder) -> list[ExpertKey]:
-    """Returns experts, the most popular first, equal ones by layer and number."""
-    keys = [at.expert(number) for at in order for number in range(len(shares[at]))]
-    return sorted(keys, key=lambda key: (-float(shares[key.at][key.expert]), key))
 
 
 def _expected(shares: Popularity, order: LayerOrder, succession: Succession | None) -> Keeping:

@@ -12,6 +12,7 @@ from typing import Any, NamedTuple, cast
 
 import numpy as np
 
+from moert.beside.fill import popularity
 from moert.beside.gpu.device import (
     Device,
     DeviceCounters,
@@ -35,7 +36,7 @@ from moert.beside.gpu.placement import (
     Kind,
     Placement,
 )
-from moert.beside.gpu.residents import DEFAULT_KEEP, KEEPS, Keeping, Residents, popularity
+from moert.beside.gpu.residents import DEFAULT_KEEP, KEEPS, Keeping, Residents
 from moert.beside.gpu.simulated import SimulatedDevice, VirtualClock, bits_of, compute_parts
 from moert.beside.wishes import Wishes
 from moert.errors import SettingInvalid, said

@@ -209,9 +209,9 @@ EDGEMOE = (
     Claim(
         "expert buffer filled before the first token",
         "",
-        NOT_BUILT,
+        "`--tune fill=used`, `make bench-fill`",
         NOT_MEASURED,
-        "the expert cache begins empty; a second device is filled at the start (`moert/beside/gpu/residents.py`)",
+        "by default in `moert serve`, and in `moert chat` at a terminal; the first request ends it",
     ),
     Claim(
         "times of samples beside the baselines (Fig. 12)",
