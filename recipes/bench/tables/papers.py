@@ -301,7 +301,7 @@ SIDA = (
         "three experts of the function as routing (top-3)",
         "for longer texts",
         "`make bench-sida`",
-        "performance kept with one and three: {g2p: kept with 1 of the function|.1%} and "
+        "nothing won: performance kept with one and three {g2p: kept with 1 of the function|.1%} and "
         "{g2p: kept with 3 of the function|.1%} (g2p, ROUGE-2), {marks: kept with 1 of the function|.1%} and "
         "{marks: kept with 3 of the function|.1%} (marks, F1)",
         f"{SMALL}; for three times the reading, so only the bench does it", "sida",
@@ -360,7 +360,7 @@ SIDA = (
         "the paper's set-up as a whole: routers out, reading by the function, first in first out",
         "",
         "`--tune routing=hash`, `--tune predict=hash`, `recipes/bench/controls.py`, `make bench-sida`",
-        "half of the experts in memory, 500 MB/s, short and long inputs: "
+        "lost: half of the experts in memory, 500 MB/s, short and long inputs: "
         "{g2p, short: as a whole to on demand|.2f} and {g2p, long: as a whole to on demand|.2f} (g2p), "
         "{marks, short: as a whole to on demand|.2f} and {marks, long: as a whole to on demand|.2f} (marks) times the "
         "throughput of our default without the function. Without the function its memory has room for more experts, "
@@ -493,8 +493,8 @@ MIXTRAL_OFFLOADING = (
         "the same with experts of real size",
         "",
         "`--tune eviction=layer-lru`, `--tune predict=gate`, `make bench-sida`",
-        "half of the experts in memory, 500 MB/s, tokens/s: everything {olmoe-shaped: everything: decode}, without "
-        "reading ahead {olmoe-shaped: without reading ahead: decode}, without the cache "
+        "the cache does the work: half of the experts in memory, 500 MB/s, tokens/s: everything "
+        "{olmoe-shaped: everything: decode}, without reading ahead {olmoe-shaped: without reading ahead: decode}, without the cache "
         "{olmoe-shaped: without the cache: decode}, naive {olmoe-shaped: naive: decode}; everything is "
         "{olmoe-shaped: everything to without reading ahead|.2f}, {olmoe-shaped: everything to without the cache|.2f} "
         "and {olmoe-shaped: everything to naive|.2f} times as fast as these",
