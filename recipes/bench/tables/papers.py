@@ -494,7 +494,8 @@ MIXTRAL_OFFLOADING = (
         "",
         "`--tune eviction=layer-lru`, `--tune predict=gate`, `make bench-sida`",
         "the cache does the work: half of the experts in memory, 500 MB/s, tokens/s: everything "
-        "{olmoe-shaped: everything: decode}, without reading ahead {olmoe-shaped: without reading ahead: decode}, without the cache "
+        "{olmoe-shaped: everything: decode}, without reading ahead {olmoe-shaped: without reading ahead: decode}, "
+        "without the cache "
         "{olmoe-shaped: without the cache: decode}, naive {olmoe-shaped: naive: decode}; everything is "
         "{olmoe-shaped: everything to without reading ahead|.2f}, {olmoe-shaped: everything to without the cache|.2f} "
         "and {olmoe-shaped: everything to naive|.2f} times as fast as these",
