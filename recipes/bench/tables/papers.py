@@ -210,8 +210,10 @@ EDGEMOE = (
         "expert buffer filled before the first token",
         "",
         "`--tune fill=used`, `make bench-fill`",
-        NOT_MEASURED,
-        "by default in `moert serve`, and in `moert chat` at a terminal; the first request ends it",
+        "first token after a second, times that of an empty cache, half of the experts in memory at 500 MB/s: "
+        "{wiki, ssd, 50%: first token, filled to empty|.2f} (wiki), "
+        "{g2p, ssd, 50%: first token, filled to empty|.2f} (g2p)",
+        "by default in `moert serve`, and in `moert chat` at a terminal; the first request ends it", "fill",
     ),
     Claim(
         "times of samples beside the baselines (Fig. 12)",
