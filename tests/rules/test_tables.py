@@ -25,7 +25,7 @@ from recipes.bench.kept import MOST_BYTES, refusal
 KEPT = kept()
 # Blocks whose benches have not run since tables are made from files: `make keep-results` and `make tables`, then take
 # the name away here.
-WAITING = {"methods", "paper-edgemoe", "quant_smollm2"}
+WAITING = {"quant_smollm2"}
 # Figures that were not measured here: what is asked for, promised, imitated, or said of the paper's models.
 SAID = {
     "Promised at 95%", "a probability of 95%", "a confidence of 95%", "throttled to 100 and 500 MB/s",
