@@ -354,7 +354,7 @@ def _neuron_lines(facts: dict[str, Any] | None) -> list[str]:
     columns, rows = (size(round(facts[name])) for name in ("columns_bytes", "rows_bytes"))
     return [
         f"neurons          {facts['blocks']:.0f} blocks an expert: {columns} of columns each, {apart}, which take "
-        f"{rows}; {'in the order of what fires' if facts['ordered'] else 'in the order of the source'}",
+        f"{rows}; {'in the order in which they fire' if facts['ordered'] else 'in the order of the source'}",
     ]
 
 

@@ -96,7 +96,7 @@ SETTINGS = (
         "fill", _EXPERTS, _CHOOSING,
         "Experts that are read before the first request, while nothing else is to be done: used (as many as fit, those "
         "used most in the pack's recorded trace first, and before them those of an encoder's first layers), none; "
-        "auto: used for serve and for chat at a terminal, else none.",
+        "auto: used for serve with one pack and for chat at a terminal, else none.",
         default="auto", choices=("auto", "none", "used"),
     ),
     Setting(

@@ -27,13 +27,13 @@ from moert.engine.budget import (
 from moert.engine.constraint import Grammar, Matcher, Matching
 from moert.engine.generation import GenerationOptions, GenerationSettings, Logprobs, room
 from moert.engine.prefixes import Prefixes
-from moert.engine.registry import FILLS, ROUTINGS, Beside, check_apart, fill, matching
+from moert.engine.registry import FILLED, ROUTINGS, Beside, check_apart, fill, matching
 from moert.engine.regulator import TYPICAL, Admission, Bounds, Notify, Others, Regulator
 from moert.engine.scoring import Pooling, Score, Scorer
 from moert.engine.session import Answer, Interrupted, Prefix, Session, Turns
 from moert.engine.settings import POLICIES, EngineOptions, EngineSettings
 from moert.engine.text import LONG_TEXT, Text, several
-from moert.errors import BudgetTooSmall, SettingInvalid, memory_shortage, said
+from moert.errors import BudgetTooSmall, SettingInvalid, TokenizerMissing, memory_shortage, said
 from moert.experts.ahead import Further, Lookahead, Worth
 from moert.experts.cache import ExpertCache
 from moert.experts.names import Policies
@@ -49,6 +49,7 @@ from moert.models.ffn import Routers
 from moert.models.footprint import Footprint, Load
 from moert.models.model import Model, Seams
 from moert.pack.codec import F32
+from moert.pack.errors import PackError
 from moert.pack.files import sha256
 from moert.pack.manifest import BACKBONE
 from moert.pack.model_spec import ExpertKey
@@ -239,7 +240,7 @@ class Engine:
             engine.runner.listeners.append(trace.append)
         slow = missing_note() if chosen.kernels == AUTO_KERNELS else None
         engine._admission.notes += [*noted, *(note for note in (slow, cut) if note is not None)]
-        if chosen.fill == FILLS[-1]:
+        if chosen.fill == FILLED:
             engine.fill()
         return engine
 
@@ -293,12 +294,18 @@ class Engine:
 
     def fill(self) -> None:
         """Has experts read into the room for them until the first request begins, those that were used most in the
-        pack's trace first, or those of an encoder's first layers. Does nothing with `fill` "none", where experts are
-        not held whole in memory alone, or once a request has run. Raises PackError."""
+        pack's trace first, or those of an encoder's first layers. Does nothing with `fill` "none", where the cache is
+        for other than whole experts of this processor, or once an expert is in memory. An error in the pack is a note:
+        requests meet it again."""
         with self._turns.turn(), suppress(BudgetTooSmall):  # a shorter request may run
             if self._fills and not self.cache.n_resident:
-                self._admission.before([TYPICAL])
-                fill(self.pack, self.cache, self._admission.notify)
+                with suppress(TokenizerMissing):
+                    _ = self.text.tokenizer  # takes memory too: what experts take has no room for it any more
+                try:
+                    self._admission.before([TYPICAL])
+                    fill(self.pack, self.cache, self._admission.notify)
+                except PackError as error:
+                    self._admission.notify(f"no experts are read before the first request: {error}")
 
     def refit(self, promised_bytes: int) -> None:
         """Fits the engine, between two turns, into the room that is left by `promised_bytes` of other engines. Raises

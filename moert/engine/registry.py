@@ -58,7 +58,8 @@ ALL_NEURONS, KEPT_NEURONS, NO_DEVICE = "exact", "recent", "none"
 """Defaults of `neurons`, `keep_neurons` and `device`."""
 NO_DRAFTS = "none"
 """Default of `draft`."""
-FILLS = ("auto", "none", "used")
+FILLED = "used"
+FILLS = ("auto", "none", FILLED)
 """Values of `fill`; with auto commands decide."""
 ALONE = (NO_DEVICE, "cpu")
 """Names of `device` without any."""
@@ -172,8 +173,8 @@ class Beside:
         """Returns whether the cache may be filled before the first request: where it holds whole experts, for this
         processor alone."""
         found, wish = self._wishes.device in ALONE and not self._pack.has_neurons, self._wishes.fill
-        if wish == "used" and not found:
-            self._note(f"{said('fill', wish)} has no effect here: a cache of whole experts for the processor is filled")
+        if wish == FILLED and not found:
+            self._note(f"{said('fill', wish)} has no effect here: it reads whole experts for the processor alone")
         return found and wish != "none"
 
     def arithmetic(self, backend: Backend) -> Backend:

@@ -600,10 +600,10 @@ class ExpertCache:
             if slot is None:
                 self._predicted.appendleft(key)  # there may be room when a lease ends
                 return None
-            self._counters.prefetch_issued += 1
-            self._counters.prefetch_issued_bytes += slot.buffer.nbytes
-            self._unused.add(key)
             if not self._filling:
+                self._counters.prefetch_issued += 1
+                self._counters.prefetch_issued_bytes += slot.buffer.nbytes
+                self._unused.add(key)
                 self._begun.append(key)
             return slot
         return None

@@ -24,7 +24,6 @@ from typing import Any
 import numpy as np
 
 from moeconv.artifacts import Assignment, Target, uniform
-from moeconv.command.recipe import Recipe
 from moeconv.conversion.conversion import Conversion
 from moeconv.conversion.measuring import References
 from moeconv.conversion.settings import Settings
@@ -38,7 +37,7 @@ from moert.pack.reader import Pack
 from recipes.bench import race as races
 from recipes.bench.conversions import Signals, Subject, opened
 from recipes.bench.plans import measured, say
-from recipes.bench.program import as_program, need
+from recipes.bench.program import as_program, need, own_recipe
 from recipes.bench.race import (
     CACHE,
     DEVICES,
@@ -95,7 +94,7 @@ class Rivals:
 
 def recipe(name: str, out: str, **changes: Any) -> Settings:
     """Returns the settings of a model's recipe with changes, for the pack FOLDER/OUT.pack."""
-    settings = Recipe.load(Path(f"recipes/{name}.toml"), FOLDER).settings
+    settings = own_recipe(name, FOLDER).settings
     return replace(settings, out=FOLDER / f"{out}.pack", **changes)
 
 

@@ -215,11 +215,11 @@ def entry_of(subject: Subject, side: Side, share: float) -> Entry:
         str(pack), room, side.eviction, side.predictor, prompts=str(_prompts(subject)), new_tokens=subject.new_tokens,
         prefers="exact",
     )  # fmt: skip
-    return of_setting(called(side, share), setting, WARM_TOKENS, memory_bytes(pack, share))
+    return of_setting(called(side, share), setting, WARM_TOKENS, with_function_bytes(pack, share))
 
 
-def memory_bytes(pack: Path, share: float) -> int:
-    """Returns the memory of every process at this budget."""
+def with_function_bytes(pack: Path, share: float) -> int:
+    """Returns the memory of every process at this budget, with a hash function or without."""
     backbone = Pack.open(pack).manifest.files[BACKBONE].nbytes
     return int(share * expert_bytes(pack)) + backbone + PROCESS_BYTES + FUNCTION_BYTES
 

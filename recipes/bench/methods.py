@@ -1,9 +1,9 @@
-"""`make bench-methods`: the methods of five papers beside each other, and together, at equal loss.
+"""`make bench-methods`: the methods of five papers beside each other, and together.
 
-An imitated drive of 500 MB/s, room for half of the experts' bytes at mixed widths. In turns: experts that are read when
-they are needed, then one method after the other, then all that are on by default. All packs keep the promise of 5%.
-Rows say tokens/s, bytes read a token, and the speed beside the cache alone. Models are wiki, g2p, and one of OLMoE's
-shape with the routing of wiki, whose experts have a real size. Writes build/bench/methods.json.
+An imitated drive of 500 MB/s, room for half of the experts' bytes at mixed widths, or for one layer on demand. In
+turns: experts that are read when they are needed, then one method after the other, then all that are on by default.
+Packs of wiki and g2p promise 5%, but for those of 4 bits. Rows say tokens/s, bytes read a token, and the speed beside
+the cache alone. OLMoE's shape has the routing of wiki, and experts of a real size. Writes build/bench/methods.json.
 """
 
 from __future__ import annotations

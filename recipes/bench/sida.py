@@ -42,9 +42,20 @@ from recipes.bench.hash_measures import (
     source,
     with_function,
 )
-from recipes.bench.hashed import HALF, demanded, memory_bytes
+from recipes.bench.hashed import HALF, demanded, with_function_bytes
 from recipes.bench.program import as_program, need
-from recipes.bench.race import DEVICES, MOERT, ON_DEMAND, PRELOAD, Entry, alive, of_setting, race, read_ahead
+from recipes.bench.race import (
+    DEVICES,
+    MOERT,
+    ON_DEMAND,
+    PRELOAD,
+    Entry,
+    alive,
+    memory_bytes,
+    of_setting,
+    race,
+    read_ahead,
+)
 from recipes.bench.result import Row, context, row_of_runs, table, write
 from recipes.bench.sized import sized
 from recipes.bench.stream_packs import DEMO, expert_bytes, shaped
@@ -104,7 +115,8 @@ def choice_rows(subject: Subject) -> Iterator[Row]:
 CORRUPTED = (0.1, 0.3, 0.5, 0.7)
 """Shares of an input's tokens."""
 DRAWS = sized(100, 8)
-KINDS = ("tokens", "positions")
+LEAST = {"tokens": 1, "positions": 2}
+"""Tokens that must be changed: one alone changes no place."""
 
 
 def critical_rows(subject: Subject) -> Iterator[Row]:
@@ -116,13 +128,15 @@ def critical_rows(subject: Subject) -> Iterator[Row]:
         pool = np.array(sorted({token for ids in texts for token in ids} - marks))
         read = Reader(engine, "encoder").read
         before = read([Input(ids, ids) for ids in texts])
-        for kind in KINDS:
+        for kind in LEAST:
             for share in CORRUPTED:
                 drawn, changed = [], []
                 for _ in range(DRAWS):
                     number = int(rng.integers(len(texts)))
                     own, *others = rng.permutation(places[number]).tolist()
                     gone = others[: int(share * (1 + len(others)))]
+                    if len(gone) < LEAST[kind]:
+                        continue
                     ids = corrupted(texts[number], own, gone, pool if kind == "tokens" else None, rng)
                     drawn.append((number, own, len(others), len(gone)))
                     changed.append(Input(ids, ids))
@@ -130,6 +144,8 @@ def critical_rows(subject: Subject) -> Iterator[Row]:
                 for (number, own, _, _), experts in zip(drawn, read(changed), strict=True):
                     old, new = before[number][own], experts[own]  # [layers, top_k]
                     differs += (old != new)[(old >= 0) & (new >= 0)].tolist()
+                if not differs:
+                    continue
                 rate, where = float(np.mean(differs)), f"{subject.name}, {share:.0%} of the {kind} changed"
                 yield Row(f"{where}: choices that change", 100 * rate, "%", n=len(differs))
                 count = critical(rate, [(others, gone) for _, _, others, gone in drawn])
@@ -227,7 +243,9 @@ def whole_rows(subject: Subject, failed: list[str]) -> Iterator[Row]:
         prompts = FOLDER / f"{subject.name}-{length}.jsonl"
         write_atomically(prompts, "".join(f"{json.dumps(ids)}\n" for ids in texts).encode())
         entries = [
-            answering(of_setting(name, setting, 0, setting.cache_bytes and memory_bytes(subject.pack, 1.0)), len(texts))
+            answering(
+                of_setting(name, setting, 0, setting.cache_bytes and with_function_bytes(subject.pack, 1.0)), len(texts)
+            )
             for name, setting in sides(subject, prompts).items()
         ]
         where = f"{subject.name}, {length}"
@@ -265,7 +283,7 @@ NOT_FIRST = "without present experts first"
 def ablation_rows(failed: list[str]) -> list[Row]:
     """Returns speeds and hits with half of the experts' room, where a cache is, and how much faster everything is."""
     model = shaped(baselines=False)
-    limit = memory_bytes(model.mixed, HALF)
+    limit = memory_bytes(model, HALF)
     entries = [
         of_setting(each.name, each.setting(model, HALF), each.warm_tokens, limit)
         for each in (EVERYTHING, WITHOUT_AHEAD, WITHOUT_CACHE, NAIVE)

@@ -20,6 +20,7 @@ from moert.command import chat
 from moert.engine.engine import Engine
 from moert.engine.settings import EngineSettings
 from moert.errors import SettingInvalid
+from moert.experts.cache import ExpertCache
 from moert.experts.policy import Demand
 from moert.pack.model_spec import ExpertKey, LayerKey, ModelSpec
 from moert.pack.paths import TRACE
@@ -87,7 +88,7 @@ def test_a_layer_that_begins_ends_it() -> None:
     use(cache, 0, [0])
     cache.close()
     assert store.reads == [key(0, 0), key(2, 1)]
-    assert (counters.hits, counters.prefetch_used) == (1, 1)
+    assert (counters.hits, counters.prefetch_issued, counters.prefetch_used) == (1, 0, 0)
 
 
 def test_predictions_after_it_count_as_predictions() -> None:
@@ -151,20 +152,37 @@ def test_a_trace_names_the_experts(packs: dict[str, Path]) -> None:
         }  # fmt: skip
 
 
-def test_a_memory_limit_is_kept(packs: dict[str, Path]) -> None:
+def test_memory_has_room_for_the_tokenizer_before_experts_take_it(
+    packs: dict[str, Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
     with Engine.open(packs["decoder"]) as engine:
         smallest = engine.smallest_memory(300, 90) + (24 << 20)
-    with Engine.open(packs["decoder"], memory=smallest, fill="used") as engine:
-        limit = engine.memory_limit_bytes
+    there = list[bool]()
+    with Engine.open(packs["decoder"], memory=smallest) as engine:
+        fill = engine.cache.fill
+        monkeypatch.setattr(
+            engine.cache, "fill", lambda *given: (there.append("tokenizer" in vars(engine.text)), fill(*given))
+        )
+        assert filled(engine)
         engine.reserve(300, 90)
-        assert engine.cache.used_bytes <= engine.cache.capacity_bytes
         engine.generate([3, 4, 5], max_new_tokens=4)
-        assert limit is not None
         assert engine.cache.held_bytes <= engine.cache.capacity_bytes
+    assert there == [True]
 
 
-def test_nothing_is_filled_unasked(packs: dict[str, Path]) -> None:
+def test_a_damaged_trace_is_a_note(packs: dict[str, Path], tmp_path: Path) -> None:
+    damaged = write_pack(tmp_path / "damaged.pack", DECODER)
+    add_to_pack(damaged, Pack.open(damaged).manifest, TRACE, (packs["decoder"] / TRACE).read_bytes())
+    (damaged / TRACE).write_bytes(bytes(len((damaged / TRACE).read_bytes())))
     notes = list[str]()
+    with Engine.open(damaged, cache="50%", eviction="lru", fill="used", notify=notes.append) as engine:
+        assert engine.cache.n_resident == 0
+        assert [note for note in notes if note.startswith("no experts are read before the first request: ")]
+
+
+def test_nothing_is_filled_unasked(packs: dict[str, Path], monkeypatch: pytest.MonkeyPatch) -> None:
+    notes = list[str]()
+    monkeypatch.setattr(ExpertCache, "fill", lambda *_: pytest.fail("nobody asked"))
     for settings in (EngineSettings(fill="none"), EngineSettings(device="sim:t4", gpu_memory="1GB", fill="used")):
         with Engine.open(packs["decoder"], settings, notify=notes.append) as engine:
             engine.fill()

@@ -516,7 +516,7 @@ def outlook_parts(result: Result) -> Sequence[Part]:
 METHODS = {
     "4 bits, on demand": "IO-QEXP, EdgeMoE's baseline", "mixed bits, on demand": "EdgeMoE, §3.2",
     "the cache alone": "", "the latest of each layer": "Mixtral-offloading",
-    "eviction by frequency and distance": "EdgeMoE, §3.3.3", "eviction by expected use": "ours, default",
+    "eviction by frequency and distance": "EdgeMoE, §3.3.3", "eviction by expected use": "ours, or the pack's choice",
     "path tables read ahead": "EdgeMoE, §3.3", "routers read ahead": "Mixtral-offloading",
     "everything by default": "`auto`",
 }  # fmt: skip
