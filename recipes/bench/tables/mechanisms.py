@@ -534,7 +534,7 @@ def methods(_: Result) -> Sequence[Part]:
             for cell in (
                 f"{{{model}: {name}: decode}}",
                 "" if name == "the cache alone" else f"{{{model}: {name}: to the cache|.2f}}",
-                f"{{{model}: {name}: read|.2g}}",
+                f"{{{model}: {name}: read@value|.3g}}",
             )
         )
         lines.append((name, source, *cells))
