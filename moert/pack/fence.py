@@ -12,6 +12,7 @@ import queue
 import signal
 import sys
 import threading
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from contextvars import ContextVar
@@ -21,7 +22,7 @@ T = TypeVar("T")
 _WORKER = "left behind when its work takes too long"
 _STDERR = 2
 _LONGEST = 200  # letters of a reason
-_LOOK_S = 0.05  # between two looks at whether abandoned work has ended
+_LOOK_S = 0.05  # between two looks at whether work has ended
 _owned = ContextVar("stderr is ours", default=False)
 
 
@@ -90,11 +91,12 @@ def fenced(work: Callable[[], T], most_s: float) -> T:
             worker.start()
         except RuntimeError:
             raise MemoryError("there is no room for another thread") from None
-        try:
-            value, error = found.get(timeout=most_s)
-        except queue.Empty:
-            raise Unfinished(f"is not done after {most_s:.0f} s") from None
+        until_s = time.monotonic() + most_s
+        while (ended := _look(found)) is None:
+            if time.monotonic() > until_s:
+                raise Unfinished(f"is not done after {most_s:.0f} s")
         worker.join()
+        value, error = ended
         if error is not None:
             raise error
     return value  # type: ignore[return-value]
@@ -123,7 +125,8 @@ def heard(work: Callable[[], T], stop: Callable[[], object]) -> T:
 
     try:
         _thread.start_new_thread(run, ())
-        bell.get()
+        while not ended:
+            _look(bell)
     except BaseException:
         waits = True
         while waits:  # whatever else comes; up to Python 3.12 a thread that a signal finds in join() seems dead
@@ -131,14 +134,21 @@ def heard(work: Callable[[], T], stop: Callable[[], object]) -> T:
                 abandoned.append(True)
                 while running and not ended:
                     stop()
-                    with suppress(queue.Empty):
-                        bell.get(timeout=_LOOK_S)
+                    _look(bell)
                 waits = False
         raise
     ((value, error),) = found
     if error is not None:
         raise error
     return value  # type: ignore[return-value]
+
+
+def _look(at: queue.SimpleQueue[T]) -> T | None:
+    """Returns the next item, or None after a short wait: Python handles a signal that comes just before a wait only
+    after it."""
+    with suppress(queue.Empty):
+        return at.get(timeout=_LOOK_S)
+    return None
 
 
 def left_behind() -> bool:

@@ -165,7 +165,7 @@ def test_a_killed_run_goes_on_with_the_same_order_alone(source: Checkpoint, tmp_
 
 def test_info_says_it(source: Checkpoint, tmp_path: Path) -> None:
     for name, order, said in (
-        ("a", order_of(source), "in the order of what fires"), ("b", None, "in the order of the source"),
+        ("a", order_of(source), "in the order in which they fire"), ("b", None, "in the order of the source"),
     ):  # fmt: skip
         pack = written(source, tmp_path / name, order)
         assert describe(pack)["neurons"]["ordered"] == (order is not None)
