@@ -502,8 +502,6 @@ class Generation:
         self._spec, self._first = spec, first_token_of(spec, settings)
         self.prompt_ids, self._read = prompt_ids, decoder_prompt(spec, prompt_ids)
         self.tokens: list[int] = []
-        self.written = 0
-        """Number of tokens so far."""
         self.logprobs: list[Logprobs] = []
         self.text = ""  # the text that was handed out
         self.stop_reason: StopReason = "interrupted"
@@ -520,6 +518,11 @@ class Generation:
         """One result, or with beam search as many as were requested, the best first."""
         logprobs = None if self.settings.logprobs is None else list(self.logprobs)
         return [GenerationResult(list(self.tokens), self.text, self.stop_reason, logprobs=logprobs, stop=self._stop)]
+
+    @property
+    def written(self) -> int:
+        """Number of tokens so far."""
+        return len(self.tokens)
 
     @property
     def left(self) -> int:
@@ -562,7 +565,6 @@ class Generation:
         if self.settings.logprobs is not None:
             self.logprobs.append(self._logprobs(logits[0], token, self.settings.logprobs))
         self.tokens.append(token)
-        self.written += 1
         text = "" if self.detokenizer is None else self.detokenizer.push(token)
         reason = self._reason_to_stop(token)
         forced = self._first is not None and len(self.tokens) == 1

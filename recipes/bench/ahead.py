@@ -10,18 +10,16 @@ from __future__ import annotations
 import sys
 from collections.abc import Sequence
 from dataclasses import replace
-from pathlib import Path
+from functools import partial
 
 from recipes.bench import race as races
-from recipes.bench.program import as_program, need
-from recipes.bench.race import CACHE, DEVICES, INT4_LRU, MOERT, alive, memory_bytes, race, read_ahead
-from recipes.bench.result import Row, context, row_of_runs, table, write
+from recipes.bench.program import as_program
+from recipes.bench.race import CACHE, DEVICES, INT4_LRU, MOERT, alive, memory_bytes, race
+from recipes.bench.result import Row, row_of_runs, table
 from recipes.bench.shaped import DENSE, write_pack
 from recipes.bench.sized import sized
 from recipes.bench.stream_packs import DEMO, Packs, expert_bytes, shaped
 from recipes.bench.stream_rows import ratios, speed_rows
-from recipes.bench.streamed import THREADS
-from tests.cgroups import missing
 
 SHARES = sized((0.25, 0.5, 0.75), (0.5,))
 SECONDS, ROUNDS = sized((1.5, 5), (0.1, 1))
@@ -67,17 +65,8 @@ def result_rows(names: Sequence[str], failed: list[str]) -> list[Row]:
 
 
 def main() -> int:
-    if lacking := missing(reads=Path(__file__)):
-        raise SystemExit(f"bench-ahead imitates drives with control groups, but {lacking}")
-    need([DEMO / "wiki.pack"], "demo")
-    failed = list[str]()
-    with read_ahead(DEMO) as ahead_kb:
-        rows = result_rows(NAMES, failed)
-    settings = {"shares": SHARES, "seconds": SECONDS, "rounds": ROUNDS, "threads": THREADS, "read_ahead_kb": ahead_kb}
-    path = write("ahead", context({**settings, "failed": failed}), rows)
-    print(table(rows))
-    print(f"written to {path}")
-    return 1 if failed else 0
+    settings = {"shares": SHARES, "seconds": SECONDS, "rounds": ROUNDS}
+    return races.bench("ahead", [DEMO / "wiki.pack"], partial(result_rows, NAMES), settings)
 
 
 if __name__ == "__main__":

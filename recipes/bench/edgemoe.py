@@ -16,7 +16,7 @@ os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # before torch is imported
 
 import shutil
 import sys
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -37,7 +37,7 @@ from moert.pack.reader import Pack
 from recipes.bench import race as races
 from recipes.bench.conversions import Signals, Subject, opened
 from recipes.bench.plans import measured, say
-from recipes.bench.program import as_program, need, own_recipe
+from recipes.bench.program import as_program, own_recipe
 from recipes.bench.race import (
     CACHE,
     DEVICES,
@@ -48,19 +48,16 @@ from recipes.bench.race import (
     STI,
     Contender,
     Entry,
-    Outcome,
     alive,
     memory_bytes,
     race,
-    read_ahead,
 )
-from recipes.bench.result import Row, context, row_of_runs, table, write
+from recipes.bench.result import Row, row_of_runs, table
 from recipes.bench.runner import Runner
 from recipes.bench.sized import sized
 from recipes.bench.stream_packs import DEMO, Packs, reference, shaped, texts, uniform_pack
-from recipes.bench.stream_rows import ratios, speed_rows
-from recipes.bench.streamed import THREADS, Segment
-from tests.cgroups import missing
+from recipes.bench.stream_rows import raced_rows
+from recipes.bench.streamed import Segment
 
 FOLDER = Path("build/bench/edgemoe")
 MODELS = ("g2p", "wiki")
@@ -177,19 +174,6 @@ def entry(contender: Contender, packs: Packs, share: float, pack: Path | None = 
     return races.of_setting(name, setting, contender.warm_tokens, memory_bytes(packs, share))
 
 
-def raced(
-    where: str, outcomes: Mapping[str, Outcome], pairs: Iterable[tuple[str, str]], speeds: bool = True
-) -> list[Row]:  # fmt: skip
-    """Returns the speeds of a race, and for each of `pairs` that of one as a multiple of the other's, round by round;
-    nothing of those that ended early."""
-    rows = speed_rows(where, outcomes) if speeds else []
-    for mine, other in pairs:
-        if mine in outcomes and other in outcomes:
-            multiples = ratios(outcomes[mine], outcomes[other])
-            rows.append(row_of_runs(f"{where}: {mine} to {other}", multiples, "× its speed"))
-    return rows
-
-
 def width_rows(found: Rivals, failed: list[str]) -> list[Row]:
     """Returns the speeds of all packs of a model in half of our room (Tab. 2, Fig. 15)."""
     packs, where = found.packs, f"{found.packs.name}, {SSD.name}"
@@ -199,7 +183,7 @@ def width_rows(found: Rivals, failed: list[str]) -> list[Row]:
         entries.append(entry(replace(rules.get(name, MOERT), name=name), packs, HALF, pack))
     mine, *others = (each.name for each in entries)
     outcomes = alive(where, race(SSD, entries, SECONDS, ROUNDS), failed)
-    return raced(where, outcomes, [(mine, other) for other in others])
+    return raced_rows(where, outcomes, [(mine, other) for other in others])
 
 
 def sample_rows(found: Rivals, failed: list[str]) -> list[Row]:
@@ -224,7 +208,7 @@ def sample_rows(found: Rivals, failed: list[str]) -> list[Row]:
             Row(f"{where}: {name}: 95th percentile", percentile(times, 95), "ms", n=len(times)),
         ]
     mine, *others = (each.name for each in entries)
-    return rows + raced(where, outcomes, [(mine, other) for other in others], speeds=False)
+    return rows + raced_rows(where, outcomes, [(mine, other) for other in others], speeds=False)
 
 
 def cache_rows(found: Rivals, failed: list[str]) -> list[Row]:
@@ -237,7 +221,7 @@ def cache_rows(found: Rivals, failed: list[str]) -> list[Row]:
             each for share in SHARES for each in (entry(mine, packs, share), entry(other, packs, share, low))
         ]  # fmt: skip
         outcomes = alive(where, race(device, entries, SECONDS, ROUNDS), failed)
-        rows += raced(where, outcomes, [(f"{OURS} {share:.0%}", f"{LOW} {share:.0%}") for share in SHARES])
+        rows += raced_rows(where, outcomes, [(f"{OURS} {share:.0%}", f"{LOW} {share:.0%}") for share in SHARES])
     return rows
 
 
@@ -250,7 +234,8 @@ def ahead_rows(failed: list[str]) -> list[Row]:
         where, room = f"{packs.name}, {device.name}", memory_bytes(packs, HALF)
         entries = [races.ours(each, packs, HALF, room) for each in (NONE, GATE, PATHS)]
         outcomes = alive(where, race(device, entries, SHAPED_SECONDS, ROUNDS), failed)
-        rows += raced(where, outcomes, [(f"{each.name} {HALF:.0%}", f"{none} {HALF:.0%}") for each in (GATE, PATHS)])
+        pairs = [(f"{each.name} {HALF:.0%}", f"{none} {HALF:.0%}") for each in (GATE, PATHS)]
+        rows += raced_rows(where, outcomes, pairs)
     return rows
 
 
@@ -268,24 +253,17 @@ def result_rows(failed: list[str]) -> Iterator[list[Row]]:
     yield ahead_rows(failed)
 
 
-def main() -> int:
-    if lacking := missing(reads=Path(__file__)):
-        raise SystemExit(f"bench-edgemoe imitates drives with control groups, but {lacking}")
-    need([DEMO / "summary.json"], "demo")
+def all_rows(failed: list[str]) -> Iterator[Row]:
+    """Yields the rows of each part when it is done, and prints them."""
     shutil.rmtree(FOLDER, ignore_errors=True)
-    rows, failed = list[Row](), list[str]()
-    with read_ahead(DEMO) as ahead_kb:
-        for part in result_rows(failed):
-            print(table(part), end="\n\n", file=sys.stderr, flush=True)
-            rows += part
-    settings = {
-        "seconds": SECONDS, "shaped_seconds": SHAPED_SECONDS, "rounds": ROUNDS, "samples": SAMPLES, "threads": THREADS,
-        "read_ahead_kb": ahead_kb, "failed": failed,
-    }  # fmt: skip
-    path = write("edgemoe", context(settings), rows)
-    print(table(rows))
-    print(f"written to {path}")
-    return 1 if failed else 0
+    for part in result_rows(failed):
+        print(table(part), end="\n\n", file=sys.stderr, flush=True)
+        yield from part
+
+
+def main() -> int:
+    settings = {"seconds": SECONDS, "shaped_seconds": SHAPED_SECONDS, "rounds": ROUNDS, "samples": SAMPLES}
+    return races.bench("edgemoe", [DEMO / "summary.json"], all_rows, settings)
 
 
 if __name__ == "__main__":

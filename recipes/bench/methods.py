@@ -11,9 +11,9 @@ from __future__ import annotations
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from pathlib import Path
+from functools import partial
 
-from recipes.bench.program import as_program, need
+from recipes.bench.program import as_program
 from recipes.bench.race import (
     CACHE,
     DEVICES,
@@ -22,17 +22,15 @@ from recipes.bench.race import (
     ON_DEMAND,
     Outcome,
     alive,
+    bench,
     memory_bytes,
     ours,
     race,
-    read_ahead,
 )
-from recipes.bench.result import Row, context, row_of_runs, table, write
+from recipes.bench.result import Row, row_of_runs, table
 from recipes.bench.sized import sized
 from recipes.bench.stream_packs import DEMO, expert_bytes, reference, shaped
 from recipes.bench.stream_rows import ratios
-from recipes.bench.streamed import THREADS
-from tests.cgroups import missing
 
 SHARE = 0.5
 SECONDS, ROUNDS = sized((1.5, 7), (0.1, 1))
@@ -87,17 +85,9 @@ NAMES = sized(("wiki", "g2p", SHAPED), ("g2p",))
 
 
 def main() -> int:
-    if lacking := missing(reads=Path(__file__)):
-        raise SystemExit(f"bench-methods imitates drives with control groups, but {lacking}")
-    need([DEMO / f"{name}.pack" for name in ("g2p", "wiki")], "demo")
-    failed = list[str]()
-    with read_ahead(DEMO) as ahead_kb:
-        rows = result_rows(NAMES, failed)
-    settings = {"share": SHARE, "seconds": SECONDS, "rounds": ROUNDS, "threads": THREADS, "read_ahead_kb": ahead_kb}
-    path = write("methods", context({**settings, "failed": failed}), rows)
-    print(table(rows))
-    print(f"written to {path}")
-    return 1 if failed else 0
+    packs = [DEMO / f"{name}.pack" for name in ("g2p", "wiki")]
+    settings = {"share": SHARE, "seconds": SECONDS, "rounds": ROUNDS}
+    return bench("methods", packs, partial(result_rows, NAMES), settings)
 
 
 if __name__ == "__main__":

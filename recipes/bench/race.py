@@ -9,7 +9,7 @@ import itertools
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field
@@ -22,10 +22,12 @@ from moert.experts.names import DEFAULT_PREDICTOR
 from moert.machine import drop_page_cache
 from moert.pack.manifest import BACKBONE
 from moert.pack.reader import Pack
+from recipes.bench.program import need
+from recipes.bench.result import Row, context, table, write
 from recipes.bench.runner import Runner
-from recipes.bench.stream_packs import PIECE, Packs, expert_bytes, layer_bytes
-from recipes.bench.streamed import Segment, Setting, Spent, lines_of
-from tests.cgroups import Group, disk_of
+from recipes.bench.stream_packs import DEMO, PIECE, Packs, expert_bytes, layer_bytes
+from recipes.bench.streamed import THREADS, Segment, Setting, Spent, lines_of
+from tests.cgroups import Group, disk_of, missing
 
 # Who runs in `make bench-stream`: this engine, and the paper's baselines as settings of it. Pure.
 
@@ -328,3 +330,21 @@ def read_ahead(path: Path, kb: int = USUAL_KB, root: Path = ROOT) -> Iterator[in
     finally:
         with suppress(OSError):
             setting.write_text(before)
+
+
+def bench(
+    name: str, needed: Sequence[Path], rows_of: Callable[[list[str]], Iterable[Row]], settings: Mapping[str, object]
+) -> int:
+    """Runs `make bench-NAME`, which races on imitated drives the packs of `make demo`: `rows_of` returns the rows, and
+    adds to its argument what failed. Writes build/bench/NAME.json with the settings; returns the exit status. Raises
+    Missing."""
+    if lacking := missing(reads=Path(__file__)):
+        raise SystemExit(f"bench-{name} imitates drives with control groups, but {lacking}")
+    need(needed, "demo")
+    failed = list[str]()
+    with read_ahead(DEMO) as ahead_kb:
+        rows = [*rows_of(failed)]
+    path = write(name, context({**settings, "threads": THREADS, "read_ahead_kb": ahead_kb, "failed": failed}), rows)
+    print(table(rows))
+    print(f"written to {path}")
+    return 1 if failed else 0

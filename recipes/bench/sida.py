@@ -43,7 +43,7 @@ from recipes.bench.hash_measures import (
     with_function,
 )
 from recipes.bench.hashed import HALF, demanded, with_function_bytes
-from recipes.bench.program import as_program, need
+from recipes.bench.program import as_program
 from recipes.bench.race import (
     DEVICES,
     MOERT,
@@ -51,17 +51,16 @@ from recipes.bench.race import (
     PRELOAD,
     Entry,
     alive,
+    bench,
     memory_bytes,
     of_setting,
     race,
-    read_ahead,
 )
-from recipes.bench.result import Row, context, row_of_runs, table, write
+from recipes.bench.result import Row, row_of_runs, table
 from recipes.bench.sized import sized
 from recipes.bench.stream_packs import DEMO, expert_bytes, shaped
-from recipes.bench.stream_rows import ratios, speed_rows
+from recipes.bench.stream_rows import raced_rows
 from recipes.bench.streamed import THREADS, Segment, Setting
-from tests.cgroups import missing
 
 MODELS = sized(("g2p", "marks"), ("g2p",))
 DRIVE = DEVICES["ssd"]
@@ -291,12 +290,8 @@ def ablation_rows(failed: list[str]) -> list[Row]:
     waits = replace(EVERYTHING.setting(model, HALF), present_first=False)
     entries.append(of_setting(NOT_FIRST, waits, EVERYTHING.warm_tokens, limit))
     found = alive(model.name, race(DRIVE, entries, SECONDS, ROUNDS), failed)
-    rows = speed_rows(model.name, found)
-    everything = found.pop(EVERYTHING.name, None)
-    if everything is not None:
-        beside = {f"{EVERYTHING.name} to {name}": ratios(everything, other) for name, other in found.items()}
-        rows += [row_of_runs(f"{model.name}: {what}", gains, "× its speed") for what, gains in beside.items()]
-    return rows
+    mine, *others = (each.name for each in entries)
+    return raced_rows(model.name, found, [(mine, other) for other in others])
 
 
 PARTS: Mapping[str, Callable[[Subject], Iterable[Row]]] = {
@@ -306,6 +301,7 @@ PARTS: Mapping[str, Callable[[Subject], Iterable[Row]]] = {
 
 def all_rows(failed: list[str]) -> Iterator[Row]:
     """Yields the rows of each part when it is done; says on stderr how long it took."""
+    FOLDER.mkdir(parents=True, exist_ok=True)
     subjects = [SUBJECTS[name] for name in MODELS]
     for subject in subjects:
         with_function(subject)
@@ -320,18 +316,7 @@ def all_rows(failed: list[str]) -> Iterator[Row]:
 
 
 def main() -> int:
-    if lacking := missing(reads=Path(__file__)):
-        raise SystemExit(f"bench-sida imitates drives with control groups, but {lacking}")
-    need([DEMO / "wiki.pack"], "demo")
-    FOLDER.mkdir(parents=True, exist_ok=True)
-    failed = list[str]()
-    with read_ahead(DEMO) as ahead_kb:
-        rows = list(all_rows(failed))
-    settings = {"rounds": ROUNDS, "seconds": SECONDS, "threads": THREADS, "read_ahead_kb": ahead_kb, "failed": failed}
-    path = write("sida", context(settings), rows)
-    print(table(rows))
-    print(f"written to {path}")
-    return 1 if failed else 0
+    return bench("sida", [DEMO / "wiki.pack"], all_rows, {"rounds": ROUNDS, "seconds": SECONDS})
 
 
 if __name__ == "__main__":

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from itertools import product
 
 from moert.bench.measure import bound_s
@@ -162,3 +162,16 @@ def spent_rows(where: str, mine: Outcome) -> list[Row]:
     python = Row(f"{where}: share of a token: Python", 100 * spent.python / spent.whole, "%")
     deciding = Row(f"{where}: share of a token: deciding", 100 * spent.deciding / spent.whole, "%")
     return [*rows, python.at_most(PYTHON_AIM), deciding.at_most(DECIDING_AIM)]
+
+
+def raced_rows(
+    where: str, outcomes: Mapping[str, Outcome], pairs: Iterable[tuple[str, str]], speeds: bool = True
+) -> list[Row]:  # fmt: skip
+    """Returns the speeds of a race, and for each of `pairs` that of one as a multiple of the other's, round by round;
+    nothing of those that ended early."""
+    rows = speed_rows(where, outcomes) if speeds else []
+    for mine, other in pairs:
+        if mine in outcomes and other in outcomes:
+            multiples = ratios(outcomes[mine], outcomes[other])
+            rows.append(row_of_runs(f"{where}: {mine} to {other}", multiples, "× its speed"))
+    return rows
