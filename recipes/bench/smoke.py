@@ -5,7 +5,8 @@ The runs are too short for figures that mean anything. The exit status is 1 if a
 Everything happens in build/smoke, in two folders with links to this checkout and with recipes that convert on a little
 text, so that no result and no pack of a whole run is touched; a bench runs in each. If only the environment of
 llama.cpp is built and not its library, as in continuous integration, its programs start in their own Python and must
-reach that library. A bench whose other peers were not built is skipped, with a line that says so.
+reach that library. A bench whose other peers were not built, or that can do nothing without llama.cpp, is skipped,
+with a line that says so.
 """
 
 from __future__ import annotations
@@ -37,6 +38,7 @@ SMALL = {
 }  # fmt: skip
 """Settings of all recipes, in the place of their own and of the defaults."""
 NO_LIBRARY = "Shared library with base name 'llama' not found"
+WITHOUT_PEER = "build/peers/llama/bin/python missing"
 PEER = re.compile(r"llama|Q[24]_K")
 MOST_S = 900
 """Of one bench: several times what it takes beside another one on two quiet cores."""
@@ -157,6 +159,9 @@ def main(asked: Sequence[str]) -> int:
         folder, begun = free.get(), time.monotonic()
         wrong = faults(module, folder, without_library)
         free.put(folder)
+        if not LLAMA_FOLDER.exists() and any(WITHOUT_PEER in line for line in wrong):
+            print(f"{target}: skipped, llama.cpp is not built", flush=True)
+            return []
         say(f"{target}: {'; '.join(wrong) or 'runs'}", begun)
         return [f"{target}: {line}" for line in wrong]
 
