@@ -32,14 +32,14 @@ ARCHS = {
     "kimi_linear": "KIMI_LINEAR", "step3p5": "STEP35", "deepseek_v4": "DEEPSEEK2",
     "cohere2_moe": "GLM4_MOE", "minimax_m3_vl": "MINIMAXM2", "bailing_hybrid": "KIMI_LINEAR",
     "glm5_next": "KIMI_LINEAR", "granite_swa": "GRANITE", "granitemoe_swa": "GRANITE_MOE",
-    "qwen4_exp_text": "QWEN35MOE",
+    "qwen4_exp_text": "QWEN35MOE", "mellum": "QWEN3MOE",
 }  # fmt: skip
 """model_type → the architecture's name in the package."""
 NEWER = {
     "deepseek_v32": "deepseek32", "hy_v3": "hy_v3", "deepseek_v4": "deepseek4", "cohere2_moe": "cohere2moe",
     "minimax_m3_vl": "minimax-m3", "bailing_hybrid": "bailingmoe3", "glm5_next": "glm5-next",
     "granite_swa": "granite_swa", "granitemoe_swa": "granite_swa",
-    "qwen4_exp_text": "qwen4exp",
+    "qwen4_exp_text": "qwen4exp", "mellum": "mellum",
 }  # fmt: skip
 """model_type → the name of an architecture that the package lacks: its tensors have the names of the one in ARCHS, or
 those in OWN."""
@@ -297,6 +297,14 @@ def _deepseek4(c: Config) -> Config:
     }  # fmt: skip
 
 
+def _windows(c: Config) -> Config:
+    return {
+        "attention.sliding_window": c["sliding_window"],
+        "attention.sliding_window_pattern": [kind == "sliding_attention" for kind in c["layer_types"]],
+        "rope.freq_base_swa": c["rope_parameters"]["sliding_attention"]["rope_theta"],
+    }  # fmt: skip
+
+
 def _qwen4(c: Config) -> Config:
     heads = (c["ngram_size"] - 1) * c["heads_per_ngram"]
     ratios = [c["indexer_compress_ratio"] * (kind == "indexed_attention") for kind in c["layer_types"]]
@@ -549,9 +557,7 @@ _OF_FAMILY: Mapping[str, Callable[[Config], Config]] = {
                               "final_logit_softcapping": c["final_logit_softcapping"]},
     "cohere2": lambda c: {"attention.layer_norm_rms_epsilon": None, "attention.layer_norm_epsilon": c["layer_norm_eps"],
                           "attention.sliding_window": c["sliding_window"], "logit_scale": c["logit_scale"]},
-    "olmo3": lambda c: {"attention.sliding_window": c["sliding_window"],
-                        "attention.sliding_window_pattern": [k == "sliding_attention" for k in c["layer_types"]],
-                        "rope.freq_base_swa": c["rope_parameters"]["sliding_attention"]["rope_theta"]},
+    "olmo3": _windows, "mellum": lambda c: {**_qwen(c), **_windows(c)},
     "granitemoe": _granite, "granitemoeshared": _granite,
     "granitemoehybrid": lambda c: {
         **_granite(c), **_mamba2(c, *(f"mamba_{n}" for n in ("n_heads", "d_head", "d_state", "n_groups", "d_conv"))),

@@ -50,6 +50,7 @@ from moeconv.source.archs.plain import (
     Phimoe,
 )
 from moeconv.source.archs.qwen import (
+    Mellum,
     Qwen2Moe,
     Qwen3Moe,
     Qwen3Next,
@@ -78,7 +79,7 @@ FAMILIES: Mapping[str, Family] = {
         SolarOpen(), HyV3(), Afmoe(), Ernie45VlMoe(), Cohere2Vision(), Step3p5(), Step3p7(), Glm4vMoe(),
         DeepseekV32(), GlmMoeDsa(), MiMoV2Flash(), MiniMaxM3Vl(), Cohere2(), Cohere2Moe(),
         Qwen3Vl(), Qwen35(), Qwen35Text(), KimiLinear(), BailingHybrid(), Glm5Next(), LongcatFlash(),
-        GraniteMoeSwa(), GraniteSwa(), DeepseekV4(), Qwen4Exp(), Qwen4ExpText(),
+        GraniteMoeSwa(), GraniteSwa(), DeepseekV4(), Qwen4Exp(), Qwen4ExpText(), Mellum(),
     )
 }  # fmt: skip
 """model_type of config.json → its family."""

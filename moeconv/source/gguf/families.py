@@ -107,8 +107,12 @@ def cohere2_moe(facts: Facts) -> Settings:
 def olmo2(facts: Facts) -> Settings:
     if olmo_type(facts) == "olmo2":
         return biases_of(facts)
-    ropes = {"full_attention": positions(facts), "sliding_attention": plain_positions(facts)}
-    return {**biases_of(facts), **windows_of(facts, 4), "rope_parameters": ropes}
+    return {**biases_of(facts), **windows_of(facts, 4), **_ropes(facts)}
+
+
+def _ropes(facts: Facts) -> Settings:
+    """Returns a rope for layers without a window, and a plain one for those with one."""
+    return {"rope_parameters": {"full_attention": positions(facts), "sliding_attention": plain_positions(facts)}}
 
 
 def olmo_type(facts: Facts) -> str:
@@ -129,6 +133,14 @@ def qwen2(facts: Facts) -> Settings:
 
 def qwen3(facts: Facts) -> Settings:
     return {**experts_of(facts), **widths_of(facts), **dense_of(facts), "norm_topk_prob": True}
+
+
+def mellum(facts: Facts) -> Settings:
+    windows = windows_of(facts, 4 if facts.count("attention.sliding_window", 0) else 1)
+    return {
+        **experts_of(facts), **widths_of(facts), **biases_of(facts), **windows, **_ropes(facts),
+        "mlp_layer_types": networks_of(facts), "norm_topk_prob": True,
+    }  # fmt: skip
 
 
 def qwen_next(facts: Facts) -> Settings:

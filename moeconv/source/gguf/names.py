@@ -114,6 +114,7 @@ ARCHS: Mapping[str, Arch] = {
     "olmoe": Arch("olmoe", families.olmoe),
     "qwen2moe": Arch("qwen2_moe", families.qwen2),
     "qwen3moe": Arch("qwen3_moe", families.qwen3),
+    "mellum": Arch("mellum", families.mellum),
     "qwen3vl": Arch("qwen3_vl", families.qwen3_dense, inside=True),
     "qwen3vlmoe": Arch("qwen3_vl_moe", families.qwen3, inside=True),
     "gpt-oss": Arch("gpt_oss", families.gpt_oss, {"ffn_norm": "post_attention_norm"}),
