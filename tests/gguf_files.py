@@ -32,7 +32,7 @@ ARCHS = {
     "kimi_linear": "KIMI_LINEAR", "step3p5": "STEP35", "deepseek_v4": "DEEPSEEK2",
     "cohere2_moe": "GLM4_MOE", "minimax_m3_vl": "MINIMAXM2", "bailing_hybrid": "KIMI_LINEAR",
     "glm5_next": "KIMI_LINEAR", "granite_swa": "GRANITE", "granitemoe_swa": "GRANITE_MOE",
-    "qwen4_exp_text": "QWEN35MOE", "mellum": "QWEN3MOE",
+    "qwen4_exp_text": "QWEN35MOE", "mellum": "QWEN3MOE", "ministral3": "MISTRAL3",
 }  # fmt: skip
 """model_type → the architecture's name in the package."""
 NEWER = {
@@ -557,6 +557,10 @@ _OF_FAMILY: Mapping[str, Callable[[Config], Config]] = {
                               "final_logit_softcapping": c["final_logit_softcapping"]},
     "cohere2": lambda c: {"attention.layer_norm_rms_epsilon": None, "attention.layer_norm_epsilon": c["layer_norm_eps"],
                           "attention.sliding_window": c["sliding_window"], "logit_scale": c["logit_scale"]},
+    "ministral3": lambda c: {
+        "rope.scaling.yarn_log_multiplier": c["rope_parameters"]["mscale_all_dim"],
+        "attention.temperature_scale": c["rope_parameters"]["llama_4_scaling_beta"],
+    },
     "olmo3": _windows, "mellum": lambda c: {**_qwen(c), **_windows(c)},
     "granitemoe": _granite, "granitemoeshared": _granite,
     "granitemoehybrid": lambda c: {
@@ -580,7 +584,7 @@ _OF_FAMILY: Mapping[str, Callable[[Config], Config]] = {
 # Tensors: the converter's modify_tensors.
 
 _PERMUTED = (
-    "mixtral", "llama", "smollm3", "granitemoe", "granitemoeshared", "granitemoehybrid", "nemotron_h", "granite_swa",
+    "mixtral", "llama", "ministral3", "smollm3", "granitemoe", "granitemoeshared", "granitemoehybrid", "nemotron_h", "granite_swa",
     "granitemoe_swa",
 )  # fmt: skip
 _PARTS = {"gate_proj": "gate", "up_proj": "up", "down_proj": "down", "w1": "gate", "w3": "up", "w2": "down"}

@@ -155,6 +155,12 @@ def test_settings_that_no_deepseek_v4_has_are_refused(key: str, value: Any, word
         Checkpoint.open(file_of("deepseek_v4", tmp_path / "m", **{f"ARCH.{key}": value}))
 
 
+def test_a_mistral3_file_without_sharper_queries_is_mistral(tmp_path: Path) -> None:
+    file = file_of("ministral3", tmp_path / "m", **{"ARCH.attention.temperature_scale": None})
+    spec = Checkpoint.open(file).spec
+    assert (spec.family, spec.max_positions) == ("mistral", 512)
+
+
 def test_positions_of_llama3_in_half_of_each_head(tmp_path: Path) -> None:
     """Factors for whole heads, of which those behind the half that turns are 1."""
     scaled = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}

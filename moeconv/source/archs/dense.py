@@ -7,6 +7,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from moeconv.source.archs.config import Config
+from moeconv.source.archs.deepseek import SHARPER, before_sharper
 from moeconv.source.archs.description import Description, Names, Place, Source, decoder, in_one, limited, named, rows
 from moeconv.source.archs.family import Family
 from moeconv.source.archs.plain import NORMS_BEHIND
@@ -132,6 +133,21 @@ class Mistral(Dense):
 
     def attentions(self, config: Config) -> Sequence[Attention]:
         return _in_all_layers(config, config.attention(window=config.get("sliding_window")))
+
+
+class Ministral3(Mistral):
+    """Ministral 3: as Mistral, with yarn. Queries look more sharply from the positions on that a first training had, so
+    that the texts of a pack end there."""
+
+    model_type = "ministral3"
+    model_class = "Ministral3ForCausalLM"
+
+    def ropes(self, config: Config, dim: int) -> list[tuple[Rope, F32]]:
+        return [config.rope(dim, kinds=("yarn",))]  # others fail in transformers
+
+    def describe(self, config: Config, tokens: Tokens) -> Description:
+        config.without_effect_on_text(*SHARPER)
+        return before_sharper(config, super().describe(config, tokens))
 
 
 class Qwen2(Dense):

@@ -49,6 +49,20 @@ def llama(facts: Facts) -> Settings:
     return {**biases_of(facts), "mlp_bias": facts.some("ffn_up.bias"), **with_llama3(facts)}
 
 
+def mistral3(facts: Facts) -> Settings:
+    beta, factor = "attention.temperature_scale", "rope.scaling.yarn_log_multiplier"
+    rope = positions(facts)
+    if facts.said(beta):
+        rope["llama_4_scaling_beta"] = facts.number(beta)
+    if facts.said(factor):
+        rope["mscale"] = rope["mscale_all_dim"] = facts.number(factor)
+    return {"sliding_window": None, "rope_parameters": rope}
+
+
+def mistral3_type(facts: Facts) -> str:
+    return "ministral3" if facts.said("attention.temperature_scale") else "mistral"
+
+
 def qwen2_dense(facts: Facts) -> Settings:
     return {"layer_types": ["full_attention"] * facts.layers}
 

@@ -119,6 +119,7 @@ ARCHS: Mapping[str, Arch] = {
     "qwen3vlmoe": Arch("qwen3_vl_moe", families.qwen3, inside=True),
     "gpt-oss": Arch("gpt_oss", families.gpt_oss, {"ffn_norm": "post_attention_norm"}),
     "deepseek2": Arch(families.deepseek_type, families.deepseek, whole=_LATENT),
+    "mistral3": Arch(families.mistral3_type, families.mistral3, turned=True),
     "mistral4": Arch("mistral4", families.mistral4, whole=_LATENT),
     "kimi-linear": Arch("kimi_linear", families.kimi_linear, {**_BY_FEATURE, **_NARROWED}, whole=_LATENT),
     "glm5-next": Arch("glm5_next", families.glm5_next, {**_BY_FEATURE, **_NARROWED, **_HYPER}, whole=_LATENT,
