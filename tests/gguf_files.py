@@ -584,8 +584,8 @@ _OF_FAMILY: Mapping[str, Callable[[Config], Config]] = {
 # Tensors: the converter's modify_tensors.
 
 _PERMUTED = (
-    "mixtral", "llama", "ministral3", "smollm3", "granitemoe", "granitemoeshared", "granitemoehybrid", "nemotron_h", "granite_swa",
-    "granitemoe_swa",
+    "mixtral", "llama", "ministral3", "smollm3", "granitemoe", "granitemoeshared", "granitemoehybrid", "nemotron_h",
+    "granite_swa", "granitemoe_swa",
 )  # fmt: skip
 _PARTS = {"gate_proj": "gate", "up_proj": "up", "down_proj": "down", "w1": "gate", "w3": "up", "w2": "down"}
 

@@ -1,4 +1,4 @@
-"""The families of Qwen, from 1.5 to 3.6."""
+"""The families of Qwen, from 1.5 to 3.6, and Mellum 2, whose layers are those of Qwen3-MoE."""
 
 from __future__ import annotations
 
@@ -127,7 +127,7 @@ class Mellum(Family):
             config.count("num_experts", "num_local_experts"), config.network("moe_intermediate_size"),
             config.router(config.get("norm_topk_prob")),
         )  # fmt: skip
-        known = {"dense": config.network("intermediate_size"), "sparse": experts}
+        known: Mapping[str, Ffn | Experts] = {"dense": config.network("intermediate_size"), "sparse": experts}
         ffns = config.of_layers("mlp_layer_types", known)
         layers = [Layer(norm, attention, None, ffn) for attention, ffn in zip(attentions, ffns, strict=True)]
         ropes = [config.rope(attentions[0].dim, of=kind) for kind in kinds_of(config)]

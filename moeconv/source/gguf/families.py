@@ -211,8 +211,8 @@ def _ngrams(facts: Facts) -> Settings:
 
 
 def _seed(vocab: int, multipliers: tuple[int, ...]) -> int:
-    """Returns the number that gives these multipliers: transformers' own, or the least."""
-    tried = (1234, *range(_SEEDS))
+    """Returns the number that gives the first of these multipliers: transformers' own, or the least."""
+    tried: list[int] = [1234, *range(_SEEDS)]
     return next((seed for seed in tried if multipliers_of(vocab, 1, seed) == multipliers[:1]), tried[0])
 
 

@@ -267,14 +267,14 @@ class _Described:
         numbers than config.json implies."""
         tables, found = self._spec.tables, self._tensors.shapes.get(TABLE, ())
         metadata = self._tensors.container.metadata
-        for part in (layer.ngrams for layer in self._spec.decoder if layer.ngrams is not None):
+        for part in (kind.ngrams for kind in self._spec.decoder.kinds if kind.ngrams is not None):
             starts = tuple(sum(part.sizes[:head]) for head in range(len(part.sizes)))
             for name, wanted in (
                 ("layer_multipliers", part.multipliers), ("head_vocab_sizes", part.sizes), ("head_offsets", starts),
             ):  # fmt: skip
                 key = f"qwen4exp.ple.{name}"
                 if tuple(metadata.listed(key, int) or ()) != wanted:
-                    raise metadata.wrong(key, f"has other numbers than transformers computes for such a model")
+                    raise metadata.wrong(key, "has other numbers than transformers computes for such a model")
             if found != (part.rows, part.dim):
                 raise self._unlike(TABLE, found, (part.rows, part.dim))
         return {name: (Source(TABLE, shape=shape),) for name, shape, _ in tables.values()}
