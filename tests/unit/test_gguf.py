@@ -30,7 +30,7 @@ from moeconv.progress import unseen
 from moeconv.quantizers import QUANTIZERS
 from moeconv.quantizers.coder import ExpertCoder
 from moeconv.sentencepiece import Piece
-from moeconv.source.archs.deepseek import INDEXERS_LEFT_OUT
+from moeconv.source.archs.deepseek import INDEXERS_LEFT_OUT, MORE_PREDICTED
 from moeconv.source.checkpoint import Checkpoint
 from moeconv.source.gguf.tokenizer import CUTS, KEY
 from moeconv.source.outline import CheckpointError
@@ -580,6 +580,16 @@ def test_a_table_is_read_in_pieces(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     assert torch.equal(torch.cat(pieces), torch.cat([*theirs.table(name)]))
     numbers = torch.tensor([0, 99, 100, 239])
     assert torch.equal(ours.rows(name, numbers), theirs.rows(name, numbers))
+
+
+def test_a_layer_behind_the_last_one_is_left_out_with_a_note(tmp_path: Path) -> None:
+    file_of("qwen4_exp_text", tmp_path / "m")
+    more = {"blk.3.nextn.eh_proj.weight": np.ones((24, 48), np.float16), "blk.3.hc_attn_norm.weight": np.ones(72, "f4")}
+    said = {"block_count": 4, "nextn_predict_layers": 1, "attention.compress_ratios": [0, 8, 0, 0]}
+    keys = {f"ARCH.{name}": value for name, value in said.items()}
+    found = Checkpoint.open(write_gguf(tmp_path / "m", tmp_path / "m.gguf", more=more, **keys))
+    assert len(found.spec.decoder) == 3
+    assert sum(MORE_PREDICTED in note for note in found.notes) == 1
 
 
 def test_indexers_are_left_out_with_a_note(tmp_path: Path) -> None:
