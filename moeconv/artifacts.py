@@ -201,6 +201,18 @@ class RouteReport:
 
 
 @dataclass(frozen=True)
+class TrainedReport:
+    """Trained numbers: of `norms` the weights, of `matrices` the scales. `before` and `after`: the losses without and
+    with them of the plan that was chosen without, of `nbytes`, on the text of `ConversionReport.calibration`."""
+
+    norms: Count
+    matrices: Count
+    before: float
+    after: float
+    nbytes: Count
+
+
+@dataclass(frozen=True)
 class NeuronsReport:
     """The predictor that names the neurons to compute, where not all are computed: of rank `rank`, with thresholds that
     leave at most the share `missed` of the firing neurons' output unnamed on the text that it learnt from. On text that
@@ -370,6 +382,7 @@ class ConversionReport:
     residences: tuple[Residence, ...] = ()
     route: RouteReport | None = None
     neurons: NeuronsReport | None = None
+    scales: TrainedReport | None = None
 
 
 def to_json(artifact: Any) -> dict[str, Any]:

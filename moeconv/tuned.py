@@ -60,6 +60,12 @@ TUNED = (
         "The largest number of tokens to generate. Default: a little above the longest target.", int,
     ),
     Setting(
+        "scales", _WIDTHS, _CONVERSION,
+        "Scales of experts' codes, and weights of norms: trained (so that the quantized model answers as the original "
+        "one does, on the text that ranks experts, where it is long enough) or fitted (to each matrix alone).",
+        default="trained", choices=("trained", "fitted"),
+    ),
+    Setting(
         "route", _EXPERTS, _CONVERSION,
         "How tokens are routed to experts: router (by the model's own routers) or hash (by a function of the tokens "
         "alone, which is trained first, on half of the calibration text). Bits and function together stay within "

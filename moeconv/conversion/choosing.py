@@ -94,6 +94,7 @@ class Choice:
         beside = Beside(inputs.units, self.settings.purpose)
         self.question = Question(self.spec, inputs.table, bench.coding.storage, self.settings.signal, allowed, beside)
         self.plans: list[tuple[Plan, MeasuredPlan]] = []
+        self._flat_ratio = 1.0
 
     @property
     def judged(self) -> list[MeasuredPlan]:
@@ -111,6 +112,26 @@ class Choice:
             self._judged(plan)
             self.account.note(self.judge.counted_text())
             return plan
+
+    def measured(self, plan: Plan) -> MeasuredPlan:
+        """Returns the measurement of a plan of `plans`."""
+        return next(measured for known, measured in reversed(self.plans) if known == plan)
+
+    def beyond(self, plan: Plan, times: float) -> Plan:
+        """Returns the plan of the frontier that is predicted to lose so many times as much as a measured one."""
+        frontier = self.question.frontier(self.settings.allocation)
+        losses = LossMap(self.points(), float(frontier.costs[-1]))(frontier.costs)
+        holds = np.flatnonzero(losses <= times * self.measured(plan).loss)
+        return frontier[int(holds[0])] if len(holds) else plan
+
+    def again(self, plan: Plan, before: MeasuredPlan) -> MeasuredPlan:
+        """Returns the measurement of a plan after a change of the model that lasts. Plans are measured anew from then
+        on, and the losses of uniform widths are taken to have changed by the same factor."""
+        self.plans = []
+        after = self._judged(plan)
+        if before.loss > 0 < after.loss:
+            self._flat_ratio = after.loss / before.loss
+        return after
 
     def curve(self, chosen: Plan) -> tuple[CurvePoint, ...]:
         return curve(self.question.frontier(self.settings.allocation), self.judged, chosen, self._flat())
@@ -138,7 +159,9 @@ class Choice:
         for width, evaluation in self.tried.items():
             with suppress(KeyError):  # a width that the problem does not have
                 plan = self.question.problem.priced(uniform(self.spec, width))
-                found.append(MeasuredPlan.of(plan, self.judge.loss(evaluation), self.judge.bound(evaluation)))
+                bound, ratio = self.judge.bound(evaluation), self._flat_ratio
+                upper = None if bound is None else bound * ratio
+                found.append(MeasuredPlan.of(plan, self.judge.loss(evaluation) * ratio, upper))
         return found
 
     def _judged(self, plan: Plan) -> MeasuredPlan:

@@ -16,9 +16,11 @@ so that a run that was killed goes on from there.
 8. sweep (planning.json): the cost of each expert at each width, then of each unit of other matrices. The longest stage,
    and the last that all targets share.
 9. search: plans by these costs, measured until the smallest that holds the target is found.
-10. residents (residences.json): routing that prefers experts in memory, fitted to the plan that was found.
-11. held-out: the chosen plan on text that no stage before has seen. Once, and after all choices.
-12. delivery: report and pack.
+10. scales (scales-*.safetensors): trained for the plan that was found, and searched again with them. After a first
+    search, which says how coarse the experts will be; before residents, which are fitted to a plan.
+11. residents (residences.json): routing that prefers experts in memory, fitted to the plan that was found.
+12. held-out: the chosen plan on text that no stage before has seen. Once, and after all choices.
+13. delivery: report and pack.
 """
 
 from __future__ import annotations
@@ -60,6 +62,7 @@ from moeconv.conversion.measuring import (
     widths_worth_probing,
 )
 from moeconv.conversion.room import check_layered, check_room, memory_of, work_bytes
+from moeconv.conversion.scales import trained
 from moeconv.conversion.settings import ENTRIES, Settings, as_entries, settings_of
 from moeconv.conversion.taught import (
     Taught,
@@ -132,6 +135,8 @@ def conversion_of(subject: dict[str, Any], settings: Settings) -> str:
     asked |= {"racing": None, "target": asdict(settings.target)}  # racing: so that looks of earlier versions count
     if settings.chooses_dense:
         asked["dense"] = settings.purpose
+    if settings.scales == "trained":
+        asked["scales"] = settings.scales
     if settings.resident:
         asked["resident"] = list(settings.resident)
     return hashlib.sha256(json.dumps([subject, asked]).encode()).hexdigest()
@@ -224,12 +229,12 @@ class Conversion:
         inputs = replace(sweep.inputs, units=swept_beside(bench, account))
         work.save(INPUTS, inputs.to_json(), bench.journal)  # a run that ends later leaves it to be planned from
         choice = Choice(bench, inputs, widths, judge, account)
-        found = choice.plan()  # 9
-        plan, routings = fitted(bench, references, choice, found, account)  # 10
+        found, learnt = trained(bench, choice, choice.plan(), work, account)  # 9, 10
+        plan, routings = fitted(bench, references, choice, found, account)  # 11
         residences = tuple(one.residence for one in routings)
         work.save(RESIDENCES, {"residences": [asdict(one) for one in residences]}, bench.journal)
         outcome = replace(
-            self._outcome(bench, references, plan, looks),  # 11
+            self._outcome(bench, references, plan, looks),  # 12
             preferences=tuple(one.preference for one in routings),
             residences=residences,
             table=inputs.table,
@@ -237,11 +242,12 @@ class Conversion:
             curve=choice.curve(plan),
             dense_alone=dense,
             order=order,
+            scales=learnt,
         )
         if taught is not None and alone is not None and outcome.heldout is not None:
             report = reported(taught, bench, references, plan, alone)
             outcome = replace(outcome, learnt={taught.file: taught.body(outcome.heldout)}, taught=report)
-        return deliver(self.settings, bench.coder, bench.coding.dense, outcome, account, self._lost)  # 12
+        return deliver(self.settings, bench.coder, bench.coding.dense, outcome, account, self._lost)  # 13
 
     def _collect_moments(self, bench: Bench) -> None:
         """Collects the moments that codes need, where they need any and the work directory has none."""

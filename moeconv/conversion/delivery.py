@@ -24,6 +24,7 @@ from moeconv.artifacts import (
     Standing,
     Step,
     SweepCost,
+    TrainedReport,
 )
 from moeconv.calibration import Splits
 from moeconv.conversion.measuring import Account
@@ -112,6 +113,7 @@ class Outcome:
     learnt: Mapping[str, bytes] = field(default_factory=dict)
     taught: RouteReport | NeuronsReport | None = None
     order: NeuronOrder | None = None
+    scales: TrainedReport | None = None
 
     def importance(self) -> dict[ExpertKey, float] | None:
         """Returns the importance of each expert for the manifest: its sensitivity at the narrowest width that was
@@ -143,7 +145,7 @@ def deliver(
         dense=_dense_report(dense, outcome.dense_alone, settings.purpose),
     )
     document = artifacts.to_json(report)
-    for name in ("dense", "standing", "residences", "route", "neurons"):
+    for name in ("dense", "standing", "residences", "route", "neurons", "scales"):
         if not document[name]:
             del document[name]
     quality = None
@@ -247,6 +249,7 @@ def _report(settings: Settings, coder: ExpertCoder, outcome: Outcome, seconds: f
         residences=outcome.residences,
         route=outcome.taught if isinstance(outcome.taught, RouteReport) else None,
         neurons=outcome.taught if isinstance(outcome.taught, NeuronsReport) else None,
+        scales=outcome.scales,
     )
 
 

@@ -106,11 +106,13 @@ EVERY_WIDTH = tuple(WIDTHS_BY_TEXT.values())
 _TARGET_OPTIONS = {"loss": "--loss", "size": "--size", "bits": "--bits-per-weight"}
 ROUTES = ("router", "hash")
 NEURONS = ("exact", "predicted")
+SCALES = ("trained", "fitted")
 DEFAULT_LAYOUT, PREDICTED_LAYOUT = "expert", "neuron"
 LEAST_MEMORY = 10**6  # bytes; a smaller number is a share of the experts
 _OF_TEXT = (
     "margin", "confidence", "heldout", "fields", "metric", "signal", "per_projection", "samples", "sweep_samples",
-    "heldout_samples", "max_new_tokens", "memory_bytes", "cluster", "strict", "resident", "route", "neurons", "purpose",
+    "heldout_samples", "max_new_tokens", "memory_bytes", "cluster", "strict", "resident", "route", "neurons", "scales",
+    "purpose",
 )  # fmt: skip
 """Settings that have no effect without calibration text. The seed and the context are kept in the pack all the same."""
 _CALLED = {"memory_bytes": "memory", "purpose": "for"}
@@ -132,8 +134,8 @@ class Settings:
     entry. `quantizer`: None for DEFAULT_QUANTIZER, or where its codes do not go with the other settings a plain one.
     `layout`: how experts lie in the pack, one of LAYOUTS; `piece_bytes`: in a layout by neurons, the most bytes of a
     block's columns (None, for both: the usual choice). `route`: one of ROUTES, the router or a hash function.
-    `neurons`: the neurons of an expert that are computed, one of NEURONS. `overwrite`: any pack that stands at `out`
-    may be replaced."""
+    `neurons`: the neurons of an expert that are computed, one of NEURONS. `scales`: of codes, one of SCALES.
+    `overwrite`: any pack that stands at `out` may be replaced."""
 
     model: str
     out: Path
@@ -167,6 +169,7 @@ class Settings:
     route: str = "router"
     piece_bytes: int | None = None
     neurons: str = "exact"
+    scales: str = SCALES[0]
     overwrite: bool = False
 
     def __post_init__(self) -> None:
@@ -177,6 +180,7 @@ class Settings:
         check_choice("for", self.purpose, PURPOSES)
         check_choice("route", self.route, ROUTES)
         check_choice("neurons", self.neurons, NEURONS)
+        check_choice("scales", self.scales, SCALES)
         self._check_taught()
         check_piece_bytes(self.laid_out, self.piece_bytes)
         check_ranking(self.allocation, self.signal)

@@ -200,9 +200,17 @@ class Head:
         nats = lse - self._bounded(right if self.bias is None else right + self.bias[targets])
         if reference is None:
             return nats, torch.zeros_like(nats)
+        return nats, self._divergence(hidden, reference, lse)
+
+    def divergence(self, hidden: Tensor, reference: ReferenceRows) -> Tensor:
+        """Returns the divergence from the reference [rows], through which gradients go back."""
+        parts = torch.split(hidden, self.chunk)
+        return self._divergence(hidden, reference, torch.cat([self._logits(part).logsumexp(1) for part in parts]))
+
+    def _divergence(self, hidden: Tensor, reference: ReferenceRows, lse: Tensor) -> Tensor:
         if self.softcap is not None:
-            return nats, lse + reference.negentropy - self._mean_logits(hidden, reference.mean_row)
-        return nats, lse + reference.negentropy - (hidden * self.scale * reference.mean_row).sum(dim=1)
+            return lse + reference.negentropy - self._mean_logits(hidden, reference.mean_row)
+        return lse + reference.negentropy - (hidden * self.scale * reference.mean_row).sum(dim=1)
 
     def _mean_logits(self, hidden: Tensor, original: Tensor) -> Tensor:
         """Returns Σ p_v logit_v [rows] of the states `hidden`, with p of the unquantized model's states `original`,

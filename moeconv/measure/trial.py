@@ -44,8 +44,8 @@ class LoadedModel:
             self.model: Any = checkpoint.model(torch.float32).requires_grad_(False)
         multiplied_by_linear(self.model)
         self.calls = ExpertCalls(self.model, self.family, self.spec)
-        self._stored: dict[str, Form] = {}
-        """The present forms of the matrices outside the experts; none for originals."""
+        self._stored: dict[str, Form | str] = {}
+        """The present forms of the tensors outside the experts that are changed; none for originals."""
 
     @property
     def stored_head(self) -> Tensor | None:
@@ -56,7 +56,7 @@ class LoadedModel:
     def set_dense(self, *, stored: bool) -> None:
         """Puts in the matrices outside the experts as the pack will store them, or as they were."""
         dense, before = self.dense, self._stored
-        self._stored = {name: dense.form(name) for name in dense.names} if stored else {}
+        self._stored = dense.changed if stored else {}
         changed = [name for name in self.spec.tensors if before.get(name) != self._stored.get(name)]
         weights = (
             (name, dense.stored_weight(name) if name in self._stored else dense.source(name).float())
@@ -329,9 +329,8 @@ class Measure:
 
     def _entry(self, widths: Assignment, what: str, instead: Instead | None) -> tuple[str, dict[str, Any]]:
         """Returns a measurement's name in the journal, and its entry, which is measured if the journal lacks it."""
-        chosen = {} if self.dense is None else self.dense.chosen
-        rule = [{"dense": [[*unit, bits] for unit, bits in chosen.items()]}] if chosen else []
-        rule += [] if instead is None else [instead.rule]
+        beside = {} if self.dense is None else _beside(self.dense)
+        rule = [*([beside] if beside else []), *([] if instead is None else [instead.rule])]
         name = identity(self.samples_id, [[str(key), bits] for key, bits in sorted(widths.items())], *rule)
 
         def measured() -> dict[str, Any]:
@@ -342,7 +341,7 @@ class Measure:
             if instead is not self.instead:
                 return {**evaluation, **({} if instead is None else instead.seen(trial))}
             about = {"samples": self.samples_id, "widths": [bits for _, bits in sorted(widths.items())]}
-            return {**evaluation, **about, **(rule[0] if chosen else {})}
+            return {**evaluation, **about, **beside}
 
         return name, self._journal.remember(name, measured)
 
@@ -356,6 +355,12 @@ class Measure:
         return Evaluation.of(what, scores, time.perf_counter() - started, calls.flops(calls.rows - rows))
 
 
+def _beside(dense: DenseCoder) -> dict[str, Any]:
+    """Returns the choices beside experts' widths that are a part of a measurement, as JSON values."""
+    units = {"dense": [[*unit, bits] for unit, bits in dense.chosen.items()]} if dense.chosen else {}
+    return units | ({"trained": dense.trained.digest} if dense.trained else {})
+
+
 def unquantized(journal: Journal, samples_id: str) -> Evaluation | None:
     """Returns the unquantized model's evaluation; None if it was not measured."""
     found = journal.get(identity(samples_id, None))
@@ -367,9 +372,11 @@ def known_plans(
     journal: Journal, samples_id: str, keys: Sequence[ExpertKey]
 ) -> Iterator[tuple[Assignment, Mapping[DenseUnit, int], Evaluation]]:
     """Yields every assignment that was measured on these samples, with the widths that were chosen for matrices outside
-    the experts, and its evaluation. `keys` are all experts."""
-    for entry in journal.entries():
-        if entry.get("samples") == samples_id:
+    the experts, and its evaluation: with the trained numbers of the last one. `keys` are all experts."""
+    entries = [entry for entry in journal.entries() if entry.get("samples") == samples_id]
+    trained = entries[-1].get("trained") if entries else None
+    for entry in entries:
+        if entry.get("trained") == trained:
             with journal.believed():
                 widths = [tuple(bits) for bits in entry["widths"]]
                 assignment = dict(zip(sorted(keys), widths, strict=True))

@@ -95,7 +95,8 @@ def _parts(dense: DenseCoder, name: str, names: list[str], stored_as: Quantizati
 
 
 def _stored(dense: DenseCoder, name: str) -> Tensor:
-    return dense.checkpoint.stored_tensor(name, dense.checkpoint.spec.tensors[name].shape)
+    stored = dense.checkpoint.stored_tensor(name, dense.checkpoint.spec.tensors[name].shape)
+    return dense.trained.norms.get(name, stored).to(stored.dtype)
 
 
 def _finite(name: str, tensor: Tensor) -> Tensor:

@@ -24,6 +24,7 @@ from moeconv.quantizers.gptq import GptqQuantizer
 from moeconv.quantizers.group import GroupQuantizer
 from moeconv.quantizers.moments import SIDES, Moments, Side, side_of
 from moeconv.quantizers.quantizer import Coded, Inputs, Quantizer, times_powers
+from moeconv.quantizers.trained import NOTHING
 from moeconv.quantizers.trellis import TrellisQuantizer
 from moeconv.source.checkpoint import Checkpoint
 from moeconv.source.outline import CheckpointError
@@ -184,7 +185,7 @@ class ExpertCoder:
 
     It remembers the latest `CACHE_BYTES` of codes. With `kept`, codes come from there, made before, and are not
     remembered here. `neurons`: the layout of a pack that stores experts in blocks of neurons; then `down` is coded as
-    its transpose.
+    its transpose. `trained`: numbers with gains for the rows of some matrices.
     """
 
     def __init__(
@@ -196,6 +197,7 @@ class ExpertCoder:
         self.moments = None if quantizer.wants == "nothing" else moments
         self.kept = kept
         self.neurons = neurons
+        self.trained = NOTHING
         self._cache: OrderedDict[tuple[ExpertKey, str, Width], Coded] = OrderedDict()
         self._cached_bytes = 0
 
@@ -253,7 +255,8 @@ class ExpertCoder:
                 coded[name] = np.ascontiguousarray(source[name].T) if self._is_turned(name) else source[name]
             else:
                 coded[name] = self._quantize([key], name, width, source[name][None])[0]
-        return coded
+        widths = dict(zip(coded, bits, strict=True))
+        return {name: self.trained.coded(key, name, widths[name], matrix) for name, matrix in coded.items()}
 
     def weights(self, key: ExpertKey, bits: Bits) -> dict[str, F32]:
         """Returns projection → weights [out, in] as a pack gives them back; at ORIGINAL, the checkpoint's own."""
@@ -379,7 +382,8 @@ class Form(NamedTuple):
 class DenseCoder:
     """Quantizes the matrices outside the experts at the widths of `dense`; None leaves them all as they are. Codes are
     kept in memory, for the trial and the pack. `chooses`: a conversion chooses the widths, see `choose`. `moments`: a
-    file with moments of their inputs, which then weigh errors; it is read when the first code is made."""
+    file with moments of their inputs, which then weigh errors; it is read when the first code is made. `trained`: of
+    which norms get their weights, from the next measurement on."""
 
     def __init__(
         self, checkpoint: Checkpoint, dense: Dense | None, chooses: bool = False, moments: Path | None = None
@@ -389,6 +393,7 @@ class DenseCoder:
         self.chooses = chooses
         self.chosen: Mapping[DenseUnit, int] = {}
         self.moments_file = moments
+        self.trained = NOTHING
         self._tensors = checkpoint.spec.tensors
         self._coded: dict[tuple[str, Form], Projection] = {}
 
@@ -403,6 +408,11 @@ class DenseCoder:
         if self.chooses:
             quantizer = QUANTIZER if self.moments_file is None else WEIGHED
             self.chosen, self.dense = dict(widths), dense_of_units(self.checkpoint.spec, widths, quantizer)
+
+    @property
+    def changed(self) -> dict[str, Form | str]:
+        """Canonical name → the form of each matrix that has a width, or the digest of trained norms."""
+        return {name: self.form(name) for name in self.names} | dict.fromkeys(self.trained.norms, self.trained.digest)
 
     @property
     def head_form(self) -> Form | None:
@@ -446,11 +456,13 @@ class DenseCoder:
         return self._coded[name, form]
 
     def stored_weight(self, name: str) -> Tensor:
-        """Returns the weights of one of `names` as a pack gives them back, float32 [out, in]."""
+        """Returns the weights of one of `names` as a pack gives them back, float32 [out, in], or of a trained norm."""
+        if name in self.trained.norms:
+            return self.trained.norms[name].float()
         return torch.from_numpy(restored(self.code(name), dtype16_of(self.checkpoint)))
 
     def source(self, name: str) -> Tensor:
-        """Returns a tensor of the backbone, in the checkpoint's own type."""
+        """Returns a tensor of the backbone as the checkpoint has it, in its own type."""
         return self.checkpoint.backbone_tensor(name, self._tensors[name].shape)
 
     def backbone_bytes(self) -> tuple[int, int]:

@@ -430,7 +430,7 @@ class PairGradients:
     ) -> None:
         self.trial, self.model, self.patterns, self.draws, self.seed = trial, scorer.model, patterns, draws, seed
         most = batch_bytes // _token_bytes(trial.spec, draws)
-        self.parts = [part for bucket in scorer.buckets for part in _parts(scorer, bucket, most)]
+        self.parts = [part for bucket in scorer.buckets for part in parts_of(scorer, bucket, most)]
 
     def run(self, journal: Journal, about: str, bar: Bar) -> Costs:
         """Returns the costs, part by part; a run that was killed goes on with the first part that it lacks."""
@@ -554,7 +554,7 @@ def scaled_as_one(
     return [[cost * factor for cost in row] for row in costs.costs]
 
 
-def _parts(scorer: GeneratedScorer, bucket: Bucket, most_tokens: int) -> Iterator[Part]:
+def parts_of(scorer: GeneratedScorer, bucket: Bucket, most_tokens: int) -> Iterator[Part]:
     """Yields a bucket's samples in parts of at most `most_tokens`, or of one sample; of choices only the right one."""
     right = torch.from_numpy(scorer.items.right[bucket.items].copy()).nonzero()[:, 0]
     width = bucket.inputs.shape[1] + bucket.targets.shape[1]

@@ -1,0 +1,259 @@
+"""Scales of experts' codes and weights of norms, trained so that the quantized model answers as the original one does.
+
+The second phase of EfficientQAT (Chen et al. 2024, arXiv 2407.11062): codes stay, and a few real numbers learn end to
+end from the unquantized model's distributions. They take no byte more: a gain of each row goes into the row's scale,
+and a norm's weight scales one feature of all matrices that read it.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import partial
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from moeconv.artifacts import TrainedReport
+from moeconv.conversion.choosing import Choice
+from moeconv.conversion.measuring import Account, Bench
+from moeconv.errors import ConversionError
+from moeconv.measure.scorers import Head, ReferenceRows
+from moeconv.measure.scoring import GeneratedScorer, TextScorer, dealt, volume
+from moeconv.measure.trial import Trial
+from moeconv.measure.workdir import WorkDir, identity
+from moeconv.plan.problem import Plan
+from moeconv.progress import Bar
+from moeconv.quantizers.trained import MOST_GAIN, NOTHING, Trained
+from moeconv.source.archs.config import transformers_model
+from moeconv.source.archs.weights import parameter
+from moeconv.source.experts import Call, expert_ffn
+from moeconv.sweep.fisher import Part, parts_of
+from moert.pack.model_spec import ExpertKey, LayerKey, ModelSpec
+
+STEPS = 64
+BATCH_TOKENS = 2048
+TOKENS = STEPS * BATCH_TOKENS // 2  # of the text: each is seen twice where there are as many
+LEAST_TOKENS = 8192
+"""From less text, its accidents are learnt."""
+RATE = 0.01
+"""The first steps change a number by about this share of its size; later ones by less and less."""
+WARM = 5
+"""Steps in which the rate rises."""
+BEYOND = 1.3
+"""Numbers are trained for a plan that loses this many times as much as the chosen one: about the one that holds with
+them."""
+
+
+def worth_training(bench: Bench) -> bool:
+    """Returns whether scales are trained: not from little text, not where the model goes through memory layer by layer,
+    nor where something else is trained or fitted on the text."""
+    settings, material = bench.settings, bench.material
+    if settings.scales != "trained" or settings.learns or settings.resident or bench.memory.layered:
+        return False
+    seen = volume(bench.spec, material.tokenizer, material.ranking, material.extent(_samples(bench)))
+    return seen.encoder_tokens + seen.decoder_tokens >= LEAST_TOKENS
+
+
+def _samples(bench: Bench) -> int:
+    """Returns the number of samples of the ranking text that are learnt from."""
+    ranked = bench.material.ranked
+    return math.ceil(ranked.samples * TOKENS / (ranked.encoder_tokens + ranked.decoder_tokens))
+
+
+def trained(
+    bench: Bench, choice: Choice, plan: Plan, work: WorkDir, account: Account
+) -> tuple[Plan, TrainedReport | None]:
+    """Returns the plan that is chosen with trained numbers, which the pack has from then on, or the plan as it is where
+    they do not help. Raises ConversionError."""
+    if not worth_training(bench) or all(bits == 16 for widths in plan.assignment.values() for bits in widths):
+        return plan, None
+    before = choice.measured(plan)
+    with account.step("scales", bench.journal):
+        aim = choice.beyond(plan, BEYOND) if bench.settings.target.kind == "loss" else plan
+        bench.coding.dense.choose(aim.dense)
+        found = _kept(bench, aim, work, account)
+        _use(bench, found)
+        after = choice.again(plan, before)
+        if not after.decisive < before.decisive:
+            account.note("training scales did not lower the loss: they stay as they were")
+            _use(bench, NOTHING)
+            return plan, None
+        account.say(f"the same widths with trained scales: loss {before.loss:.2%} → {after.loss:.2%}")
+    return choice.plan(), TrainedReport(len(found.norms), len(found.gains), before.loss, after.loss, plan.nbytes)
+
+
+def _use(bench: Bench, found: Trained) -> None:
+    """Gives the model that plans are tried on, and the pack, these numbers."""
+    bench.trial.restore()  # so that every expert is written anew
+    bench.coding.dense.trained = bench.coder.trained = found
+
+
+def _kept(bench: Bench, plan: Plan, work: WorkDir, account: Account) -> Trained:
+    """Returns the numbers for a plan, which the work directory keeps."""
+    widths = [[str(key), list(bits)] for key, bits in sorted(plan.assignment.items())]
+    units = [[*unit, bits] for unit, bits in plan.dense.items()]
+    name = identity("scales", widths, units, _samples(bench), STEPS, BATCH_TOKENS, RATE, bench.settings.seed)
+    path = work.path / f"scales-{name[:12]}.safetensors"
+    if bench.journal.sealed(path):
+        try:
+            return Trained.from_bytes(path.read_bytes())
+        except Exception as error:
+            raise ConversionError(f"{path} can't be read ({error}): delete it, and it is made again") from None
+    with account.progress("training scales", STEPS, "step") as bar:
+        found = _train(bench, plan, bar)
+    work.save_bytes(path.name, found.to_bytes(), bench.journal)
+    return found
+
+
+def _train(bench: Bench, plan: Plan, bar: Bar) -> Trained:
+    measure = bench.measure("scales", bench.material.ranking, _samples(bench))
+    scorer, trial = measure.scorer(), bench.trial
+    assert isinstance(scorer, (TextScorer, GeneratedScorer))
+    trial.assign(plan.assignment)
+    gains = _Gains(bench, plan)
+    with _learning_norms(trial) as norms:
+        groups = [{"params": [each], "lr": RATE * float(each.detach().square().mean().sqrt())} for each in norms]
+        optimizer = torch.optim.Adam([*groups, {"params": gains.learning, "lr": RATE}], betas=(0.9, 0.95))
+        schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, _share_of_rate)
+        with (
+            torch.enable_grad(),
+            transformers_model(trial.checkpoint.path),
+            trial.calls.during(answer=gains.answer if gains.learning else None),
+        ):
+            for batch in _in_turn(_batches(scorer), bench.settings.seed):
+                optimizer.zero_grad()
+                batch.divergence().backward()  # type: ignore[no-untyped-call]
+                optimizer.step()
+                schedule.step()
+                bar.update(1)
+        description, dense = trial.checkpoint.description, bench.coding.dense
+        found = {
+            name: parameter(trial.model, description, name).to(dense.source(name).dtype, copy=True)
+            for name in _norms_of(trial.spec)
+        }
+    return Trained(found, gains.found())
+
+
+def _norms_of(spec: ModelSpec) -> list[str]:
+    """Returns the canonical names of the weights of norms."""
+    return [name for name in spec.tensors if name.endswith("norm.weight")]
+
+
+@contextmanager
+def _learning_norms(trial: Trial) -> Iterator[list[torch.nn.Parameter]]:
+    """Gives the weights of norms, which collect gradients inside a with block and are the old ones behind it."""
+    places = [trial.checkpoint.description.parameters[name].name for name in _norms_of(trial.spec)]
+    norms = [trial.model.get_parameter(place).requires_grad_() for place in dict.fromkeys(places)]
+    before = [each.detach().clone() for each in norms]
+    try:
+        yield norms
+    finally:
+        with torch.no_grad():
+            for each, was in zip(norms, before, strict=True):
+                each.requires_grad_(False).copy_(was)
+                each.grad = None
+
+
+class _Gains:
+    """Gains of the rows of all experts' codes, near 1, and the experts with them. None where experts lie in blocks of
+    neurons, whose down matrix has scales of inputs."""
+
+    def __init__(self, bench: Bench, plan: Plan) -> None:
+        self._calls, self._plan, self.spec = bench.trial.calls, plan, bench.spec
+        keys = [] if bench.coding.neurons is not None else list(plan.assignment)
+        self._gains = {
+            key: [torch.zeros(len(weight), 1, requires_grad=bits < 16)
+                  for weight, bits in zip(self._calls.weights(key), plan.assignment[key], strict=True)]
+            for key in keys
+        }  # fmt: skip
+
+    @property
+    def learning(self) -> list[Tensor]:
+        return [gain for gains in self._gains.values() for gain in gains if gain.requires_grad]
+
+    def answer(self, at: LayerKey, call: Call) -> Tensor:
+        """Returns the output of a layer's experts [tokens, d_model], through which gradients go back to gains."""
+        out = torch.zeros_like(call.x)
+        for key in map(at.expert, range(self.spec.moe.n)):
+            tokens, choices = (call.chosen == key.expert).nonzero(as_tuple=True)
+            if len(tokens):
+                own = self._calls.weights(key)
+                weights = tuple(weight * (1 + gain) for weight, gain in zip(own, self._gains[key], strict=True))
+                ffn, biases = self.spec.experts[at].ffn, self._calls.supply.biases(key)
+                given = expert_ffn(call.x[tokens], weights, ffn, biases)
+                out = out.index_add(0, tokens, given * call.weights[tokens, choices, None])
+        return out
+
+    def found(self) -> dict[tuple[ExpertKey, str, float], np.ndarray]:
+        """Returns the gains by expert, projection and width."""
+        names = self.spec.moe.ffn.projections
+        return {
+            (key, name, bits): (1 + gain.detach()[:, 0]).clamp(1 / MOST_GAIN, MOST_GAIN).numpy()
+            for key, gains in self._gains.items()
+            for name, bits, gain in zip(names, self._plan.assignment[key], gains, strict=True)
+            if gain.requires_grad
+        }
+
+
+def _share_of_rate(step: int) -> float:
+    return min(1.0, (step + 1) / WARM) * 0.5 * (1 + math.cos(math.pi * step / STEPS))
+
+
+@dataclass(frozen=True)
+class _Batch:
+    """Text that goes through the model together: `states` returns the final states of its scored places [places,
+    d_model], with gradients, `reference` has the unquantized model's figures there."""
+
+    head: Head
+    states: Callable[[], Tensor]
+    reference: ReferenceRows
+
+    def divergence(self) -> Tensor:
+        """Returns the mean divergence from the unquantized model, in nats a token."""
+        return self.head.divergence(self.states(), self.reference).mean()
+
+
+def _in_turn(batches: Sequence[_Batch], seed: int) -> Iterator[_Batch]:
+    """Yields STEPS batches: all in a random order, then all in another one."""
+    chance = np.random.default_rng(seed)
+    order: list[int] = []
+    for _ in range(STEPS):
+        order = order or chance.permutation(len(batches)).tolist()
+        yield batches[order.pop()]
+
+
+def _batches(scorer: TextScorer | GeneratedScorer) -> list[_Batch]:
+    assert scorer.reference is not None
+    reference = ReferenceRows(scorer.reference.mean_row.clone(), scorer.reference.negentropy.clone())
+    return list((_of_texts if isinstance(scorer, TextScorer) else _of_pairs)(scorer, reference))  # type: ignore[arg-type]
+
+
+def _of_texts(scorer: TextScorer, reference: ReferenceRows) -> Iterator[_Batch]:
+    texts = scorer.texts
+    rows = torch.arange(len(texts.ids))
+    of_place = rows[:, None].expand_as(texts.scored)[texts.scored]
+    for some in dealt(rows.tolist(), max(1, min(len(rows), texts.ids.numel() // BATCH_TOKENS))):
+        chosen = torch.tensor(some)
+
+        def states(chosen: Tensor = chosen) -> Tensor:
+            return scorer.run(chosen)[texts.scored[chosen]]
+
+        yield _Batch(scorer.head, states, reference[torch.isin(of_place, chosen)])
+
+
+def _of_pairs(scorer: GeneratedScorer, reference: ReferenceRows) -> Iterator[_Batch]:
+    lengths = torch.from_numpy(scorer.items.tokens).long()
+    of_place = torch.arange(len(lengths)).repeat_interleave(lengths)
+    for part in (part for bucket in scorer.buckets for part in parts_of(scorer, bucket, BATCH_TOKENS)):
+        chosen = torch.isin(of_place, torch.tensor(part.items))
+        yield _Batch(scorer.model.head, partial(_states_of_pairs, scorer, part), reference[chosen])
+
+
+def _states_of_pairs(scorer: GeneratedScorer, part: Part) -> Tensor:
+    encoded = scorer.model.encode({"input_ids": part.inputs}, part.mask)
+    fed = {"input_ids": scorer.model.fed(part.targets)}
+    return scorer.model.decode(fed, part.real, encoded, part.mask)[part.real]
