@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 from bisect import bisect_left
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import replace
 from typing import NamedTuple, Protocol
 
@@ -231,11 +231,12 @@ class Regulator:
         machine.return_freed()
         self._resize(self._others_bytes(running), self._footprint.prompt(running) if running else 0)
 
-    def after(self, loads: Loads) -> None:
+    def after(self, loads: Iterable[Load]) -> None:
         """Sizes the expert cache when each request has written a token more: gives experts the room of prompts'
         activations, and takes from them, block by block, the room that keys and values will need."""
         if self.limit_bytes is None:
             return
+        loads = list(loads)
         begun = any(load.written == 1 for load in loads)
         if begun:
             machine.return_freed()
@@ -347,12 +348,17 @@ class Admission:
         """Makes room for work beside the model, until requests begin or go on. Raises BudgetTooSmall."""
         self._regulator.aside(nbytes, purpose)
 
-    def after(self, loads: Loads) -> None:
+    def passed(self) -> None:
+        """Ends a pass of the model. Raises FileTruncated if bytes of experts have gone that were in use."""
+        if self._streaming.holding.whole.has_mapped:
+            self._streaming.holding.whole.check()
+
+    def after(self, loads: Iterable[Load]) -> None:
         self._regulator.after(loads)
-        self._streaming.check()
         if self._streaming.capacity_bytes != self._adapted_bytes:
             self._adapt(self._streaming.capacity_bytes)
-        self._streaming.cache.settle()
+        if self._streaming.holding.whole.has_mapped:
+            self._streaming.cache.settle()
 
     def idle(self) -> None:
         if self._ahead is not None:

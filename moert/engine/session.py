@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from itertools import chain
@@ -204,7 +204,9 @@ class Gate(Protocol):
 
     def before(self, loads: Loads) -> None: ...
 
-    def after(self, loads: Loads) -> None: ...
+    def passed(self) -> None: ...
+
+    def after(self, loads: Iterable[Load]) -> None: ...
 
     def idle(self) -> None: ...
 
@@ -304,6 +306,7 @@ class Request:
         while True:
             self._generation.draw(logits[right : right + 1])
             piece = self._generation.piece()
+            assert piece is not None
             text += piece.text
             if self.ended or right == len(draft) or piece.token != draft[right]:
                 break
@@ -512,6 +515,7 @@ class Session:
             counts = self._parts(running)
         reading, running = len(counts) < len(running), [*counts]
         logits = self._read(counts, draft) if counts else np.empty((0, 0), np.float32)
+        self._gate.passed()
         if self._waiting or self._coming:
             self._model.expects(chain((each._generation.prompt_ids for each in self._waiting), self._coming))
         taken, pieces, row, some_ended = dict[Request, Piece](), list[tuple[Request, Piece]](), 0, False
@@ -530,13 +534,10 @@ class Session:
         patient_s = max(_PATIENT_S, (self._now() - started_s) / _PATIENT) if running else _LOOK_S
         until_s = self._now() + patient_s
         for request in self._running:
-            if request._generation.drawn is not None:  # its grammar may still look for the tokens that come next
-                if not request._generation.ready(max(0.0, until_s - self._now())):
-                    continue
-                taken[request] = request._generation.piece()
-            elif request not in taken:
+            piece = taken.get(request) or request._generation.piece(max(0.0, until_s - self._now()))
+            if piece is None:
                 continue
-            pieces.append((request, taken[request]))
+            pieces.append((request, piece))
             request._go_on()
             request._first_s = request._first_s or request._so_far_s
             if request._generation.ended:
@@ -546,7 +547,7 @@ class Session:
         if some_ended:
             self._running = [each for each in self._running if not each.ended]
         if not reading:  # the room that the rest of a prompt needs was made before its first part
-            self._gate.after([each._load for each in self._running])
+            self._gate.after(each._load for each in self._running)
         if going:
             self._times.decode_s += self._now() - started_s
         if drafts is not None:

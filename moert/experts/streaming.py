@@ -194,7 +194,7 @@ class Holding:
 
     def runner(self, cache: ExpertCache, ahead: Lookahead | None, listeners: Iterable[Listener]) -> ListenedRunner:
         """Returns the runner of a model's experts. Raises PackError."""
-        return CachedExperts(self._pack, cache, self.backend, ahead, [*listeners, self.whole.check])
+        return CachedExperts(self._pack, cache, self.backend, ahead, listeners)
 
     def cache_bytes(self, room_bytes: int) -> int:
         """Returns the part of a room for experts that the cache gets."""
@@ -251,8 +251,7 @@ class Streaming:
         self.recorder = Recorder()
         self.capacity_bytes = 0
         """Room for experts [bytes]."""
-        self.holding, self.check = holding, holding.whole.check
-        """`check` raises FileTruncated if bytes of experts have gone that were in use."""
+        self.holding = holding
         self._pack, self._begun, self._measures_drive = pack, False, measures_drive
         self._all_bytes = sum(entry.file_bytes for entry in pack.manifest.experts)
         policy = EVICTION[DEFAULT](pack.manifest.model.moe_layers())
