@@ -543,18 +543,10 @@ class Residency:
         """Returns whether an expert that the present layer has still to use is not resident."""
         return any(key not in self._resident for key in self.needed)
 
-    def demand(self, key: ExpertKey) -> None:
-        """Counts a demand for `key`, which is resident."""
-        self._usage.demand((self._resident[key],))
-
-    def used(self, keys: Sequence[ExpertKey]) -> None:
+    def used(self, keys: Collection[ExpertKey]) -> None:
         """Counts a demand for each of `keys`, which are resident; the present layer has used them, in this order."""
         self._usage.demand(map(self._resident.__getitem__, keys))
         self.needed.difference_update(keys)
-
-    def done(self, key: ExpertKey) -> None:
-        """Ends the guard of `key`, which the present layer has used: it may be evicted again."""
-        self.needed.discard(key)
 
     def add(self, key: ExpertKey, nbytes: int) -> None:
         """Takes `key` in; there must be room. Raises ValueError if there is not."""
@@ -572,12 +564,13 @@ class Residency:
             self.begin(demand)
             for key in demand.expert_keys():
                 self.pass_by(key)
-        self.needed = set()
 
     def pass_by(self, key: ExpertKey) -> None:
-        """Counts a demand for an expert that is not resident, as if it had been loaded for that alone."""
+        """Counts a demand for an expert that is not resident, as if it had been loaded for that alone; the present
+        layer needs it no longer."""
         row = self._usage.row(key)
         self._usage.demand((self._usage.load(key) if row is None else row,))
+        self.needed.discard(key)
 
     def outlasts(self, key: ExpertKey) -> bool:
         """Returns whether an expert that was passed by, if it came now, would not be the first to leave."""
