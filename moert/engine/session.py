@@ -251,8 +251,8 @@ class Request:
     def _so_far_s(self) -> float:
         return self._now() - self._added_s
 
-    @property
     def _load(self) -> Load:
+        """Returns the load of the request, without the memory that it holds."""
         generation = self._generation
         prompt, most, beams = len(generation.prompt_ids), generation.settings.max_new_tokens, generation.settings.beams
         marks, logprobs = self._prefix is not None, generation.settings.logprobs
@@ -270,7 +270,7 @@ class Request:
     @property
     def _held(self) -> Load:
         """The same load, with the memory that the request holds now."""
-        return replace(self._load, held_bytes=written_bytes(self._states))
+        return replace(self._load(), held_bytes=written_bytes(self._states))
 
     def _take_prefix(self) -> None:
         """Takes the state of the prefix, which belongs to this request from here on."""
@@ -464,7 +464,7 @@ class Session:
             if not request._states:
                 self._wait(twin)
                 return twin
-            self._gate.before([*self._loads, twin._load])
+            self._gate.before([*self._loads, twin._load()])
             with memory_shortage():
                 twin._states = [state.copy() for state in request._states]
                 twin._unread = list(request._unread)
@@ -547,7 +547,7 @@ class Session:
         if some_ended:
             self._running = [each for each in self._running if not each.ended]
         if not reading:  # the room that the rest of a prompt needs was made before its first part
-            self._gate.after(each._load for each in self._running)
+            self._gate.after(map(Request._load, self._running))
         if going:
             self._times.decode_s += self._now() - started_s
         if drafts is not None:
