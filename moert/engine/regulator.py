@@ -6,7 +6,7 @@ import sys
 from bisect import bisect_left
 from collections.abc import Callable, Iterable
 from dataclasses import replace
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 from moert import machine
 from moert.engine.budget import FIRST_BYTES, Budget
@@ -22,15 +22,6 @@ TYPICAL = Load(prompt_tokens=128, max_new_tokens=128)
 _MOST_TOKENS = 1 << 40  # that are tried
 _LEAST = Load(prompt_tokens=1, max_new_tokens=1)
 _SETTLED_BYTES = FIRST_BYTES + (6 << 20)  # and the part of the budget's margin that the first requests use up for good
-
-
-class Cache(Protocol):
-    """The expert cache; `held_bytes` is the memory that it takes, full or not."""
-
-    @property
-    def held_bytes(self) -> int: ...
-
-    def resize(self, capacity_bytes: int) -> None: ...
 
 
 class Others(NamedTuple):
@@ -65,7 +56,7 @@ class Regulator:
         self,
         footprint: Footprint,
         budget: Budget,
-        cache: Cache,
+        cache: Streaming,
         bounds: Bounds = UNBOUND,
         measure: Callable[[], int] = machine.held_bytes,
         kept_bytes: Callable[[], int] = lambda: 0,

@@ -13,7 +13,7 @@ from moert.experts.cache import HANDED_OVER_BYTES, ExpertCache, Lease, Store
 from moert.experts.names import eviction_for
 from moert.experts.policy import EVICTION, Demand, EvictionPolicy, Listener, Recorder
 from moert.experts.probe import settings_for
-from moert.experts.replay import AUTO_EVICTION, DEFAULT, OF_PREFERENCES, headroom
+from moert.experts.replay import AUTO_EVICTION, DEFAULT, OF_PREFERENCES, belady
 from moert.experts.store import ExpertStore, IoSettings
 from moert.kernels.backend import I32, I64, ROWS, Backend
 from moert.pack.codec import F32
@@ -307,5 +307,5 @@ class Streaming:
 
     def headroom(self) -> tuple[int, float]:
         """Returns the number of demands that Belady's rule was tried on, and its hit rate in the present room."""
-        best = headroom(self.recorder, self.holding.nbytes, self.cache.capacity_bytes)
+        best, _ = belady(self.recorder, self.holding.nbytes, self.cache.capacity_bytes)
         return best.demands, best.hit_rate
