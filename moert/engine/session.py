@@ -518,7 +518,8 @@ class Session:
         self._gate.passed()
         if self._waiting or self._coming:
             self._model.expects(chain((each._generation.prompt_ids for each in self._waiting), self._coming))
-        taken, pieces, row, some_ended = dict[Request, Piece](), list[tuple[Request, Piece]](), 0, False
+        drafted: Piece | None = None
+        pieces, row, some_ended = list[tuple[Request, Piece]](), 0, False
         for request in running:
             start, row = row, row + len(request._states)
             if counts[request] < len(request._unread[0]):
@@ -528,14 +529,14 @@ class Session:
             if request._prefix is not None:
                 request._mark(request._prefix)
             if draft:
-                taken[request] = request._take_drafted(logits, draft)
+                drafted = request._take_drafted(logits, draft)
             else:
                 request._generation.draw(logits[start:row])
         patient_s = max(_PATIENT_S, (self._now() - started_s) / _PATIENT) if running else _LOOK_S
         until_s = self._now() + patient_s
         for request in self._running:
-            piece = taken.get(request) or request._generation.piece(max(0.0, until_s - self._now()))
-            if piece is None:
+            piece = drafted or request._generation.piece(max(0.0, until_s - self._now()))
+            if piece is None:  # it reads a prompt, or its grammar still looks for the tokens that come next
                 continue
             pieces.append((request, piece))
             request._go_on()

@@ -150,9 +150,6 @@ class Moves:
         np.copyto(slot.buffer, place)
         return self._store.expert(slot.key, slot.buffer)
 
-    def clear(self) -> None:
-        self.waiting.clear()
-
 
 _CLOSE_S = 10.0  # for reads under way; the threads are daemons, so a dead disk does not keep the process alive
 
@@ -475,7 +472,7 @@ class ExpertCache:
         """Forgets all experts and keeps their buffers, after Ctrl-C has cut a call short."""
         self._predicted.clear()
         self._queue.clear()
-        self._moves.clear()
+        self._moves.waiting.clear()
         self._wait_for_loaders()
         while self._slots:  # one by one: cut short again, no buffer may be given twice
             self._buffers.give(self._slots.popitem()[1].buffer)

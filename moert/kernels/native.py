@@ -265,7 +265,7 @@ class NativeBackend:
         self._speeds: dict[str, float] = {}  # products a second, by function: about the fewest of its last long calls
         self._arena = Arena()
         self._staying: set[int] = set()  # addresses in it that were given away, to be filled
-        self._kinds: dict[int, _Kind] = {}  # of the experts seen so far, by their projections
+        self._kinds: dict[int, _Kind] = {}  # of experts, by their projections; used by several threads at once
         self._norms, self._routers = _placed(_norm), _placed(_router)
         self._attending = _Made(_attending)
         self._keeping = _placed(_with_keys)
