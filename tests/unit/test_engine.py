@@ -108,7 +108,7 @@ def test_without_a_limit_every_expert_is_read_once_and_then_always_there(packs, 
 def test_a_token_whose_experts_are_in_memory_makes_few_calls(packs) -> None:
     """In a process of its own: what others have loaded or patched makes calls too."""
     layers = len(Pack.open(packs["decoder"]).manifest.model.moe_layers())
-    assert alone(fewest_calls, packs["decoder"], {"kernels": "auto"}) <= 80 + 38 * layers
+    assert alone(fewest_calls, packs["decoder"], {"kernels": "auto"}) <= 71 + 35 * layers
 
 
 @pytest.mark.skipif(library.load() is None, reason=f"{library.missing()}")
