@@ -22,5 +22,7 @@ class OpenGate:
     def aside(self, nbytes: int, purpose: str) -> None:
         pass
 
-    def idle(self) -> None:
+    def passed(self) -> None:
         pass
+
+    idle = passed

@@ -20,7 +20,7 @@ from moert.engine.regulator import Notify
 from moert.engine.settings import EngineSettings
 from moert.experts.policy import Demand
 from moert.experts.probe import read_for, settings_for
-from moert.experts.replay import reads_of_belady
+from moert.experts.replay import belady, recorder_of
 from moert.machine import drop_page_cache, machine_memory
 from moert.pack.manifest import BACKBONE
 from moert.pack.model_spec import ExpertKey
@@ -53,7 +53,7 @@ def furthest_first(
     an expert alone is larger than the cache.
     """
     before = [Demand(key.at, (key.expert,)) for key in held]  # as if each had been read before
-    read = reads_of_belady([*before, *trace], nbytes, cache_bytes)[len(before) :]
+    read = belady(recorder_of([*before, *trace]), nbytes, cache_bytes)[1][len(before) :]
     return FurthestFirst(len(read), int((read > 0).sum()), int(read.sum()))
 
 

@@ -197,19 +197,18 @@ class Profile:
         return cast("Holding", found)
 
     def _cache(self, cache: ExpertCache) -> ExpertCache:
-        take = self._spanned(_DECIDING, cache.take)
+        lease = self._spanned(_DECIDING, cache.lease)
 
-        def taken(keys: Sequence[Any], following: Sequence[Any]) -> Any:
+        def leased(keys: Sequence[Any], following: Sequence[Any] = ()) -> Lease:
             if keys:
                 self._taken = keys[0], self._now()
-            return take(keys, following)
+            return Lease(timed, lease(keys, following).slots)
 
-        timed = Timed(
-            cache, take=taken, begin=self._spanned(_DECIDING, cache.begin),
+        timed = cast("ExpertCache", Timed(
+            cache, lease=leased, begin=self._spanned(_DECIDING, cache.begin),
             give_back=self._spanned(_DECIDING, cache.give_back), wait_for=self._spanned(_WAITING, cache.wait_for),
-        )  # fmt: skip
-        timed.__dict__["lease"] = lambda keys, following=(): Lease(cast("ExpertCache", timed), keys, following)
-        return cast("ExpertCache", timed)
+        ))  # fmt: skip
+        return timed
 
     def _ahead(self, ahead: Lookahead) -> Lookahead:
         look, demanded = self._spanned(_DECIDING, ahead.look), self._spanned(_DECIDING, ahead.demanded)

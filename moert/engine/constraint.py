@@ -141,8 +141,9 @@ class Constrained:
         found[list(self._openers | self._breaks)] = True
         return found
 
-    def ready(self, within_s: float) -> bool:
-        """Returns whether the tokens that may come next are known within so many seconds; all else waits for them."""
+    def ready(self, within_s: float | None) -> bool:
+        """Returns whether the tokens that may come next are known within so many seconds; all else waits for them, and
+        so does None."""
         return self._matcher.ready(within_s)
 
     @property

@@ -572,13 +572,11 @@ class Generation:
             self._constrained.take(token, text)
         self.drawn = Piece(token, text), reason
 
-    def ready(self, within_s: float) -> bool:
-        """Returns whether `piece` returns within so many seconds: only a grammar may take longer."""
-        return self._constrained is None or self._constrained.ready(within_s)
-
-    def piece(self) -> Piece:
-        """Returns the token that was drawn, once, with its text; `ended` tells whether it is the last."""
-        assert self.drawn is not None
+    def piece(self, within_s: float | None = None) -> Piece | None:
+        """Returns the token that was drawn, once, with its text; `ended` tells whether it is the last. None where no
+        token was drawn, or where the grammar needs more seconds to know the tokens that come next."""
+        if self.drawn is None or (self._constrained is not None and not self._constrained.ready(within_s)):
+            return None
         (drawn, reason), self.drawn = self.drawn, None
         text = drawn.text
         if reason is None and self._constrained is not None and self._constrained.stuck:
@@ -747,11 +745,7 @@ class BeamGeneration:
             self.stop_reason = self._reason(best)
         self.drawn = Piece(best.tokens[-1], text)
 
-    def ready(self, within_s: float) -> bool:
-        return True
-
-    def piece(self) -> Piece:
-        assert self.drawn is not None
+    def piece(self, within_s: float | None = None) -> Piece | None:
         drawn, self.drawn = self.drawn, None
         return drawn
 

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import sys
 from bisect import bisect_left
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import replace
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 from moert import machine
 from moert.engine.budget import FIRST_BYTES, Budget
@@ -22,15 +22,6 @@ TYPICAL = Load(prompt_tokens=128, max_new_tokens=128)
 _MOST_TOKENS = 1 << 40  # that are tried
 _LEAST = Load(prompt_tokens=1, max_new_tokens=1)
 _SETTLED_BYTES = FIRST_BYTES + (6 << 20)  # and the part of the budget's margin that the first requests use up for good
-
-
-class Cache(Protocol):
-    """The expert cache; `held_bytes` is the memory that it takes, full or not."""
-
-    @property
-    def held_bytes(self) -> int: ...
-
-    def resize(self, capacity_bytes: int) -> None: ...
 
 
 class Others(NamedTuple):
@@ -65,7 +56,7 @@ class Regulator:
         self,
         footprint: Footprint,
         budget: Budget,
-        cache: Cache,
+        cache: Streaming,
         bounds: Bounds = UNBOUND,
         measure: Callable[[], int] = machine.held_bytes,
         kept_bytes: Callable[[], int] = lambda: 0,
@@ -231,11 +222,12 @@ class Regulator:
         machine.return_freed()
         self._resize(self._others_bytes(running), self._footprint.prompt(running) if running else 0)
 
-    def after(self, loads: Loads) -> None:
+    def after(self, loads: Iterable[Load]) -> None:
         """Sizes the expert cache when each request has written a token more: gives experts the room of prompts'
         activations, and takes from them, block by block, the room that keys and values will need."""
         if self.limit_bytes is None:
             return
+        loads = list(loads)
         begun = any(load.written == 1 for load in loads)
         if begun:
             machine.return_freed()
@@ -347,12 +339,17 @@ class Admission:
         """Makes room for work beside the model, until requests begin or go on. Raises BudgetTooSmall."""
         self._regulator.aside(nbytes, purpose)
 
-    def after(self, loads: Loads) -> None:
+    def passed(self) -> None:
+        """Ends a pass of the model. Raises FileTruncated if bytes of experts have gone that were in use."""
+        if self._streaming.holding.whole.has_mapped:
+            self._streaming.holding.whole.check()
+
+    def after(self, loads: Iterable[Load]) -> None:
         self._regulator.after(loads)
-        self._streaming.check()
         if self._streaming.capacity_bytes != self._adapted_bytes:
             self._adapt(self._streaming.capacity_bytes)
-        self._streaming.cache.settle()
+        if self._streaming.holding.whole.has_mapped:
+            self._streaming.cache.settle()
 
     def idle(self) -> None:
         if self._ahead is not None:

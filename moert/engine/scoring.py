@@ -214,7 +214,7 @@ class Scorer:
                 self._gate.before(loads)
                 yield
         finally:
-            self._gate.after(())
+            self._gate.passed()
             self._gate.idle()
 
     def _read(self, ids: Sequence[int], read: Sequence[int] | None, wanted: Sequence[int]) -> list[float]:

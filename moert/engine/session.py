@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from itertools import chain
@@ -204,7 +204,9 @@ class Gate(Protocol):
 
     def before(self, loads: Loads) -> None: ...
 
-    def after(self, loads: Loads) -> None: ...
+    def passed(self) -> None: ...
+
+    def after(self, loads: Iterable[Load]) -> None: ...
 
     def idle(self) -> None: ...
 
@@ -249,8 +251,8 @@ class Request:
     def _so_far_s(self) -> float:
         return self._now() - self._added_s
 
-    @property
     def _load(self) -> Load:
+        """Returns the load of the request, without the memory that it holds."""
         generation = self._generation
         prompt, most, beams = len(generation.prompt_ids), generation.settings.max_new_tokens, generation.settings.beams
         marks, logprobs = self._prefix is not None, generation.settings.logprobs
@@ -268,7 +270,7 @@ class Request:
     @property
     def _held(self) -> Load:
         """The same load, with the memory that the request holds now."""
-        return replace(self._load, held_bytes=written_bytes(self._states))
+        return replace(self._load(), held_bytes=written_bytes(self._states))
 
     def _take_prefix(self) -> None:
         """Takes the state of the prefix, which belongs to this request from here on."""
@@ -304,6 +306,7 @@ class Request:
         while True:
             self._generation.draw(logits[right : right + 1])
             piece = self._generation.piece()
+            assert piece is not None
             text += piece.text
             if self.ended or right == len(draft) or piece.token != draft[right]:
                 break
@@ -461,7 +464,7 @@ class Session:
             if not request._states:
                 self._wait(twin)
                 return twin
-            self._gate.before([*self._loads, twin._load])
+            self._gate.before([*self._loads, twin._load()])
             with memory_shortage():
                 twin._states = [state.copy() for state in request._states]
                 twin._unread = list(request._unread)
@@ -512,9 +515,11 @@ class Session:
             counts = self._parts(running)
         reading, running = len(counts) < len(running), [*counts]
         logits = self._read(counts, draft) if counts else np.empty((0, 0), np.float32)
+        self._gate.passed()
         if self._waiting or self._coming:
             self._model.expects(chain((each._generation.prompt_ids for each in self._waiting), self._coming))
-        taken, pieces, row, some_ended = dict[Request, Piece](), list[tuple[Request, Piece]](), 0, False
+        drafted: Piece | None = None
+        pieces, row, some_ended = list[tuple[Request, Piece]](), 0, False
         for request in running:
             start, row = row, row + len(request._states)
             if counts[request] < len(request._unread[0]):
@@ -524,19 +529,16 @@ class Session:
             if request._prefix is not None:
                 request._mark(request._prefix)
             if draft:
-                taken[request] = request._take_drafted(logits, draft)
+                drafted = request._take_drafted(logits, draft)
             else:
                 request._generation.draw(logits[start:row])
         patient_s = max(_PATIENT_S, (self._now() - started_s) / _PATIENT) if running else _LOOK_S
         until_s = self._now() + patient_s
         for request in self._running:
-            if request._generation.drawn is not None:  # its grammar may still look for the tokens that come next
-                if not request._generation.ready(max(0.0, until_s - self._now())):
-                    continue
-                taken[request] = request._generation.piece()
-            elif request not in taken:
+            piece = drafted or request._generation.piece(max(0.0, until_s - self._now()))
+            if piece is None:  # it reads a prompt, or its grammar still looks for the tokens that come next
                 continue
-            pieces.append((request, taken[request]))
+            pieces.append((request, piece))
             request._go_on()
             request._first_s = request._first_s or request._so_far_s
             if request._generation.ended:
@@ -546,7 +548,7 @@ class Session:
         if some_ended:
             self._running = [each for each in self._running if not each.ended]
         if not reading:  # the room that the rest of a prompt needs was made before its first part
-            self._gate.after([each._load for each in self._running])
+            self._gate.after(map(Request._load, self._running))
         if going:
             self._times.decode_s += self._now() - started_s
         if drafts is not None:

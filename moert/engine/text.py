@@ -17,7 +17,7 @@ from tokenizers import Encoding, Tokenizer, pre_tokenizers
 from moert.errors import BudgetTooSmall, InputInvalid, PromptTooLong, SettingInvalid, TokenizerMissing
 from moert.kernels.backend import I64
 from moert.machine import return_freed
-from moert.pack.fence import Broken, Unfinished, fenced, locked, unbroken
+from moert.pack.fence import Unfinished, fenced, locked, panic
 from moert.pack.messages import in_one_line
 from moert.pack.reader import Pack
 from moert.pack.tensors import COVERED_BYTES, TEXT_BYTES, TOKENIZER
@@ -72,11 +72,13 @@ class Detokenizer:
         the one before it, where a decoder takes bytes together: then it is the text of the ids alone."""
         decode, done = self._tokenizer.decode, self._ids[: self._done]
         try:
-            before, now = unbroken(lambda: (decode(done, special), decode([*done, *ids], special)))
+            before, now = decode(done, special), decode([*done, *ids], special)
             spoilt = _INCOMPLETE in now and not now.startswith(before)
-            return unbroken(lambda: decode(ids, special)) if spoilt else now[len(before) :]
-        except Broken as error:
-            raise TokenizerMissing(f"the pack's tokenizer can't make text of its tokens ({error})") from None
+            return decode(ids, special) if spoilt else now[len(before) :]
+        except BaseException as error:
+            if (reason := panic(error)) is None:
+                raise
+            raise TokenizerMissing(f"the pack's tokenizer can't make text of its tokens ({reason})") from None
 
 
 Aside = Callable[[int], AbstractContextManager[object]]

@@ -11,6 +11,7 @@ import time
 from collections import defaultdict, deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from operator import attrgetter
 from types import TracebackType
 from typing import Protocol
 
@@ -55,7 +56,7 @@ class Buffers:
     def release(self, room_bytes: int) -> None:
         """Gives pages back to the system until the bytes held beside lent pieces fit into `room_bytes`."""
         while self.warm_bytes > room_bytes:
-            nbytes = max(size for size, pieces in self._warm.items() if pieces)
+            nbytes = max(filter(self._warm.get, self._warm))
             self.warm_bytes -= nbytes  # first: cut short here, it must not count pages that are gone
             piece = self._warm[nbytes].pop()
             forget(piece)
@@ -80,35 +81,34 @@ class Slot:
     leases: int = 0
 
 
+@dataclass(frozen=True, slots=True)
 class Lease:
     """Experts of one layer, lent until the end of a with block; missing ones arrive meanwhile."""
 
-    def __init__(self, cache: ExpertCache, keys: Sequence[ExpertKey], following: Sequence[ExpertKey]) -> None:
-        self._cache, self._keys, self._following = cache, keys, following
-        self._slots: Sequence[Slot] = ()
+    cache: ExpertCache
+    slots: Sequence[Slot]
 
     def __enter__(self) -> Lease:
-        self._slots = self._cache.take(self._keys, self._following)
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        self._cache.give_back(self._slots)
+        self.cache.give_back(self.slots)
 
     def ready(self) -> list[int]:
         """Returns the places, in the list of leased experts, of those that are in memory."""
-        return [place for place, slot in enumerate(self._slots) if slot.expert is not None]
+        return [place for place, slot in enumerate(self.slots) if slot.expert is not None]
 
     def expert(self, place: int) -> Expert:
         """Returns the expert at this place of the list, and waits for it where it is missing. Raises PackError if it
         can't be read."""
-        slot = self._slots[place]
-        return slot.expert if slot.expert is not None else self._cache.wait_for(slot)
+        slot = self.slots[place]
+        return slot.expert if slot.expert is not None else self.cache.wait_for(slot)
 
     def all(self) -> list[Expert]:
         """Returns all experts in the order of the list, and waits for missing ones. Raises PackError."""
-        return [slot.expert if slot.expert is not None else self._cache.wait_for(slot) for slot in self._slots]
+        return [slot.expert if slot.expert is not None else self.cache.wait_for(slot) for slot in self.slots]
 
 
 class Store(Protocol):
@@ -127,29 +127,14 @@ Arrived = tuple[Expert, U8]
 """An expert, and the bytes that it lies in."""
 
 
-def fetch(store: Store, slots: Sequence[Slot]) -> list[Arrived | PackError]:
-    """Reads experts into their slots' buffers; returns each with the bytes it lies in, or the error that stopped its
-    reading."""
-    places = store.read_all([(slot.key, slot.buffer) for slot in slots])
-    return [
-        place if isinstance(place, PackError) else (store.expert(slot.key, place), place)
-        for slot, place in zip(slots, places, strict=True)
-    ]
-
-
 class Moves:
-    """Experts that are to move into their buffers, in the order in which they came; none moves before `begun` is
-    true."""
+    """Experts that are to move into their buffers, `waiting` with the bytes that they lie in, in the order in which
+    they came; none moves before `begun` is true."""
 
     def __init__(self, store: Store) -> None:
         self.begun = False
         self._store = store
         self.waiting: deque[tuple[Slot, U8]] = deque()
-
-    def add(self, slot: Slot, place: U8) -> None:
-        """Queues the move of an expert that lies at `place`, unless that is its buffer."""
-        if place is not slot.buffer:
-            self.waiting.append((slot, place))
 
     def next(self, slots: Mapping[ExpertKey, Slot]) -> tuple[Slot, U8] | None:
         """Returns the next slot that is still among `slots`, and the bytes its expert lies in; None if no slot is left,
@@ -164,9 +149,6 @@ class Moves:
         """Copies an expert into its buffer and returns it."""
         np.copyto(slot.buffer, place)
         return self._store.expert(slot.key, slot.buffer)
-
-    def clear(self) -> None:
-        self.waiting.clear()
 
 
 _CLOSE_S = 10.0  # for reads under way; the threads are daemons, so a dead disk does not keep the process alive
@@ -318,13 +300,23 @@ class ExpertCache:
             self._filling = True
 
     def lease(self, keys: Sequence[ExpertKey], following: Sequence[ExpertKey] = ()) -> Lease:
-        """Returns a lease of experts of the present layer, for a with block.
+        """Leases experts of the present layer, for a with block, and queues the reads of missing ones.
 
         The experts must fit into the cache together, as one token's demand of a layer does. The experts `following` are
-        leased next, one by one: they are read already as far as there is room. Entering raises PackError, and so does
-        waiting.
+        leased next, one by one: they are read already as far as there is room. Waiting raises PackError.
         """
-        return Lease(self, keys, following)
+        with self._lock:
+            self._under_way += 1
+            taken = list(map(self._slots.get, keys))
+            self._lend(filter(None, taken))
+            if None in taken:
+                self._bring(keys, taken)
+            for key in following[: self.loaders.most + 1]:
+                if key not in self._slots and not self._claim(key, missed=True):
+                    break
+            if self._queue and self._queue[-1].buffer.nbytes >= HANDED_OVER_BYTES:
+                self._wake(len(self._queue))
+        return Lease(self, list(filter(None, taken)))
 
     def nbytes(self, key: ExpertKey) -> int:
         return self._store.nbytes(key)
@@ -347,21 +339,6 @@ class ExpertCache:
         self._store.close()
 
     # Calls of a lease.
-
-    def take(self, keys: Sequence[ExpertKey], following: Sequence[ExpertKey]) -> list[Slot]:
-        """Leases each expert, and queues the reads of missing ones."""
-        with self._lock:
-            self._under_way += 1
-            taken = list(map(self._slots.get, keys))
-            self._lend(filter(None, taken))
-            if None in taken:
-                self._bring(keys, taken)
-            for key in following[: self.loaders.most + 1]:
-                if key not in self._slots and not self._claim(key, missed=True):
-                    break
-            if self._queue and self._queue[-1].buffer.nbytes >= HANDED_OVER_BYTES:
-                self._wake(len(self._queue))
-        return list(filter(None, taken))
 
     def give_back(self, slots: Sequence[Slot]) -> None:
         """Ends leases; experts that are in memory by then count as used."""
@@ -394,7 +371,7 @@ class ExpertCache:
         with self._lock:
             self._under_way += 1
             while slot.expert is None and slot.error is None:
-                self._read_or_wait(next((queued for queued in self._queue if queued.leases), None))
+                self._read_or_wait(next(filter(attrgetter("leases"), self._queue), None))
             self._under_way -= 1
         if slot.error is not None:
             raise slot.error
@@ -455,8 +432,9 @@ class ExpertCache:
 
     def _admit(self, key: ExpertKey, nbytes: int, missed: bool) -> Slot:
         """Gives an expert a slot where there is room and, if it is `missed`, queues its read."""
-        buffer = self._buffers.take(nbytes, self.capacity_bytes - self.used_bytes - nbytes)
-        self._residency.add(key, nbytes)
+        residency = self._residency
+        buffer = self._buffers.take(nbytes, residency.capacity_bytes - residency.used_bytes - nbytes)
+        residency.add(key, nbytes)
         slot = self._slots[key] = Slot(key, buffer, missed, awaited=missed)
         self._locked.add(key)
         if missed:
@@ -494,7 +472,7 @@ class ExpertCache:
         """Forgets all experts and keeps their buffers, after Ctrl-C has cut a call short."""
         self._predicted.clear()
         self._queue.clear()
-        self._moves.clear()
+        self._moves.waiting.clear()
         self._wait_for_loaders()
         while self._slots:  # one by one: cut short again, no buffer may be given twice
             self._buffers.give(self._slots.popitem()[1].buffer)
@@ -525,7 +503,11 @@ class ExpertCache:
         came: Sequence[Arrived | BaseException]
         try:
             self._lock.release()
-            came = fetch(self._store, slots)
+            places = self._store.read_all([(slot.key, slot.buffer) for slot in slots])
+            came = [
+                place if isinstance(place, PackError) else (self._store.expert(slot.key, place), place)
+                for slot, place in zip(slots, places, strict=True)
+            ]
         except BaseException as caught:
             came = [caught] * len(slots)
         finally:
@@ -550,7 +532,8 @@ class ExpertCache:
             self._drop(slot)
             return
         slot.expert, place = what
-        self._moves.add(slot, place)
+        if place is not slot.buffer:
+            self._moves.waiting.append((slot, place))
         if not slot.leases:
             self._locked.discard(slot.key)
 

@@ -114,18 +114,20 @@ class Recorder:
 
 
 class Usage:
-    """The use of every expert so far, a row for each. `clock` counts demands, `steps` visits of layers."""
+    """The use of every expert so far, a row for each. `clock` counts demands, `steps` visits of layers, `size` the rows
+    and places of layers. The caller fills in, by row, `nbytes` and whether an expert is `resident`."""
 
     def __init__(self) -> None:
-        self.clock = 0
-        self.steps = 0
+        self.clock = self.steps = self.size = 0
         self.keys: list[ExpertKey] = []
         self._rows: dict[ExpertKey, int] = {}
         self._order, self._place = array("q"), array("q")
         self._frequency, self._last_used, self._loaded_at = array("q"), array("q"), array("q")
         self._last_visit, self._recent = array("q"), array("d")
+        self.nbytes, self.resident = array("q"), bytearray()
         self._visits, self._visited_at, self._interval = array("q"), array("d"), array("d")  # by place
-        self._latest: dict[int, tuple[int, ...]] = {}
+        self.latest: dict[int, tuple[int, ...]] = {}
+        """See Candidates."""
 
     def row(self, key: ExpertKey) -> int | None:
         """Returns the row of an expert; None if it has no row yet."""
@@ -137,12 +139,14 @@ class Usage:
         if row is None:
             row = self._rows[key] = len(self.keys)
             self.keys.append(key)
+            self.size += 1
             place = place_of(key.at)
             self._know(place)
             self._place.append(place)
             self._order.append(((key.stack == "encoder") << 48) | key.layer << 16 | key.expert)
-            for column in (self._frequency, self._last_used, self._loaded_at, self._last_visit):
+            for column in (self._frequency, self._last_used, self._loaded_at, self._last_visit, self.nbytes):
                 column.append(0)
+            self.resident.append(0)
             self._recent.append(0.0)
         self._last_used[row] = -1
         self._loaded_at[row] = self.clock
@@ -159,13 +163,9 @@ class Usage:
             self._interval[place] += (since - self._interval[place]) * (_USUAL if visits > 1 else 1.0)
         self._visited_at[place] = self.steps
         self._visits[place] = visits + 1
-        self._latest[place] = demand.experts
+        self.latest[place] = demand.experts
 
-    def demand(self, row: int) -> None:
-        """Counts a demand for an expert by the present visit of its layer."""
-        self.demand_all((row,))
-
-    def demand_all(self, rows: Iterable[int]) -> None:
+    def demand(self, rows: Iterable[int]) -> None:
         """Counts a demand for the expert of each row, in this order."""
         place, recent, last_visit = self._place, self._recent, self._last_visit
         for row in rows:
@@ -192,13 +192,8 @@ class Usage:
             wait=wait[place],
             interval=interval[place],
             expert=_view(self._order)[rows] & 0xFFFF,
-            latest=self._latest,
+            latest=self.latest,
         )
-
-    @property
-    def size(self) -> tuple[int, int]:
-        """Number of experts, and number of places of layers."""
-        return len(self.keys), len(self._visits)
 
     def columns(self) -> dict[str, array[Any]]:
         """Returns all columns, by row and by place, under the names of moert.kernels.library.Residents. Their memory
@@ -206,13 +201,8 @@ class Usage:
         return {
             "place": self._place, "order": self._order, "frequency": self._frequency, "last_used": self._last_used,
             "loaded_at": self._loaded_at, "last_visit": self._last_visit, "recent": self._recent,
-            "visits": self._visits, "visited_at": self._visited_at, "interval": self._interval,
+            "nbytes": self.nbytes, "visits": self._visits, "visited_at": self._visited_at, "interval": self._interval,
         }  # fmt: skip
-
-    @property
-    def latest(self) -> Mapping[int, tuple[int, ...]]:
-        """See Candidates."""
-        return self._latest
 
     def order(self, rows: I64) -> I64:
         """Returns numbers [n] that sort like the experts' keys."""
@@ -220,6 +210,7 @@ class Usage:
 
     def _know(self, place: int) -> None:
         while len(self._visits) <= place:
+            self.size += 1
             self._visits.append(0)
             self._visited_at.append(0.0)
             self._interval.append(1.0)
@@ -443,12 +434,11 @@ class ExpectedWait:
 
     def _follow(self, succession: Succession, latest: Latest) -> None:
         for place, experts in latest.items():
-            if self._latest.get(place) is not experts:
-                self._latest[place] = experts
-                self._look_up(succession.after(place, experts), place)
-
-    def _look_up(self, likely: F64 | None, place: int) -> None:
-        if likely is not None:
+            if self._latest.get(place) is experts:
+                continue
+            self._latest[place] = experts
+            if (likely := succession.after(place, experts)) is None:
+                continue
             if not self._following.size:
                 self._following = np.full((self._n_places, len(likely)), np.nan)
                 self._rule = Rule("wait", following=self._following)
@@ -471,12 +461,11 @@ which needs the real future, is in moert.experts.replay."""
 
 
 class Leaving:
-    """The native library's choice of the experts that leave, of those in `usage`; `nbytes`, by row, grows with it."""
+    """The native library's choice of the experts that leave, of those in `usage`."""
 
-    def __init__(self, native: Library, usage: Usage, nbytes: array[int]) -> None:
+    def __init__(self, native: Library, usage: Usage) -> None:
         self._call: Any = native.functions.moert_leave
-        self._usage, self._nbytes = usage, nbytes
-        self._size = (-1, -1)
+        self._usage, self._size = usage, -1
         self._rule: Rule | None = None
         self._all = Residents(
             forgotten=address(FORGOTTEN), forgotten_n=len(FORGOTTEN), remembered=1.0 - FORGETTING
@@ -502,14 +491,12 @@ class Leaving:
 
     def _look_again(self) -> None:
         """Passes on the new addresses of the columns, which have grown."""
-        self._size = self._usage.size
-        rows = self._size[0]
+        self._size, rows = self._usage.size, len(self._usage.keys)
         if rows > len(self._leaving):
             self._scratch, self._leaving = np.empty(2 * rows), np.empty(2 * rows, np.int64)
         self._all.rows = rows
         for name, column in self._usage.columns().items():
             setattr(self._all, name, column.buffer_info()[0])
-        self._all.nbytes = self._nbytes.buffer_info()[0]
 
     def _follow(self, rule: Rule) -> None:
         self._rule = rule  # which keeps its arrays alive
@@ -536,11 +523,9 @@ class Residency:
         self.needed: set[ExpertKey] = set()
         """Experts that the present layer has still to use."""
         self._resident: dict[ExpertKey, int] = {}  # key → row of the usage
-        self._is_resident = bytearray()  # by row
-        self._nbytes = array("q")  # by row
         self._smallest = 1 << 62  # of all experts so far
         found = library.load() if native else None
-        self._leaving = None if found is None else Leaving(found, self._usage, self._nbytes)
+        self._leaving = None if found is None else Leaving(found, self._usage)
 
     def __contains__(self, key: ExpertKey) -> bool:
         return key in self._resident
@@ -558,28 +543,18 @@ class Residency:
         """Returns whether an expert that the present layer has still to use is not resident."""
         return any(key not in self._resident for key in self.needed)
 
-    def demand(self, key: ExpertKey) -> None:
-        """Counts a demand for `key`, which is resident."""
-        self._usage.demand(self._resident[key])
-
-    def used(self, keys: Sequence[ExpertKey]) -> None:
+    def used(self, keys: Collection[ExpertKey]) -> None:
         """Counts a demand for each of `keys`, which are resident; the present layer has used them, in this order."""
-        self._usage.demand_all(map(self._resident.__getitem__, keys))
+        self._usage.demand(map(self._resident.__getitem__, keys))
         self.needed.difference_update(keys)
-
-    def done(self, key: ExpertKey) -> None:
-        """Ends the guard of `key`, which the present layer has used: it may be evicted again."""
-        self.needed.discard(key)
 
     def add(self, key: ExpertKey, nbytes: int) -> None:
         """Takes `key` in; there must be room. Raises ValueError if there is not."""
         if key in self._resident or self.used_bytes + nbytes > self.capacity_bytes:
             raise ValueError(f"no room for {key}: {self.used_bytes} + {nbytes} of {self.capacity_bytes} bytes")
-        row = self._row(key)
+        row = self._resident[key] = self._usage.load(key)
+        self._usage.nbytes[row], self._usage.resident[row] = nbytes, 1
         self.used_bytes += nbytes
-        self._nbytes[row] = nbytes
-        self._is_resident[row] = 1
-        self._resident[key] = row
         self._smallest = max(1, min(self._smallest, nbytes))
 
     def learn(self, demands: Iterable[Demand]) -> None:
@@ -589,12 +564,13 @@ class Residency:
             self.begin(demand)
             for key in demand.expert_keys():
                 self.pass_by(key)
-        self.needed = set()
 
     def pass_by(self, key: ExpertKey) -> None:
-        """Counts a demand for an expert that is not resident, as if it had been loaded for that alone."""
+        """Counts a demand for an expert that is not resident, as if it had been loaded for that alone; the present
+        layer needs it no longer."""
         row = self._usage.row(key)
-        self._usage.demand(self._row(key) if row is None else row)
+        self._usage.demand((self._usage.load(key) if row is None else row,))
+        self.needed.discard(key)
 
     def outlasts(self, key: ExpertKey) -> bool:
         """Returns whether an expert that was passed by, if it came now, would not be the first to leave."""
@@ -605,18 +581,11 @@ class Residency:
         worth = self.policy.worth(self._usage.candidates(np.array([*free, row])), present)
         return bool(worth[-1] > worth[:-1].min())
 
-    def _row(self, key: ExpertKey) -> int:
-        row = self._usage.load(key)
-        if row == len(self._nbytes):
-            self._nbytes.append(0)
-            self._is_resident.append(0)
-        return row
-
     def remove(self, key: ExpertKey) -> None:
         """Removes a resident expert. Raises KeyError if it is not resident."""
         row = self._resident.pop(key)
-        self._is_resident[row] = 0
-        self.used_bytes -= self._nbytes[row]
+        self._usage.resident[row] = 0
+        self.used_bytes -= self._usage.nbytes[row]
 
     def victims(
         self,
@@ -635,20 +604,20 @@ class Residency:
             return []
         if self._present is None:
             return None
-        chosen, missing = self._choose(missing, (locked, predicted, self.needed), self._present)
+        rows = self._choose(missing, (locked, predicted, self.needed), self._present)
+        keys, sizes = self._usage.keys, self._usage.nbytes
+        chosen, missing = [keys[row] for row in rows], missing - sum([sizes[row] for row in rows])
         if missing > 0 and force:
             for key in self._last_resort(locked, predicted):
                 if missing > 0:
-                    missing -= self._nbytes[self._resident[key]]
+                    missing -= sizes[self._resident[key]]
                     chosen.append(key)
         return chosen if missing <= 0 else None
 
-    def _choose(
-        self, missing: int, guarded: Sequence[Collection[ExpertKey]], present: LayerKey
-    ) -> tuple[list[ExpertKey], int]:
-        """Returns the experts that the policy lets go first, and the bytes that are missing then (none if 0 or
-        less)."""
-        free = bytearray(self._is_resident)
+    def _choose(self, missing: int, guarded: Sequence[Collection[ExpertKey]], present: LayerKey) -> list[int]:
+        """Returns the rows of the experts that the policy lets go first, until `missing` bytes are free or none is
+        left."""
+        free = bytearray(self._usage.resident)
         for keys in guarded:
             for key in keys:
                 row = self._resident.get(key)
@@ -656,29 +625,24 @@ class Residency:
                     free[row] = 0
         rule_of = getattr(self.policy, "rule", None)
         if self._leaving is not None and rule_of is not None:
-            found = self._leaving.rows(rule_of(present, self._usage.latest), free, missing)
-            return self._named(found, missing)
+            return self._leaving.rows(rule_of(present, self._usage.latest), free, missing)
         return self._choose_slowly(free, missing, present)
 
-    def _choose_slowly(self, free: bytearray, missing: int, present: LayerKey) -> tuple[list[ExpertKey], int]:
+    def _choose_slowly(self, free: bytearray, missing: int, present: LayerKey) -> list[int]:
         """Returns the same, found by numpy."""
         rows = np.frombuffer(free, dtype=np.bool_).nonzero()[0]
         most = min(len(rows), -(-missing // self._smallest))  # that may have to leave
         if not most:
-            return [], missing
+            return []
         candidates = self._usage.candidates(rows)
         worth = self.policy.worth(candidates, present)
         least = (worth <= np.partition(worth, most - 1)[most - 1]).nonzero()[0]
         sorted_by = (self._usage.order(rows[least]), candidates.last_used[least], worth[least])
         leaving = rows[least[np.lexsort(sorted_by)]]
-        freed = np.frombuffer(self._nbytes, dtype=np.int64)[leaving].cumsum()
+        freed = _view(self._usage.nbytes)[leaving].cumsum()
         count = min(int(freed.searchsorted(missing)) + 1, len(leaving))
-        return self._named(leaving[:count].tolist(), missing)
-
-    def _named(self, rows: list[int], missing: int) -> tuple[list[ExpertKey], int]:
-        """Returns the experts of these rows, and the bytes that are missing once they have left."""
-        keys, nbytes = self._usage.keys, self._nbytes
-        return [keys[row] for row in rows], missing - sum([nbytes[row] for row in rows])
+        found: list[int] = leaving[:count].tolist()
+        return found
 
     def _last_resort(self, locked: Collection[ExpertKey], predicted: Sequence[ExpertKey]) -> list[ExpertKey]:
         unlikely_first = [key for key in reversed(predicted) if key not in self.needed]

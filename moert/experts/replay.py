@@ -40,38 +40,24 @@ def code_of(key: ExpertKey) -> int:
     return place_of(key.at) << 16 | key.expert
 
 
-def headroom(recorded: Recorder, nbytes: Mapping[ExpertKey, int], capacity_bytes: int) -> Replay:
-    """Returns the replay of the recorded demands under Belady's rule (1966), starting with nothing in memory.
+def recorder_of(trace: Sequence[Demand]) -> Recorder:
+    """Returns a recorder of a whole trace."""
+    found = Recorder(sum(len(demand.experts) for demand in trace))
+    for demand in trace:
+        found.add(demand)
+    return found
+
+
+def belady(
+    recorder: Recorder, nbytes: Mapping[ExpertKey, int], capacity_bytes: int
+) -> tuple[Replay, npt.NDArray[np.int64]]:
+    """Returns the replay of the recorded demands under Belady's rule (1966), starting with nothing in memory, and the
+    bytes that each demand reads [demands], in order; 0 for a hit.
 
     Of experts that are never needed again the largest leaves first. Raises ValueError if some demanded expert alone is
     larger than the capacity.
     """
-    return _best(recorded.codes(), nbytes, capacity_bytes)[0]
-
-
-def replay_belady(trace: Sequence[Demand], nbytes: Mapping[ExpertKey, int], budget_bytes: int) -> Replay:
-    """Returns the replay of a whole trace under Belady's rule, as headroom does."""
-    return _best(_record(trace).codes(), nbytes, budget_bytes)[0]
-
-
-def reads_of_belady(
-    trace: Sequence[Demand], nbytes: Mapping[ExpertKey, int], budget_bytes: int
-) -> npt.NDArray[np.int64]:
-    """Returns the bytes that each demand of a trace reads under Belady's rule [demands], in order; 0 for a hit."""
-    return _best(_record(trace).codes(), nbytes, budget_bytes)[1]
-
-
-def _record(trace: Sequence[Demand]) -> Recorder:
-    recorded = Recorder(sum(len(demand.experts) for demand in trace))
-    for demand in trace:
-        recorded.add(demand)
-    return recorded
-
-
-def _best(
-    codes: npt.NDArray[np.uint32], nbytes: Mapping[ExpertKey, int], capacity_bytes: int
-) -> tuple[Replay, npt.NDArray[np.int64]]:
-    """Returns the replay under Belady's rule, and the bytes that each demand reads [demands]."""
+    codes = recorder.codes()
     names, experts = np.unique(codes, return_inverse=True)
     size_of = {code_of(key): size for key, size in nbytes.items()}
     sizes = np.array([size_of[name] for name in names.tolist()], dtype=np.int64)

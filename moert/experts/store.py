@@ -22,7 +22,6 @@ import numpy as np
 import numpy.typing as npt
 
 from moert.errors import RunError, said
-from moert.experts.policy import Demand
 from moert.kernels import library
 from moert.kernels.backend import Backend, Expert, ExpertView, ProjectionView
 from moert.kernels.library import NativeFailed, address, crc32
@@ -467,14 +466,15 @@ class ExpertStore:
         """True: experts that lie in the system's page cache are taken from there and left there. Otherwise nothing is
         left in it, since it would count as memory of this process."""
         self._pack, self._backend, self._counters = pack, backend, counters
-        self._nbytes = {entry.key: entry.file_bytes for entry in pack.manifest.experts}
+        self._entries = {entry.key: entry for entry in pack.manifest.experts}
         self._lock = threading.Lock()
         self._patience = Patience(pack, counters, self._lock)
         self._files = OpenFiles(pack.root)  # all of them were looked at when the pack was opened
         self._readers = Readers()
         self._sound: set[ExpertKey] = set()  # whose bytes, if they have the manifest's checksum, begin as they should
         self._mapped: WeakSet[FencedMapping] = WeakSet()
-        self._maps = False  # or has mapped experts
+        self.has_mapped = False
+        """Whether experts were ever used where the page cache has them."""
         self._lost: list[str] = []  # files that became shorter than the part that is mapped or copied
         self._breaks = breaks()
         self._views: dict[ExpertKey, Mapping[str, ProjectionView]] = {}
@@ -486,16 +486,16 @@ class ExpertStore:
 
     def nbytes(self, key: ExpertKey) -> int:
         """Returns the bytes that an expert takes in memory: all that it has of its file, as it is read."""
-        return self._nbytes[key]
+        return self._entries[key].file_bytes
 
     def expect(self) -> None:
         """Has files looked up again for a request that is about to begin: they may have changed since the last one."""
         self._files.expect()
 
-    def check(self, demand: Demand | None = None) -> None:
+    def check(self) -> None:
         """Raises FileTruncated if bytes of a mapped expert are gone: results computed with it since the last call are
-        worth nothing then. It is raised each time from then on. A Listener of demands, too."""
-        if not self._lost and self._maps and self._breaks != (now := breaks()):
+        worth nothing then. It is raised each time from then on."""
+        if not self._lost and self.has_mapped and self._breaks != (now := breaks()):
             self._breaks = now
             with self._lock:
                 self._lost += [mapping.path for mapping in self._mapped if mapping.is_broken]
@@ -531,17 +531,13 @@ class ExpertStore:
 
     def expert(self, key: ExpertKey, buffer: U8) -> Expert:
         """Returns the expert that was read, as the backend takes it."""
-        return self._backend.expert(self.view(key, buffer))
-
-    def view(self, key: ExpertKey, buffer: U8) -> ExpertView:
-        """Returns the view of an expert that was read, as it lies there."""
-        return ExpertView(buffer, self.projections(key))
+        return self._backend.expert(ExpertView(buffer, self.projections(key)))
 
     def projections(self, key: ExpertKey) -> Mapping[str, ProjectionView]:
         """Returns the places of projections in an expert's bytes; one object for all experts that are alike."""
         views = self._views.get(key)
         if views is None:
-            entry = self._pack.entry(key)
+            entry = self._entries[key]
             powers = tuple((entry.powers or {}).items())
             kind = (*entry.bits.items(), *powers, self._pack.layout(key).data_offset)
             views = self._views[key] = self._kinds.setdefault(kind, _views(self._pack, key))
@@ -556,11 +552,10 @@ class ExpertStore:
 
     def _again(self, key: ExpertKey, into: U8, error: Exception) -> U8:
         """Reads an expert again after a read that failed."""
-        return self._patience.again(lambda: self._read_once(key, into), self._pack.entry(key).path, error)
+        return self._patience.again(lambda: self._read_once(key, into), self._entries[key].path, error)
 
     def _read_once(self, key: ExpertKey, into: U8) -> U8:
-        started = time.perf_counter()
-        entry = self._pack.entry(key)
+        started, entry = time.perf_counter(), self._entries[key]
         path = os.path.join(self._pack.root, entry.path)  # looked at when the pack was opened
         direct = not in_page_cache(path, entry.offset) if self.leaves_page_cache else self.io.direct
         handle = open_expert(path, direct)
@@ -583,7 +578,7 @@ class ExpertStore:
 
     def _mapping(self, key: ExpertKey, handle: int, nbytes: int) -> U8 | None:
         """Returns the expert's bytes where the page cache has them, checked; None if they can't be used there."""
-        entry = self._pack.entry(key)
+        entry = self._entries[key]
         found = mapped(handle, nbytes, entry.offset)
         if found is None:
             return None
@@ -593,23 +588,27 @@ class ExpertStore:
             return None
         mapping.path, mapping.lost = entry.path, self._lost
         with self._lock:
-            self._maps = True
+            self.has_mapped = True
             self._mapped.add(mapping)
         return place
 
     def _read_together(self, wanted: Sequence[tuple[ExpertKey, U8]]) -> list[Exception | None]:
         """Reads experts in one call; returns for each the error that stopped it, or None."""
-        started = time.perf_counter()
+        started, entries = time.perf_counter(), [self._entries[key] for key, _ in wanted]
         errors: list[Exception | None] = [None] * len(wanted)
         files: list[OpenFile | None] = []
         try:
-            for place, (key, _) in enumerate(wanted):
+            for place, entry in enumerate(entries):
                 files.append(None)
                 try:
-                    files[-1] = self._files.take(self._pack.entry(key).path, self.io.direct)
+                    files[-1] = self._files.take(entry.path, self.io.direct)
                 except OSError as error:
                     errors[place] = error
-            table, failed = self._carry_out(wanted, files)
+            table = table_of([
+                Read(-1 if file is None else file.fd, entry.offset, into, entry.crc32, forget=True)
+                for file, entry, (_, into) in zip(files, entries, wanted, strict=True)
+            ])  # fmt: skip
+            failed = self._readers.read_many(table, self.io.threads)
             for place, (key, into) in enumerate(wanted):
                 if errors[place] is None and (failed or key not in self._sound):
                     errors[place] = self._wrong(key, into, table[place])
@@ -621,18 +620,9 @@ class ExpertStore:
         self._count(len(arrived), sum(map(len, arrived)), started)
         return errors
 
-    def _carry_out(self, wanted: Sequence[tuple[ExpertKey, U8]], files: Sequence[OpenFile | None]) -> tuple[Table, int]:
-        """Carries out one read for each expert; returns their results, and how many failed."""
-        entries = [self._pack.entry(key) for key, _ in wanted]
-        table = table_of([
-            Read(-1 if file is None else file.fd, entry.offset, into, entry.crc32, forget=True)
-            for file, entry, (_, into) in zip(files, entries, wanted, strict=True)
-        ])  # fmt: skip
-        return table, self._readers.read_many(table, self.io.threads)
-
     def _wrong(self, key: ExpertKey, into: U8, row: Any) -> Exception | None:
         """Returns the error of a read by its row of results; None if it brought the right bytes."""
-        entry = self._pack.entry(key)
+        entry = self._entries[key]
         if row["error"]:
             return OSError(int(row["error"]), os.strerror(int(row["error"])))
         if row["found"] != len(into):

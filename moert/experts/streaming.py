@@ -13,7 +13,7 @@ from moert.experts.cache import HANDED_OVER_BYTES, ExpertCache, Lease, Store
 from moert.experts.names import eviction_for
 from moert.experts.policy import EVICTION, Demand, EvictionPolicy, Listener, Recorder
 from moert.experts.probe import settings_for
-from moert.experts.replay import AUTO_EVICTION, DEFAULT, OF_PREFERENCES, headroom
+from moert.experts.replay import AUTO_EVICTION, DEFAULT, OF_PREFERENCES, belady
 from moert.experts.store import ExpertStore, IoSettings
 from moert.kernels.backend import I32, I64, ROWS, Backend
 from moert.pack.codec import F32
@@ -194,7 +194,7 @@ class Holding:
 
     def runner(self, cache: ExpertCache, ahead: Lookahead | None, listeners: Iterable[Listener]) -> ListenedRunner:
         """Returns the runner of a model's experts. Raises PackError."""
-        return CachedExperts(self._pack, cache, self.backend, ahead, [*listeners, self.whole.check])
+        return CachedExperts(self._pack, cache, self.backend, ahead, listeners)
 
     def cache_bytes(self, room_bytes: int) -> int:
         """Returns the part of a room for experts that the cache gets."""
@@ -251,8 +251,7 @@ class Streaming:
         self.recorder = Recorder()
         self.capacity_bytes = 0
         """Room for experts [bytes]."""
-        self.holding, self.check = holding, holding.whole.check
-        """`check` raises FileTruncated if bytes of experts have gone that were in use."""
+        self.holding = holding
         self._pack, self._begun, self._measures_drive = pack, False, measures_drive
         self._all_bytes = sum(entry.file_bytes for entry in pack.manifest.experts)
         policy = EVICTION[DEFAULT](pack.manifest.model.moe_layers())
@@ -308,5 +307,5 @@ class Streaming:
 
     def headroom(self) -> tuple[int, float]:
         """Returns the number of demands that Belady's rule was tried on, and its hit rate in the present room."""
-        best = headroom(self.recorder, self.holding.nbytes, self.cache.capacity_bytes)
+        best, _ = belady(self.recorder, self.holding.nbytes, self.cache.capacity_bytes)
         return best.demands, best.hit_rate

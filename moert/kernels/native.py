@@ -53,14 +53,13 @@ class NativeMatrix:
         self.rows, self.cols = int(struct.rows), int(struct.cols)
 
 
-class NativeExpert:
+class NativeExpert(NamedTuple):
     """A feed-forward network; `ffn`: the C struct of this name, or its words; `alive` is the object that holds its
     bytes."""
 
-    __slots__ = ("_alive", "_ffn", "address")
-
-    def __init__(self, ffn: library.Ffn | I64, address: int, alive: object) -> None:
-        self._ffn, self.address, self._alive = ffn, address, alive
+    ffn: library.Ffn | I64
+    address: int
+    alive: object
 
 
 _MOST = 256  # kinds of experts that are remembered
@@ -73,28 +72,6 @@ class _Kind(NamedTuple):
     words: I64
     places: I64
     alive: object
-
-
-class Kinds:
-    """The kinds of the experts seen so far. Safe to use from several threads."""
-
-    def __init__(self) -> None:
-        self._known: dict[int, _Kind] = {}
-
-    def expert(self, view: ExpertView) -> NativeExpert:
-        """Returns the expert of a view. Experts whose `projections` are the same object are of one kind."""
-        kind = self._known.get(id(view.projections)) or self._learn(view.projections)
-        words = kind.places * _at(view.buffer)
-        words += kind.words
-        return NativeExpert(words, _at(words), view.buffer)
-
-    def _learn(self, projections: Mapping[str, ProjectionView]) -> _Kind:
-        near, far = (_words(projections, start) for start in (1 << 12, 1 << 13))
-        places = (far - near) >> 12
-        if len(self._known) >= _MOST:
-            self._known.clear()
-        kind = self._known[id(projections)] = _Kind(near - (places << 12), places, projections)
-        return kind
 
 
 def _words(projections: Mapping[str, ProjectionView], start: int) -> I64:
@@ -288,7 +265,7 @@ class NativeBackend:
         self._speeds: dict[str, float] = {}  # products a second, by function: about the fewest of its last long calls
         self._arena = Arena()
         self._staying: set[int] = set()  # addresses in it that were given away, to be filled
-        self._kinds = Kinds()
+        self._kinds: dict[int, _Kind] = {}  # of experts, by their projections; used by several threads at once
         self._norms, self._routers = _placed(_norm), _placed(_router)
         self._attending = _Made(_attending)
         self._keeping = _placed(_with_keys)
@@ -432,7 +409,10 @@ class NativeBackend:
         return out
 
     def expert(self, view: ExpertView) -> NativeExpert:
-        return self._kinds.expert(view)
+        kind = self._kinds.get(id(view.projections)) or self._kind(view.projections)
+        words = kind.places * _at(view.buffer)
+        words += kind.words
+        return NativeExpert(words, _at(words), view.buffer)
 
     def dense(self, gate: NativeMatrix | None, up: NativeMatrix, down: NativeMatrix) -> NativeExpert:
         ffn = library.Ffn(up=up.struct, down=down.struct)
@@ -547,6 +527,14 @@ class NativeBackend:
         place = None if norm is None else self._norms[norm][0]
         self._compute(4 * x.size, "moert_gated", place, groups, last, *x.shape, _at(x), _at(gate), out)
         return out
+
+    def _kind(self, projections: Mapping[str, ProjectionView]) -> _Kind:
+        near, far = (_words(projections, start) for start in (1 << 12, 1 << 13))
+        places = (far - near) >> 12
+        if len(self._kinds) >= _MOST:
+            self._kinds.clear()
+        kind = self._kinds[id(projections)] = _Kind(near - (places << 12), places, projections)
+        return kind
 
     def _network(self, spec: Ffn) -> _Network:
         act = _act(spec)

@@ -49,10 +49,16 @@ def unbroken(work: Callable[[], T]) -> T:
     try:
         return work()
     except BaseException as error:
-        if type(error).__name__ != "PanicException":  # a class that can't be imported
+        if (reason := panic(error)) is None:
             raise
-        reason = " ".join(str(error).split())[:_LONGEST]
     raise Broken(reason)
+
+
+def panic(error: BaseException) -> str | None:
+    """Returns the reason in one line where the error is a panic of Rust, else None."""
+    if type(error).__name__ != "PanicException":  # a class that can't be imported
+        return None
+    return " ".join(str(error).split())[:_LONGEST]
 
 
 def locked(work: Callable[[], T]) -> T:

@@ -22,7 +22,7 @@ from moert.engine.engine import Engine
 from moert.experts.names import Policies, succession_of
 from moert.experts.policy import EVICTION, F64, Demand
 from moert.experts.predictors import GateAhead, Predictor, Situation, Transitions
-from moert.experts.replay import demands_of, reads_of_belady
+from moert.experts.replay import belady, demands_of, recorder_of
 from moert.kernels.backend import I64
 from moert.models.ffn import Routed
 from moert.models.kv import Recent
@@ -452,7 +452,7 @@ def hit_rates(pack: Path, texts: Sequence[Sequence[int]], new_tokens: int, share
 
 def _belady(trace: Sequence[Demand], pack: Pack, capacity_bytes: int) -> Found:
     nbytes = {entry.key: entry.file_bytes for entry in pack.manifest.experts}
-    reads = iter(reads_of_belady(trace, nbytes, capacity_bytes).tolist())
+    reads = iter(belady(recorder_of(trace), nbytes, capacity_bytes)[1].tolist())
     found = Found()
     for demand in trace:
         for _ in demand.experts:

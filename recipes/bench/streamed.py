@@ -56,7 +56,7 @@ class Meter:
         backend._call = _Timed(backend._call, self._kernel)
         runner, cache, ahead = engine.runner, engine.cache, engine.ahead
         module = sys.modules[type(runner).__module__]
-        decisions: list[tuple[Any, str]] = [(module, "announce"), (cache, "take"), (cache, "give_back")]
+        decisions: list[tuple[Any, str]] = [(module, "announce"), (cache, "lease"), (cache, "give_back")]
         if ahead is not None:
             decisions.append((ahead, "look"))
         if (blocks := getattr(engine.holding, "blocks", None)) is not None:

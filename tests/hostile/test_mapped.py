@@ -197,8 +197,8 @@ pack, moves, early = sys.argv[1], sys.argv[2], sys.argv[3]
 move = cache.Moves.next
 cache.Moves.next = lambda self, slots: move(self, slots) if moves == "soon" and taken[0] >= int(early) else None
 inner, taken = store.ExpertStore.check, [0]
-def cut_then(self, demand=None):
-    inner(self, demand)
+def cut_then(self):
+    inner(self)
     taken[0] += 1
     if taken[0] == int(early):
         assert len(self._mapped), "nothing is mapped"

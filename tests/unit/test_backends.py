@@ -13,7 +13,7 @@ from tiny_packs import DECODER, write_pack
 from moeconv.matrices import Projection, matrices_of, projection_weights, read_expert
 from moert.experts import cache as cache_module
 from moert.experts import streaming
-from moert.experts.cache import ExpertCache, Slot
+from moert.experts.cache import ExpertCache, Lease
 from moert.experts.policy import EVICTION
 from moert.experts.store import ExpertStore, IoSettings
 from moert.experts.streaming import CachedExperts
@@ -77,9 +77,9 @@ class CountingCache(ExpertCache):
 
     lent: list[list[int]]
 
-    def take(self, keys: Sequence[ExpertKey], following: Sequence[ExpertKey]) -> list[Slot]:
+    def lease(self, keys: Sequence[ExpertKey], following: Sequence[ExpertKey] = ()) -> Lease:
         self.lent.append([key.expert for key in keys])
-        return super().take(keys, following)
+        return super().lease(keys, following)
 
 
 def executor(pack: Pack, backend: Backend) -> tuple[CachedExperts, CountingCache]:

@@ -173,12 +173,12 @@ def test_usage_counts_demands_visits_and_intervals() -> None:
     keys = [ExpertKey("decoder", 0, 0), ExpertKey("encoder", 0, 1)]
     usage.visit(Demand(DECODER[0], (0,)))
     rows = np.array([usage.load(key) for key in keys])
-    usage.demand(0)
+    usage.demand([0])
     for _ in range(2):
         usage.visit(Demand(DECODER[1], ()))
         usage.visit(Demand(DECODER[2], (2,)))
         usage.visit(Demand(DECODER[0], (0, 1)))
-    usage.demand(0)
+    usage.demand([0])
     usage.visit(Demand(DECODER[1], (3,)))
     found = usage.candidates(rows)
     assert (usage.clock, usage.steps) == (2, 8)
@@ -214,8 +214,7 @@ def test_who_leaves_does_not_depend_on_the_order_of_arrival(names, used, random,
         for index in used:
             key = keys[index % len(keys)]
             residency.begin(Demand(key.at, (key.expert,)))
-            residency.demand(key)
-            residency.done(key)
+            residency.used([key])
         residency.begin(Demand(LayerKey("decoder", 0), ()))
         return residency.victims(nbytes)
 
@@ -246,7 +245,7 @@ def test_an_expert_that_was_passed_by_outlasts_only_what_is_worth_less() -> None
     for key, times in ((often, 3), (twice, 2)):
         residency.add(key, 3)
         for _ in range(times):
-            residency.demand(key)
+            residency.used([key])
     assert not residency.outlasts(unknown)
     assert not residency.outlasts(other)
     passed_by(residency, other, 1)
@@ -267,7 +266,7 @@ def test_what_was_only_passed_by_is_not_what_leaves(native: bool) -> None:
     for expert in (2, 3):
         residency.add(DECODER[0].expert(expert), 3)
         for _ in range(2):  # more often than what is not there
-            residency.demand(DECODER[0].expert(expert))
+            residency.used([DECODER[0].expert(expert)])
     assert not residency.owes()
     assert residency.victims(6) == [DECODER[0].expert(2), DECODER[0].expert(3)]
     assert residency.victims(7) is None
@@ -320,8 +319,7 @@ class Both:
                 if key not in side and side.used_bytes + sizes[key] <= side.capacity_bytes:
                     side.add(key, sizes[key])
                 if key in side:
-                    side.demand(key)
-                    side.done(key)
+                    side.used([key])
 
 
 def run(name: str, seed: int, visits: int, mixed: bool) -> Both:
@@ -385,8 +383,7 @@ def test_thousands_of_experts(name: str, native: bool) -> None:
             for number in experts:
                 if at.expert(number) not in residency:
                     residency.add(at.expert(number), 3)
-                residency.demand(at.expert(number))
-                residency.done(at.expert(number))
+                residency.used([at.expert(number)])
     leaving = residency.victims(residency.capacity_bytes)
     assert len(leaving) == len(set(leaving)) == residency.used_bytes // 3
     other = residency.victims(residency.capacity_bytes - residency.used_bytes + 3 * 1000)
@@ -420,7 +417,6 @@ def test_a_choice_takes_microseconds() -> None:
             for key in missing:
                 residency.add(key, 1)
             for number in experts:
-                residency.demand(at.expert(number))
-                residency.done(at.expert(number))
+                residency.used([at.expert(number)])
         times[native] = best
     assert times[True] < times[False] / 3

@@ -210,8 +210,7 @@ def test_what_the_pass_will_ask_for_stays(sure: float, leaves: int) -> None:
                 key = at.expert(expert)
                 if key not in residency:
                     residency.add(key, 10)
-                residency.demand(key)
-                residency.done(key)
+                residency.used([key])
     residency.begin(Demand(order[0], (1,)))
     first = residency.victims(10)
     assert [key.expert for key in first if key.at == order[1]] in ([leaves], [])

@@ -6,7 +6,7 @@ from hypothesis import strategies as st
 
 from moeconv.eviction import replay
 from moert.experts.policy import EVICTION, MOST_DEMANDS, Demand, Recorder
-from moert.experts.replay import headroom, reads_of_belady, replay_belady
+from moert.experts.replay import belady, recorder_of
 from moert.pack.model_spec import ExpertKey, LayerKey
 
 ENCODER, LAYERS, EXPERTS = 2, 3, 5
@@ -81,7 +81,7 @@ def test_a_budget_of_one_steps_demand_never_evicts_what_the_present_layer_needs(
 @given(traces(3), st.integers(1, 24), st.sampled_from(NAMES))
 def test_no_policy_beats_belady_at_equal_sizes(trace, slots, name) -> None:
     nbytes = dict.fromkeys(KEYS, 7)
-    best = replay_belady(trace, nbytes, 7 * slots)
+    best = belady(recorder_of(trace), nbytes, 7 * slots)[0]
     assert best.hits >= replay(trace, nbytes, 7 * slots, EVICTION[name](ORDER)).hits
 
 
@@ -99,7 +99,7 @@ def test_belady_equals_the_best_of_all_possible_evictions(walk, slots) -> None:
 
     trace = [Demand(decoder(0), (expert,)) for expert in walk]
     nbytes = {ExpertKey("decoder", 0, expert): 3 for expert in range(5)}
-    assert replay_belady(trace, nbytes, 3 * slots).hits == best(0, frozenset())
+    assert belady(recorder_of(trace), nbytes, 3 * slots)[0].hits == best(0, frozenset())
 
 
 def test_paper_beats_lru_where_a_cycle_is_longer_than_the_cache() -> None:
@@ -121,8 +121,7 @@ def test_an_expert_larger_than_the_budget_is_refused() -> None:
 @given(traces(5), SIZES, st.integers(9, 120))
 def test_belady_counts_what_it_reads_demand_by_demand(trace, nbytes, budget) -> None:
     """Also with mixed sizes, where it is not exact: never more than reading everything, never less than once each."""
-    best = replay_belady(trace, nbytes, budget)
-    read = reads_of_belady(trace, nbytes, budget)
+    best, read = belady(recorder_of(trace), nbytes, budget)
     demands = [key for step in trace for key in step.expert_keys()]
     assert len(read) == len(demands) == best.demands
     assert int(read.sum()) == best.bytes_read
@@ -136,7 +135,7 @@ def test_belady_counts_what_it_reads_demand_by_demand(trace, nbytes, budget) -> 
 def test_belady_of_mixed_sizes_lets_the_largest_go_that_is_never_needed_again() -> None:
     trace = [Demand(decoder(0), (0, 1, 2)), Demand(decoder(1), (0,)), Demand(decoder(0), (1,))]
     sizes = dict.fromkeys(KEYS, 3) | {ExpertKey("decoder", 0, 2): 4, ExpertKey("decoder", 1, 0): 4}
-    best = replay_belady(trace, sizes, 10)
+    best = belady(recorder_of(trace), sizes, 10)[0]
     assert (best.hits, best.evictions, best.bytes_read, best.peak_bytes) == (1, 1, 14, 10)
 
 
@@ -147,9 +146,9 @@ def test_a_recorder_stops_at_a_whole_step_and_counts_on() -> None:
     assert (len(recorder), recorder.demands) == (4, 6)
     recorder.add(Demand(decoder(2), (1,)))
     assert (len(recorder), recorder.demands) == (4, 7), "a window without holes"
-    found = headroom(recorder, dict.fromkeys(KEYS, 1), 2)
+    found, _ = belady(recorder, dict.fromkeys(KEYS, 1), 2)
     assert (found.demands, found.hits) == (4, 2)
     with pytest.raises(ValueError, match="more than the budget of 0"):
-        headroom(recorder, dict.fromkeys(KEYS, 1), 0)
-    assert headroom(Recorder(), {}, 0).hit_rate == 0.0
+        belady(recorder, dict.fromkeys(KEYS, 1), 0)
+    assert belady(Recorder(), {}, 0)[0].hit_rate == 0.0
     assert MOST_DEMANDS * 4 <= 1 << 20

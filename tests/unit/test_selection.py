@@ -16,7 +16,7 @@ from moeconv import eviction as replay_module
 from moeconv.eviction import CONTESTANTS, best_eviction, hit_rates, replay, with_eviction
 from moeconv.routes import record
 from moert.experts.policy import EVICTION, EvictionPolicy, Succession, place_of
-from moert.experts.replay import DEFAULT, demands_of, replay_belady
+from moert.experts.replay import DEFAULT, belady, demands_of, recorder_of
 from moert.pack.model_spec import ExpertKey, LayerKey, ModelSpec
 from moert.pack.paths import Trace
 from tests.shapes import every
@@ -50,7 +50,7 @@ def test_what_is_chosen_on_calibration_text_is_among_the_best_on_other_text(name
     steps = list(islice(demands_of(recorded(name, "heldout"), spec), 3000))
     policies = {policy: make(spec.moe_layers(), Succession.of(known, spec)) for policy, make in EVICTION.items()}
     rates = {name: replay(steps, sizes(spec), capacity, policy).hit_rate for name, policy in policies.items()}
-    best = replay_belady(steps, sizes(spec), capacity).hit_rate
+    best = belady(recorder_of(steps), sizes(spec), capacity)[0].hit_rate
     assert rates[choice] >= max(rates.values()) - 0.01, (choice, rates)
     assert best > rates[choice] > floor, (best, rates)
 

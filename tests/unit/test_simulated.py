@@ -31,7 +31,7 @@ def views(tmp_path_factory: pytest.TempPathFactory) -> list[ExpertView]:
     for key in DECODER.expert_keys()[:3]:
         room = np.empty(store.nbytes(key) + 4096, np.uint8)
         start = -room.ctypes.data % 4096
-        found.append(store.view(key, store.read(key, room[start : start + store.nbytes(key)])))
+        found.append(ExpertView(store.read(key, room[start : start + store.nbytes(key)]), store.projections(key)))
     store.close()
     return found
 

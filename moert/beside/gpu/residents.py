@@ -179,18 +179,15 @@ class Residents:
 
     def used(self, keys: Collection[ExpertKey]) -> None:
         """Counts demands for experts that the present layer computes on the device; it has no more need of them."""
-        for key in keys:
-            self._residency.demand(key)
-            self._residency.done(key)
+        self._residency.used(keys)
 
     def computed_elsewhere(self, keys: Collection[ExpertKey]) -> None:
         """Counts demands for experts that the present layer computes on the processor; it has no need of them here."""
         for key in keys:
             if key in self._held:
-                self._residency.demand(key)
+                self._residency.used((key,))
             else:
                 self._residency.pass_by(key)
-            self._residency.done(key)
 
     def wants(self, key: ExpertKey) -> bool:
         """Returns whether an expert that the processor computes is to come here: it is worth more than one here, or

@@ -79,7 +79,8 @@ class LendingStore:
         return self._store.read_all(wanted)
 
     def expert(self, key: ExpertKey, buffer: U8) -> Expert:
-        return cast("Expert", Lent(self._store.view(key, buffer), self._store.expert(key, buffer)))
+        view = ExpertView(buffer, self._store.projections(key))
+        return cast("Expert", Lent(view, self._store.expert(key, buffer)))
 
     def close(self) -> None:
         self._store.close()
