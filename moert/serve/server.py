@@ -249,7 +249,10 @@ async def _run(host: Host, listening: socket.socket, ready: Callable[[], None]) 
         found.append(number)
 
     for number in (signal.SIGINT, signal.SIGTERM):
-        loop.add_signal_handler(number, end, number)
+        try:
+            loop.add_signal_handler(number, end, number)
+        except NotImplementedError:  # on Windows
+            signal.signal(number, lambda got, _: loop.call_soon_threadsafe(end, signal.Signals(got)))
     task = asyncio.ensure_future(running.serve(sockets=[listening]))
     while not running.started and not task.done():
         await asyncio.sleep(_PAUSE_S)

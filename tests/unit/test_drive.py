@@ -15,7 +15,8 @@ from moert.bench.curve import CHUNKS, IN_FLIGHT, Curve, DriveUnmeasurable, best_
 from moert.bench.drive import Neurons, piece_times
 from moert.errors import RunError
 from moert.experts import store as reading
-from moert.experts.store import PAGE_BYTES, IoSettings, Table, is_direct, open_expert, parse_io, read_into
+from moert.experts.drive import PAGE_BYTES, is_direct, open_expert, read_into
+from moert.experts.store import IoSettings, Table, parse_io
 
 
 def aligned(nbytes: int, shift: int = 0) -> np.ndarray:
