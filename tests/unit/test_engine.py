@@ -22,7 +22,7 @@ from moert.engine.generation import GenerationSettings
 from moert.engine.registry import PREDICTS
 from moert.engine.settings import EngineSettings
 from moert.errors import BudgetTooSmall, InputInvalid, PathsMissing, SettingInvalid, TokenizerMissing
-from moert.experts import store
+from moert.experts import drive, store
 from moert.experts.drive import open_expert
 from moert.experts.names import Policies
 from moert.experts.policy import EVICTION, Demand
