@@ -132,15 +132,15 @@ def _make_buffered(fd: int) -> bool:
 
 
 def drive_key(path: Path, root: Path = ROOT) -> str:
-    """Returns a name for the drive under a file: device number, file system, and the system's data on the device. Empty
-    if there is no file."""
+    """Returns a name for the drive under a file: its number, its file system, and the system's data on it. Empty if
+    there is no file."""
     try:
-        device = path.stat().st_dev
+        found = path.stat().st_dev
     except OSError:
         return ""
     if not hasattr(os, "major"):
-        return str(device)
-    number = f"{os.major(device)}:{os.minor(device)}"
+        return str(found)
+    number = f"{os.major(found)}:{os.minor(found)}"
     known = [number]
     for line in text(root / "proc/self/mountinfo").splitlines():
         words = line.split()  # ... major:minor ... - type source ...
