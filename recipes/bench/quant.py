@@ -1,7 +1,8 @@
 """`make bench-quant`: our quantizers beside hqq, llama.cpp's K- and i-quants and AutoRound, at equal effective bits.
 
 All experts of a reference model are quantized alike. The loss is the rise of the perplexity, and the divergence, on
-text that no quantizer saw. Writes build/bench/quant.json; for `smollm2`, a published model, quant_smollm2.json.
+text that no quantizer saw. Writes build/bench/quant.json; for `smollm2`, a published model, quant_smollm2.json. A run
+that was ended goes on where it was: each result is kept in build/quant until all are written.
 
 No reference model has only rows that are whole blocks of 256 weights. For other rows llama.cpp would fall back to
 formats of 4.5 bits and more; here rows are joined until they fill blocks, so that its formats keep their bits (scales
@@ -11,20 +12,26 @@ those matrices quantized whose rows fit.
 
 from __future__ import annotations
 
+import json
 import os
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
+from hashlib import sha256
+from pathlib import Path
 
 import numpy as np
 import numpy.typing as npt
 import torch
 
+from moeconv import quantizers as coders
 from moeconv.quantizers import QUANTIZERS, Inputs
 from moeconv.quantizers.trellis import TrellisQuantizer
+from moert.pack import codec
 from moert.pack.codec import CODES, F32, dequantize, dequantize_trellis
+from recipes.bench import quantizers
 from recipes.bench.ggml_products import I_QUANTS, K_QUANTS
 from recipes.bench.program import as_program
 from recipes.bench.quantizers import (
@@ -105,11 +112,21 @@ def _methods(weights: F32) -> dict[str, Callable[[], object]]:
 NAMES = sized(("wiki", "wikids", "marks", "g2p", f"g2p{FITTING}"), ("wiki",))
 GPTQ = (("gptq", 0), ("gptq", 64), ("gptq", 128))[: sized(3, 1)]
 OTHERS = (("channel", 0), ("group", 32), ("group", 64))[: sized(3, 2)]
+SCALAR = (("gptq", 64),)
+"""Of a published model, which is ten times as large, beside the trellis."""
 LIMITS = sized({2: 2.625, 3: 3.4375, 4: 4.5}, {4: 4.5})  # width → the effective bits of the K-quant of that width
 WIDTHS = sized((2, 3, 4, 8), (4, 8))
 AUTOROUND_WIDTHS = (2,)
 TRELLIS_WIDTHS = sized(tuple(CODES), (4,))
 RESAMPLES = 1000
+PROGRESS = Path("build/quant")
+PROGRAM = (
+    Path(__file__),
+    Path(quantizers.__file__),
+    Path(codec.__file__),
+    *sorted(Path(coders.__file__).parent.glob("*.py")),
+)
+"""The files that a result depends on most."""
 NOTES = {
     "what peers know": "hqq and 'no data': the weights alone; 'imatrix': the mean square of each input on the text "
     "that ours sees; ours (gptq): the products of all inputs there; AutoRound: the text itself, through whole layers",
@@ -174,10 +191,10 @@ def peers(subject: Subject, apart: Apart) -> dict[str, Callable[[], Quantized]]:
 def candidates(subject: Subject, limit: float) -> Iterator[Callable[[], Quantized]]:
     """Each of our quantizers with as many effective bits as `limit` allows: a width for all experts, and with gptq and
     trellis, where room is left, the next width for some. Where even the least are too many, these."""
-    others = OTHERS if limit in LIMITS.values() else ()
-    for quantizer, group_size in (*GPTQ, ("trellis", 0), *others):
-        at = partial(_coded, subject, quantizer, group_size)
-        widths: Sequence[float] = TRELLIS_WIDTHS if quantizer == "trellis" else WIDTHS
+    scalar = (*GPTQ, *OTHERS) if limit in LIMITS.values() else GPTQ
+    for name, group_size in (*(SCALAR if subject.name == PUBLISHED else scalar), ("trellis", 0)):
+        at = partial(_coded, subject, name, group_size)
+        widths: Sequence[float] = TRELLIS_WIDTHS if name == "trellis" else WIDTHS
         fitting = [bits for bits in widths if at(bits).bits <= limit + 1e-9]
         if not fitting:
             if group_size == 0:
@@ -185,11 +202,11 @@ def candidates(subject: Subject, limit: float) -> Iterator[Callable[[], Quantize
             continue
         low = at(fitting[-1])
         yield partial(at, fitting[-1])
-        if quantizer in ("gptq", "trellis") and len(fitting) < len(widths) and limit - low.bits > 0.02:
+        if name in ("gptq", "trellis") and len(fitting) < len(widths) and limit - low.bits > 0.02:
             high = at(widths[len(fitting)])
             share = (limit - low.bits) / (high.bits - low.bits)
-            name = f"{low.name}, {share:.1%} of experts at {widths[len(fitting)]}"
-            yield partial(subject.mix, name, low, high, limit)
+            mixed = f"{low.name}, {share:.1%} of experts at {widths[len(fitting)]}"
+            yield partial(subject.mix, mixed, low, high, limit)
 
 
 def _coded(subject: Subject, quantizer: str, group_size: int, bits: float) -> Quantized:
@@ -200,20 +217,57 @@ def _coded(subject: Subject, quantizer: str, group_size: int, bits: float) -> Qu
     return subject.quantize("ours", name, partial(ours, quantizer, group_size, int(bits)))
 
 
+class Progress:
+    """The results of one subject, in a file of lines of JSON that another run with the same program goes on from."""
+
+    def __init__(self, subject: str, folder: Path = PROGRESS) -> None:
+        self.path = folder / f"{subject}.jsonl"
+        digest = sha256(repr((subject, SIZES, LIMITS)).encode())
+        for each in PROGRAM:
+            digest.update(each.read_bytes())
+        self._program = digest.hexdigest()
+
+    def results(self) -> dict[str, Result]:
+        """Returns the results by name; empties the file where another program has written it."""
+        lines = self.path.read_text(encoding="utf-8").splitlines() if self.path.exists() else []
+        if lines[:1] != [self._program]:
+            self.path.parent.mkdir(parents=True, exist_ok=True)
+            self.path.write_text(self._program + "\n", encoding="utf-8")
+            return {}
+        found = {}
+        for line in lines[1:]:
+            fields = json.loads(line)
+            judged = {
+                split: Likelihoods(*(np.array(each) for each in sums)) for split, sums in fields.pop("judged").items()
+            }
+            found[fields["name"]] = Result(**fields, judged=judged)
+        return found
+
+    def add(self, result: Result) -> None:
+        fields = vars(result) | {
+            "judged": {split: [each.tolist() for each in vars(sums).values()] for split, sums in result.judged.items()}
+        }
+        with self.path.open("a", encoding="utf-8") as file:
+            file.write(json.dumps(fields) + "\n")
+
+
 class Comparison:
     """All settings on one subject."""
 
     def __init__(self, name: str) -> None:
         self.subject = Subject(name)
-        self.results: dict[str, Result] = {}
+        self.progress = Progress(name)
+        self.results = self.progress.results()
         self.failures: list[str] = []
-        self.started = time.perf_counter()
+        self.started, self.before = time.perf_counter(), len(self.results)
 
     def run(self) -> None:
         with Apart() as apart:
             chosen = peers(self.subject, apart)
             expected = len(chosen) + 55
             for name, quantized in chosen.items():
+                if name in self.results:
+                    continue
                 try:
                     self._measure(quantized(), expected)
                 except Failure as failure:
@@ -228,14 +282,16 @@ class Comparison:
         if quantized.name in self.results:
             return
         result = self.results[quantized.name] = self.subject.measure(quantized)
-        left = (time.perf_counter() - self.started) / len(self.results) * (expected - len(self.results))
+        self.progress.add(result)
+        measured = len(self.results) - self.before
+        left = (time.perf_counter() - self.started) / measured * (expected - len(self.results))
         whole = {split: judged.nll for split, judged in self.subject.unquantized.items()}
         print(f"{summary(result, whole)}, about {left / 60:.0f} min left", file=sys.stderr, flush=True)
 
 
-def compare(name: str) -> tuple[dict[str, float], list[Result], list[str]]:
+def compare(name: str, threads: int) -> tuple[dict[str, float], list[Result], list[str]]:
     """Nats a token of one unquantized model, what all settings make of it, and which peers failed."""
-    torch.set_num_threads(1)
+    torch.set_num_threads(threads)
     torch.set_grad_enabled(False)
     import_peers()
     comparison = Comparison(name)
@@ -333,15 +389,16 @@ def summary(result: Result, whole: dict[str, float]) -> str:
 
 def gather(names: Sequence[str]) -> tuple[list[Row], list[Row], dict[str, str], list[str]]:
     """Figures, comparisons, which of ours was compared, what failed; two subjects at a time, each in a process."""
+    cores = len(os.sched_getaffinity(0))
 
     def alone(name: str) -> tuple[dict[str, float], list[Result], list[str]]:
         with Apart() as apart:
             try:
-                return apart.call(compare, name)
+                return apart.call(compare, name, max(1, cores // len(names)))
             except Failure as failure:
                 return {}, [], [f"{name}: {failure}"]
 
-    with ThreadPoolExecutor(min(len(names), len(os.sched_getaffinity(0)))) as pool:
+    with ThreadPoolExecutor(min(len(names), cores)) as pool:
         found = dict(zip(names, pool.map(alone, names), strict=True))
     rows: list[Row] = []
     aims: list[Row] = []
@@ -372,6 +429,8 @@ def main() -> None:
                 "failed": failures, "seconds": round(time.perf_counter() - started)}  # fmt: skip
     packages = ["hqq", "gguf", *([] if left_out else ["auto-round"])]
     path = write(f"quant_{PUBLISHED}" if published else "quant", context(settings, packages), [*rows, *aims])
+    for name in names:
+        Progress(name).path.unlink(missing_ok=True)
     print(table(aims))
     if left_out:
         print(f"left out: {left_out}", file=sys.stderr)

@@ -355,7 +355,7 @@ def logits_of(model: nn.Module, batch: Batch) -> tuple[Tensor, Tensor]:
 
 SPLITS = ("calibration", "heldout")
 SIZES = sized(
-    {"g2p": (1000, 800), "marks": (400, 200), "wiki": (64, 40), "wikids": (64, 40), "smollm2": (64, 40)},
+    {"g2p": (1000, 800), "marks": (400, 200), "wiki": (64, 40), "wikids": (64, 40), "smollm2": (64, 24)},
     {"wiki": (2, 2)},
 )
 """Samples or windows whose inputs the quantizers see, and others, of each split, that the loss is measured on."""

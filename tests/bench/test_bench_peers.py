@@ -32,6 +32,7 @@ from recipes.bench.quant import duels
 from recipes.bench.quantizers import (
     AUTOROUND_GROUP,
     FOLDER,
+    SPLITS,
     Apart,
     Failure,
     Ggml,
@@ -625,3 +626,19 @@ def test_without_a_gpu_it_says_so_and_ends_well(
     monkeypatch.setattr(sys, "argv", ["card"])
     assert card.main() == 0
     assert capsys.readouterr().out == "make check-gpu: there is no GPU with CUDA here, so nothing is checked\n"
+
+
+def test_a_comparison_goes_on_from_the_results_of_the_same_program(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sums = {split: Likelihoods(np.array([1.5, 2.0]), np.array([0.25, 0.5]), np.array([3.0, 4.0]))
+            for split in SPLITS}  # fmt: skip
+    result = Result("wiki", "peer", "Q4_K, no data", 4.5, 0.125, sums)
+    before = quant.Progress("wiki", tmp_path)
+    assert before.results() == {}
+    before.add(result)
+    (found,) = quant.Progress("wiki", tmp_path).results().values()
+    assert repr(found) == repr(result)
+    assert quant.Progress("g2p", tmp_path).results() == {}
+    monkeypatch.setattr(quant, "PROGRAM", quant.PROGRAM[1:])
+    assert quant.Progress("wiki", tmp_path).results() == {}, "of another program"
