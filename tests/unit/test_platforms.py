@@ -89,9 +89,10 @@ def test_a_run_without_a_part_of_the_system_writes_the_same(
 
 @pytest.mark.slow
 def test_a_conversion_without_any_of_them_makes_the_same_experts(tmp_path: Path) -> None:
+    """Maps with flags stay: torch itself needs them on Linux."""
     model = tiny_olmoe(tmp_path / "model")
     packs = []
-    for name, parts in (("all", list[str]()), ("none", [*OFF])):
+    for name, parts in (("all", list[str]()), ("none", [part for part in OFF if part != "maps with flags"])):
         packs.append(tmp_path / f"{name}.pack")
         work = ("--out", packs[-1], "--work", tmp_path / f"{name}.work")
         without(parts, "moeconv", "quantize", model, "--bits", 4, *work, home=tmp_path)
