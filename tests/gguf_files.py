@@ -32,12 +32,14 @@ ARCHS = {
     "kimi_linear": "KIMI_LINEAR", "step3p5": "STEP35", "deepseek_v4": "DEEPSEEK2",
     "cohere2_moe": "GLM4_MOE", "minimax_m3_vl": "MINIMAXM2", "bailing_hybrid": "KIMI_LINEAR",
     "glm5_next": "KIMI_LINEAR", "granite_swa": "GRANITE", "granitemoe_swa": "GRANITE_MOE",
+    "qwen4_exp_text": "QWEN35MOE", "mellum": "QWEN3MOE", "ministral3": "MISTRAL3",
 }  # fmt: skip
 """model_type → the architecture's name in the package."""
 NEWER = {
     "deepseek_v32": "deepseek32", "hy_v3": "hy_v3", "deepseek_v4": "deepseek4", "cohere2_moe": "cohere2moe",
     "minimax_m3_vl": "minimax-m3", "bailing_hybrid": "bailingmoe3", "glm5_next": "glm5-next",
     "granite_swa": "granite_swa", "granitemoe_swa": "granite_swa",
+    "qwen4_exp_text": "qwen4exp", "mellum": "mellum",
 }  # fmt: skip
 """model_type → the name of an architecture that the package lacks: its tensors have the names of the one in ARCHS, or
 those in OWN."""
@@ -70,6 +72,17 @@ OWN: Mapping[str, Mapping[str, str]] = {
             ("weights_proj.weight", "proj.weight"), ("wq_b.weight", "attn_q_b.weight"))},
         **{f"self_attn.indexer.index_kpool_compress_{each}": f"indexer_compressor_{each}.weight"
            for each in ("ape", "gate")},
+    },
+    "qwen4_exp_text": {
+        **{f"{module}.{name}.weight": f"{at}_{called}.weight"
+           for module, at in (("attn_hyper_connection", "hc_attn"), ("mlp_hyper_connection", "hc_ffn"),
+                              ("model.hyper_connection_mixer", "output_hc"))
+           for name, called in (("hc_norm", "norm"), ("input_mix_weight_down", "down"), ("input_mix_weight_up", "up"),
+                                ("block_inject_weight", "inject"))},
+        **{f"ple.{name}.weight": f"ple_{called}.weight" for name, called in (
+            ("key_proj", "key"), ("value_proj", "value"), ("conv1d", "conv1d"), ("norm_key", "norm_key"),
+            ("norm_query", "norm_query"), ("norm_conv", "norm_conv"))},
+        **{f"self_attn.indexer.{name}_layernorm.weight": f"indexer.{name}_norm.weight" for name in "qk"},
     },
     "granite_swa": {"self_attn.sinks": "attn_sinks.weight"},
     "granitemoe_swa": {
@@ -105,7 +118,7 @@ AS_LLAMA_CPP: Mapping[str, dict[str, Any]] = {
     "llama4_text": {"no_rope_layer_interval": 4, "attention_chunk_size": 8192, "floor_scale": 8192},
     "gemma3_text": {"sliding_window_pattern": 6, "query_pre_attn_scalar": 8, "num_hidden_layers": 7},
     "cohere2": {"sliding_window_pattern": 4, "num_hidden_layers": 5},
-    "glm5_next": {"linear_num_heads": 4},
+    "glm5_next": {"linear_num_heads": 4}, "qwen4_exp_text": {"ple_layer_ids": [1], "output_gate_type": "sigmoid"},
     **{name: {"layer_rope_theta": [0, 500.0, 500.0]} for name in ("granite_swa", "granitemoe_swa")},
     "cohere2_moe": {"expert_selection_fn": "sigmoid", "num_shared_experts": 2},
     "minimax_m3_vl": {"swiglu_limit": 7.0, "shared_intermediate_size": 20},
@@ -126,14 +139,17 @@ _ALWAYS_F32 = (
 
 
 def in_16_bits(folder: Path) -> None:
-    """Stores a checkpoint as files of llama.cpp have it: matrices in float16, all else in float32."""
+    """Stores a checkpoint as files of llama.cpp have it: matrices in float16, all else but whole numbers in float32."""
     config, tensors = _config(folder), load_file(folder / "model.safetensors")
     names = _names(config)
     wide = {
         name for name, tensor in tensors.items()
         if tensor.dim() < 2 or _mapped(names, name).endswith(_ALWAYS_F32) or _odd(name)
     }  # fmt: skip
-    kept = {name: tensor.float() if name in wide else tensor.half() for name, tensor in tensors.items()}
+    kept = {
+        name: tensor if not tensor.is_floating_point() else tensor.float() if name in wide else tensor.half()
+        for name, tensor in tensors.items()
+    }
     save_file(kept, folder / "model.safetensors", {"format": "pt"})
 
 
@@ -151,10 +167,11 @@ def write_gguf(
     config = _config(folder)
     known = gguf.MODEL_ARCH_NAMES[_arch(config)]
     writer = gguf.GGUFWriter(file, NEWER.get(config["model_type"], known))
-    tokens = json.loads((folder / "tokenizer.json").read_text())
-    for key, value in {**_metadata(config), **_tokenizer(tokens), **metadata}.items():
+    tokens, tensors = json.loads((folder / "tokenizer.json").read_text()), load_file(folder / "model.safetensors")
+    hashes = {f"ARCH.ple.{key}": tensors.pop(name).tolist() for name in [*tensors] if (key := _hash_of(name))}
+    for key, value in {**_metadata(config), **hashes, **_tokenizer(tokens), **metadata}.items():
         _add(writer, key.replace("ARCH", writer.arch), value)
-    for name, tensor in sorted(_stored(config, load_file(folder / "model.safetensors"))):
+    for name, tensor in sorted(_stored(config, tensors)):
         if name in more:
             continue
         array, wanted = tensor.contiguous().numpy(), None if kind is None else gguf.GGMLQuantizationType[kind]
@@ -183,8 +200,16 @@ def _add(writer: gguf.GGUFWriter, key: str, value: Any) -> None:
         writer.add_float32(key, value)
     elif isinstance(value, str):
         writer.add_string(key, value)
+    elif ".ple." in key and ".layers" not in key:
+        writer.add_key_value(key, value, gguf.GGUFValueType.ARRAY, gguf.GGUFValueType.UINT64)
     else:
         writer.add_array(key, value)
+
+
+def _hash_of(name: str) -> str | None:
+    """Returns the key of numbers that choose rows of tokens together; None for other tensors."""
+    found = re.search(r"\.ple_embedding\.(\w+)$", name)
+    return None if found is None else found[1].replace("ngram_heads", "head")
 
 
 def _config(folder: Path) -> Config:
@@ -269,6 +294,30 @@ def _deepseek4(c: Config) -> Config:
         "attention.indexer.head_count": c["index_n_heads"], "attention.indexer.key_length": c["index_head_dim"],
         "attention.indexer.top_k": c["index_topk"], "hyper_connection.count": c["hc_mult"],
         "hyper_connection.sinkhorn_iterations": c["hc_sinkhorn_iters"], "hyper_connection.epsilon": c["hc_eps"],
+    }  # fmt: skip
+
+
+def _windows(c: Config) -> Config:
+    return {
+        "attention.sliding_window": c["sliding_window"],
+        "attention.sliding_window_pattern": [kind == "sliding_attention" for kind in c["layer_types"]],
+        "rope.freq_base_swa": c["rope_parameters"]["sliding_attention"]["rope_theta"],
+    }  # fmt: skip
+
+
+def _qwen4(c: Config) -> Config:
+    heads = (c["ngram_size"] - 1) * c["heads_per_ngram"]
+    ratios = [c["indexer_compress_ratio"] * (kind == "indexed_attention") for kind in c["layer_types"]]
+    return {
+        **_qwen(c), **_delta(c), "hyper_connection.count": c["hc_count"], "hyper_connection.low_rank": c["hc_lowrank"],
+        "attention.indexer.head_count": c["indexer_n_heads"], "attention.indexer.key_length": c["indexer_head_dim"],
+        "attention.indexer.top_k": c["indexer_budget"], "attention.compress_ratios": ratios,
+        **({} if not c["ple_layer_ids"] else {
+            "ple.layers": [at - 1 for at in c["ple_layer_ids"]], "ple.ngram_size": c["ngram_size"],
+            "ple.heads_per_ngram": c["heads_per_ngram"], "ple.conv_kernel": c["ple_conv_kernel_size"],
+            "ple.eos_token_id": c["eos_token_id"],
+            "embedding_length_per_layer_input": (c["ple_embed_dim"] or c["hidden_size"]) // heads,
+        }),
     }  # fmt: skip
 
 
@@ -475,6 +524,7 @@ _OF_FAMILY: Mapping[str, Callable[[Config], Config]] = {
     "qwen2_moe": _qwen, "qwen3_moe": _qwen,
     "qwen3_vl_moe": lambda c: {**_qwen(c), **_sees(c)}, "qwen3_vl": _sees,
     "qwen3_next": lambda c: {**_qwen(c), **_delta(c)}, "qwen3_5_moe_text": lambda c: {**_qwen(c), **_delta(c)},
+    "qwen4_exp_text": _qwen4,
     "qwen3_5_text": _delta,
     "gpt_oss": lambda c: {"attention.sliding_window": c["sliding_window"],
                           "expert_feed_forward_length": c["intermediate_size"]},
@@ -507,9 +557,11 @@ _OF_FAMILY: Mapping[str, Callable[[Config], Config]] = {
                               "final_logit_softcapping": c["final_logit_softcapping"]},
     "cohere2": lambda c: {"attention.layer_norm_rms_epsilon": None, "attention.layer_norm_epsilon": c["layer_norm_eps"],
                           "attention.sliding_window": c["sliding_window"], "logit_scale": c["logit_scale"]},
-    "olmo3": lambda c: {"attention.sliding_window": c["sliding_window"],
-                        "attention.sliding_window_pattern": [k == "sliding_attention" for k in c["layer_types"]],
-                        "rope.freq_base_swa": c["rope_parameters"]["sliding_attention"]["rope_theta"]},
+    "ministral3": lambda c: {
+        "rope.scaling.yarn_log_multiplier": c["rope_parameters"]["mscale_all_dim"],
+        "attention.temperature_scale": c["rope_parameters"]["llama_4_scaling_beta"],
+    },
+    "olmo3": _windows, "mellum": lambda c: {**_qwen(c), **_windows(c)},
     "granitemoe": _granite, "granitemoeshared": _granite,
     "granitemoehybrid": lambda c: {
         **_granite(c), **_mamba2(c, *(f"mamba_{n}" for n in ("n_heads", "d_head", "d_state", "n_groups", "d_conv"))),
@@ -532,8 +584,8 @@ _OF_FAMILY: Mapping[str, Callable[[Config], Config]] = {
 # Tensors: the converter's modify_tensors.
 
 _PERMUTED = (
-    "mixtral", "llama", "smollm3", "granitemoe", "granitemoeshared", "granitemoehybrid", "nemotron_h", "granite_swa",
-    "granitemoe_swa",
+    "mixtral", "llama", "ministral3", "smollm3", "granitemoe", "granitemoeshared", "granitemoehybrid", "nemotron_h",
+    "granite_swa", "granitemoe_swa",
 )  # fmt: skip
 _PARTS = {"gate_proj": "gate", "up_proj": "up", "down_proj": "down", "w1": "gate", "w3": "up", "w2": "down"}
 
@@ -555,7 +607,13 @@ def _mapped(names: gguf.TensorNameMap, name: str) -> str:
 
 def _stored(config: Config, tensors: Tensors) -> Iterator[tuple[str, Tensor]]:
     names, kind, experts = _names(config), config["model_type"], dict[str, dict[int, Tensor]]()
+    pieces = [name for name in tensors if ".shard_" in name]
+    if pieces:
+        ordered = sorted(pieces, key=lambda name: int(name.split(".")[-2].removeprefix("shard_")))
+        yield "per_layer_token_embd.weight", torch.cat([tensors[name] for name in ordered])
     for name, tensor in tensors.items():
+        if name in pieces:
+            continue
         if re.match(r"(model\.)?(vis|vit_|mm_projector|multi_modal_projector|patch_merge_mlp)", name):
             continue
         layer = re.search(r"layers\.(\d+)\.", name)
@@ -572,6 +630,10 @@ def _stored(config: Config, tensors: Tensors) -> Iterator[tuple[str, Tensor]]:
             keys, values = tensor.unflatten(0, (-1, nope + v)).split((nope, v), 1)
             yield f"{at}attn_k_b.weight", keys.transpose(1, 2)
             yield f"{at}attn_v_b.weight", values
+        elif name.endswith("index_qk_proj.weight"):
+            keys = config["indexer_head_dim"]
+            yield f"{at}indexer.q_proj.weight", tensor[:-keys]
+            yield f"{at}indexer.k_proj.weight", tensor[-keys:]
         elif name.endswith("router.scale"):
             yield f"{at}ffn_gate_inp.scale", tensor
         elif name.endswith("per_expert_scale"):
@@ -623,7 +685,7 @@ def _apart(config: Config, at: str, tensor: Tensor) -> Iterator[tuple[str, Tenso
 
 def _changed(config: Config, name: str, tensor: Tensor) -> Tensor:
     kind = config["model_type"]
-    if kind.startswith("qwen3_5") and ".linear_attn." in name:
+    if kind.startswith(("qwen3_5", "qwen4")) and ".linear_attn." in name:
         tensor = _tiled(config, name, tensor)
     if kind in _PERMUTED and (found := re.search(r"\.([qk])_proj\.(weight|bias)$", name)):
         heads = config["num_attention_heads" if found[1] == "q" else "num_key_value_heads"]
@@ -646,8 +708,9 @@ def _changed(config: Config, name: str, tensor: Tensor) -> Tensor:
         "gemma3_text",
         "step3p5",
         "minimax_m3_vl",
+        "qwen4_exp_text",
     )  # norms, which a file has as they are
-    if kind in less_one and "norm.weight" in name and "linear_attn" not in name:
+    if kind in less_one and re.search(r"norm(_key|_query|_conv)?\.weight", name) and "linear_attn" not in name:
         return tensor + 1
     return tensor
 

@@ -60,6 +60,10 @@ class Tensors(Protocol):
         """Returns one tensor, or one index of its first dimension, in its own dtype. Raises CheckpointError."""
         ...
 
+    def pieces(self, name: str) -> Iterator[torch.Tensor]:
+        """Yields the rows of a table that stays on the drive, in pieces that fit in memory. Raises CheckpointError."""
+        yield self.fetch(name)
+
     def parts(self, name: str) -> list[str]:
         """Returns the names of the stored tensors that a tensor is made of."""
         return [name]

@@ -6,7 +6,7 @@ import json
 import subprocess
 import sys
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from concurrent.futures import Executor, Future, ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from concurrent.futures import TimeoutError as FoundLate
 from importlib.util import find_spec
 from pathlib import Path
@@ -97,8 +97,7 @@ class Matchers:
     def __init__(self, tokenizer: Callable[[], Tokenizer], vocab_size: int, ends: Collection[int]) -> None:
         """`vocab_size`: of the model; `ends`: its end tokens."""
         self._tokenizer, self._vocab_size, self._ends = tokenizer, vocab_size, frozenset(ends)
-        self._arranged: LLTokenizer | None = None
-        self._threads = ThreadPoolExecutor(_THREADS, "moert-grammar")
+        self._steps: Steps | None = None
 
     def of(self, grammar: Grammar, room: Room) -> TokenMatcher:
         """Returns the matcher of a grammar at its beginning. `room`: makes room for the arranged vocabulary.
@@ -107,17 +106,17 @@ class Matchers:
         TokenizerMissing or BudgetTooSmall.
         """
         _check_installed(grammar)
-        if self._arranged is None:
+        if self._steps is None:
             tokenizer = self._tokenizer()
             with room(_TOKEN_BYTES * self._vocab_size, _PURPOSE):
-                self._arranged = self._arranged or self._vocabulary(grammar, tokenizer)
-        arranged, source = self._arranged, _source(grammar)
+                self._steps = self._steps or Steps(self._vocabulary(grammar, tokenizer))
+        steps, source = self._steps, _source(grammar)
 
         def begun() -> TokenMatcher:
             from llguidance import LLMatcher
 
-            matcher = LLMatcher(arranged, source, log_level=0, limits=_limits())
-            return TokenMatcher(matcher, arranged, self._vocab_size, self._threads)
+            matcher = LLMatcher(steps.arranged, source, log_level=0, limits=_limits())
+            return TokenMatcher(matcher, self._vocab_size, steps)
 
         made = _within_time(grammar, begun)
         if made.error:
@@ -139,11 +138,27 @@ class Matchers:
         return made
 
 
-class TokenMatcher:
-    """The place of one answer in its grammar, which goes on in one of `threads`. A copy goes on by itself."""
+class Steps:
+    """Threads in which answers go on in their grammars, by the tokens of the `arranged` vocabulary."""
 
-    def __init__(self, matcher: LLMatcher, arranged: LLTokenizer, vocab_size: int, threads: Executor) -> None:
-        self._matcher, self._arranged, self._vocab_size, self._threads = matcher, arranged, vocab_size, threads
+    def __init__(self, arranged: LLTokenizer) -> None:
+        from llguidance import LLExecutor, LLMatcher
+
+        self.arranged, self.threads = arranged, ThreadPoolExecutor(_THREADS, "moert-grammar")
+        self._together, self._ended = LLExecutor(_THREADS), LLMatcher(arranged, "", log_level=0)
+
+    def consume(self, matcher: LLMatcher, token: int) -> bool:
+        """Goes on by a token, and returns whether that could be. One matcher alone would hold Python's lock meanwhile,
+        so a second one that has ended comes along."""
+        pair = [(matcher, token), (self._ended.deep_copy(), self.arranged.eos_token)]
+        return self._together.consume_token_par(pair)[0]
+
+
+class TokenMatcher:
+    """The place of one answer in its grammar, which goes on by `steps`. A copy goes on by itself."""
+
+    def __init__(self, matcher: LLMatcher, vocab_size: int, steps: Steps) -> None:
+        self._matcher, self._vocab_size, self._steps = matcher, vocab_size, steps
         self._coming: Future[None] | None = None
         self._error = ""
         self._look()
@@ -188,15 +203,15 @@ class TokenMatcher:
 
     def take_text(self, text: str) -> None:
         """Goes on by a text; where the grammar does not allow it, no token is allowed any more."""
-        self._go_on(self._arranged.greedy_tokenize(text))
+        self._go_on(self._steps.arranged.greedy_tokenize(text))
 
     def _go_on(self, tokens: Sequence[int]) -> None:
         self.ready()
-        self._coming = self._threads.submit(self._consume, tokens)
+        self._coming = self._steps.threads.submit(self._consume, tokens)
 
     def _consume(self, tokens: Sequence[int]) -> None:
         try:
-            if not unbroken(lambda: self._matcher.consume_tokens(list(tokens))):
+            if not unbroken(lambda: all(self._steps.consume(self._matcher, token) for token in tokens)):
                 self._error = _in_line(self._matcher.get_error()) or "the text goes another way"
         except Broken as error:
             self._error = str(error)
@@ -216,8 +231,8 @@ class TokenMatcher:
         found = np.unpackbits(np.frombuffer(bits, np.uint8), count=self._vocab_size, bitorder="little")
         self._allowed = found.view(np.bool_)
         self._accepting = self._matcher.is_accepting()
-        if self._arranged.eos_token < self._vocab_size:
-            self._allowed[self._arranged.eos_token] = False
+        if (end := self._steps.arranged.eos_token) < self._vocab_size:
+            self._allowed[end] = False
         if np.count_nonzero(self._allowed) == 1:  # it names a token even where none is allowed
             alone = int(self._allowed.argmax())
             self._allowed[alone] = self._matcher.validate_tokens([alone]) == 1

@@ -70,6 +70,7 @@ class Prefixes:
         if state is None or not length or not state.cut(length):
             return
         entry = _Entry(array("i", ids[:length]), state)
+        entry = next((each for each in self._entries if _covers(each, entry)), entry)
         self._entries = [each for each in self._entries if not _covers(entry, each)]
         self._entries.append(entry)
         self._use(entry)
@@ -110,7 +111,7 @@ class Prefixes:
         entry.used = self._clock
 
 
-def _covers(new: _Entry, old: _Entry) -> bool:
-    """Returns whether all that the old state has can be had of the new one."""
-    length = len(old.ids)
-    return length <= len(new.ids) and new.ids[:length] == old.ids and new.state.reach(length) == length
+def _covers(one: _Entry, other: _Entry) -> bool:
+    """Returns whether all that the other state has can be had of the one."""
+    length = len(other.ids)
+    return length <= len(one.ids) and one.ids[:length] == other.ids and one.state.reach(length) == length

@@ -5,11 +5,13 @@ from __future__ import annotations
 
 import json
 import random
+import re
 from collections.abc import Hashable, Iterator
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pytest
 import torch
 from packs import Tiny, greedy, open_model, pack_of, reference_greedy
 from tiny import (
@@ -64,15 +66,23 @@ def test_logits_and_greedy_tokens_equal_those_of_transformers(tiny: Tiny, family
     assert [greedy(model, ids, MAX_NEW) for ids in asked] == written
 
 
-def test_a_text_model_may_be_of_another_family(tmp_path: Path) -> None:
-    """Cohere2 inside a model that sees, where another has Cohere2 with experts."""
-    path, (seeing, _) = TINY["cohere2"][0](tmp_path / "hf"), TINY["cohere2_vision"]
+@pytest.mark.parametrize(("inside", "outside", "renamed"), [
+    ("cohere2", "cohere2_vision", {"model.": "model.language_model."}),
+    ("mistral", "mistral3", {"model.": "language_model.model.", "lm_head": "language_model.lm_head"}),
+    ("ministral3", "mistral3", {"model.": "language_model.model.", "lm_head": "language_model.lm_head"}),
+])  # fmt: skip
+def test_a_text_model_may_be_of_another_family(
+    inside: str, outside: str, renamed: dict[str, str], tmp_path: Path
+) -> None:  # fmt: skip
+    """A text model without experts inside a model that sees, where another has one with experts."""
+    path, (seeing, _) = TINY[inside][0](tmp_path / "hf"), TINY[outside]
     text, whole = reconfigure(path), reconfigure(seeing(tmp_path / "seeing"))
     whole["text_config"] = text
     (path / "config.json").write_text(json.dumps(whole))
-    rewrite(path, lambda found: {name.replace("model.", "model.language_model."): each for name, each in found.items()})
+    named = re.compile("^(" + "|".join(map(re.escape, renamed)) + ")")
+    rewrite(path, lambda found: {named.sub(lambda at: renamed[at[0]], name): each for name, each in found.items()})
     model, _ = open_model(pack_of(path, tmp_path / "model.pack"), opaque(WideKeys()))
-    assert model.spec.family == "cohere2_vision"
+    assert model.spec.family == outside
     ids = _prompts(random.Random(1))[5]
     found, expected = _all_logits(model, transformers_model(path), ids, [])
     np.testing.assert_allclose(found, expected, atol=1e-4, rtol=1e-4)

@@ -15,7 +15,7 @@ ROOT = Path(__file__).resolve().parents[2]
 TARGETS = re.findall(r"^([a-z-]+):.*##", (ROOT / "Makefile").read_text(encoding="utf-8"), re.MULTILINE)
 DATA = {path.stem for path in (ROOT / "calib_data").glob("*.toml")}
 MADE_BY = {"recipes/demo.py": {"build/data/g2p", "build/data/wiki", "build/demo"}}
-OWN = ("build/bench", "build/report", "build/smoke", "build/talk", "build/train", "build/wheels")
+OWN = ("build/bench", "build/quant", "build/report", "build/smoke", "build/talk", "build/train", "build/wheels")
 """What programs make themselves."""
 
 

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import gc
 import http.client
 import json
 import socket
 import time
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -135,6 +137,23 @@ def test_who_leaves_ends_the_answer(server: Running) -> None:
         next(pieces)
         assert worker.unfinished == 1
     until(lambda: worker.unfinished == 0)
+
+
+def test_nothing_is_left_of_those_who_leave(server: Running, client: httpx.Client) -> None:
+    (worker,) = server.host.there.values()
+    body = {"prompt": "who leaves", "max_tokens": 300, "temperature": 0.8, "seed": 5}
+
+    def objects_after(leaving: int) -> Counter[str]:
+        for _ in range(leaving):
+            with client.stream("POST", "/v1/completions", json={**body, "stream": True}) as answer:
+                next(answer.iter_bytes())
+        until(lambda: worker.unfinished == 0 and worker._open is None)
+        gc.collect()
+        found = Counter(f"{type(each).__module__}.{type(each).__name__}" for each in gc.get_objects())
+        return Counter({name: count for name, count in found.items() if name.startswith(("moert.", "starlette."))})
+
+    client.post("/v1/completions", json=body)  # all that any of them can read
+    assert objects_after(5) == objects_after(20)
 
 
 def test_who_leaves_before_the_answer_ends_it_too(server: Running) -> None:

@@ -35,6 +35,7 @@ _OF_LAYERS = {"layer_group_size", "first_k_dense_replace"}
 RESTING: dict[str, set[str]] = {
     "qwen3_moe": {"intermediate_size", "sliding_window", "use_sliding_window", "max_window_layers"},
     "qwen2_moe": {"intermediate_size", "sliding_window", "max_window_layers"},
+    "mellum": {"intermediate_size"},
     "qwen2": {"sliding_window", "max_window_layers"},
     "qwen3": {"sliding_window", "max_window_layers"},
     "phi3": {"original_max_position_embeddings"},

@@ -30,7 +30,7 @@ from moeconv.progress import unseen
 from moeconv.quantizers import QUANTIZERS
 from moeconv.quantizers.coder import ExpertCoder
 from moeconv.sentencepiece import Piece
-from moeconv.source.archs.deepseek import INDEXERS_LEFT_OUT
+from moeconv.source.archs.deepseek import INDEXERS_LEFT_OUT, MORE_PREDICTED
 from moeconv.source.checkpoint import Checkpoint
 from moeconv.source.gguf.tokenizer import CUTS, KEY
 from moeconv.source.outline import CheckpointError
@@ -119,6 +119,12 @@ VARIANTS = [
     ("granitemoe_swa", "biases"),
     ("deepseek_v4", "yarn"),
     ("deepseek_v4", "no pools"),
+    ("mellum", "yarn"),
+    ("mellum", "biases"),
+    ("mellum", "no windows"),
+    ("qwen4_exp_text", "no tokens together"),
+    ("qwen4_exp_text", "four together"),
+    ("qwen4_exp_text", "some of a head turns"),
 ]
 
 
@@ -147,6 +153,12 @@ def test_a_variant_has_the_settings_of_its_safetensors(family: str, variant: str
 def test_settings_that_no_deepseek_v4_has_are_refused(key: str, value: Any, words: str, tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match=words):
         Checkpoint.open(file_of("deepseek_v4", tmp_path / "m", **{f"ARCH.{key}": value}))
+
+
+def test_a_mistral3_file_without_sharper_queries_is_mistral(tmp_path: Path) -> None:
+    file = file_of("ministral3", tmp_path / "m", **{"ARCH.attention.temperature_scale": None})
+    spec = Checkpoint.open(file).spec
+    assert (spec.family, spec.max_positions) == ("mistral", 512)
 
 
 def test_positions_of_llama3_in_half_of_each_head(tmp_path: Path) -> None:
@@ -179,15 +191,10 @@ def test_windows_by_their_distance(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "family", ["mixtral", "qwen2_moe", "qwen3_vl_moe", "gpt_oss", "phi3", "smollm3", "kimi_linear"]
+    "family", ["mixtral", "qwen2_moe", "qwen3_vl_moe", "gpt_oss", "phi3", "smollm3", "kimi_linear", "qwen4_exp_text"]
 )
 def test_transformers_computes_the_same(family: str, tmp_path: Path) -> None:
-    tiny_of(family)(tmp_path / "m")
-    file = (
-        write_gguf(tmp_path / "m", tmp_path / "m.gguf", **{"tokenizer.ggml.pre": "gpt-2"})
-        if in_16_bits(tmp_path / "m") is None
-        else tmp_path
-    )
+    file = file_of(family, tmp_path / "m")
     ids = torch.tensor([[5, 9, 12, 30, 2, 7]])
     with torch.inference_mode():
         ours, theirs = (Checkpoint.open(each).model(torch.float32)(ids).logits for each in (file, tmp_path / "m"))
@@ -545,6 +552,14 @@ WRONG = [
     ("step3p5", {"ARCH.swiglu_clamp_exp": [0.5, 0.5]}, "should have 4 values"),
     ("step3p5", {"ARCH.expert_weights_norm": False}, "sets norm_expert_weight False"),
     ("step3p5", {"ARCH.attention.head_count": [4, 8, 8, 4]}, "has the shape"),
+    ("qwen4_exp_text", {"ARCH.ple.layers": [0, 2]}, "names several layers"),
+    ("qwen4_exp_text", {"ARCH.ple.eos_token_id": None}, "has no qwen4exp.ple.eos_token_id"),
+    ("qwen4_exp_text", {"ARCH.ple.layer_multipliers": [3, 5, 7]}, "layer_multipliers of its metadata has other"),
+    ("qwen4_exp_text", {"ARCH.ple.head_vocab_sizes": [53, 59, 61, 71]}, "head_vocab_sizes of its metadata has other"),
+    ("qwen4_exp_text", {"ARCH.ple.head_offsets": None}, "head_offsets of its metadata has other numbers"),
+    ("qwen4_exp_text", {"ARCH.ple.heads_per_ngram": 1 << 20}, "can be packed"),
+    ("qwen4_exp_text", {"ARCH.ple.head_vocab_sizes": None}, "ngram_vocab_size_base 0"),
+    ("qwen4_exp_text", {"ARCH.embedding_length_per_layer_input": 5}, "has the shape"),
 ]  # fmt: skip
 
 
@@ -554,6 +569,27 @@ def test_refusals_of_architectures(family: str, changes: dict[str, Any], words: 
     with pytest.raises(ConversionError, match=words) as error:
         Checkpoint.open(file)
     assert "\n" not in str(error.value)
+
+
+def test_a_table_is_read_in_pieces(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    file = file_of("qwen4_exp_text", tmp_path / "m")
+    monkeypatch.setattr("moeconv.source.gguf.tensors._MOST_AT_ONCE", 100 * 6)  # of 240 rows of 6 numbers
+    ours, theirs, name = Checkpoint.open(file), Checkpoint.open(tmp_path / "m"), "decoder.0.ngrams.table"
+    pieces = [*ours.table(name)]
+    assert [len(each) for each in pieces] == [100, 100, 40]
+    assert torch.equal(torch.cat(pieces), torch.cat([*theirs.table(name)]))
+    numbers = torch.tensor([0, 99, 100, 239])
+    assert torch.equal(ours.rows(name, numbers), theirs.rows(name, numbers))
+
+
+def test_a_layer_behind_the_last_one_is_left_out_with_a_note(tmp_path: Path) -> None:
+    file_of("qwen4_exp_text", tmp_path / "m")
+    more = {"blk.3.nextn.eh_proj.weight": np.ones((24, 48), np.float16), "blk.3.hc_attn_norm.weight": np.ones(72, "f4")}
+    said = {"block_count": 4, "nextn_predict_layers": 1, "attention.compress_ratios": [0, 8, 0, 0]}
+    keys = {f"ARCH.{name}": value for name, value in said.items()}
+    found = Checkpoint.open(write_gguf(tmp_path / "m", tmp_path / "m.gguf", more=more, **keys))
+    assert len(found.spec.decoder) == 3
+    assert sum(MORE_PREDICTED in note for note in found.notes) == 1
 
 
 def test_indexers_are_left_out_with_a_note(tmp_path: Path) -> None:
@@ -570,9 +606,10 @@ def test_unknown_architectures_and_types_are_refused_by_name(mixtral: Path, tmp_
     file.write_bytes(body.replace(b"llama", b"lamma"))
     with pytest.raises(CheckpointError, match="the architecture 'lamma' is not supported; supported: llama, qwen2"):
         Checkpoint.open(file)
-    write_gguf(mixtral, file, None, None, **{"general.architecture": "kimi-k3"})
-    with pytest.raises(CheckpointError, match="'kimi-k3' is not supported: transformers lacks it"):
-        Checkpoint.open(file)
+    for name, why in (("kimi-k3", "transformers lacks it"), ("longcat-flash", "llama.cpp has not settled the layout")):
+        write_gguf(mixtral, file, None, None, **{"general.architecture": name})
+        with pytest.raises(CheckpointError, match=f"'{name}' is not supported: {why}"):
+            Checkpoint.open(file)
 
 
 def test_a_missing_file_is_said(tmp_path: Path) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import sys
 import threading
 from collections.abc import Iterator, Mapping
 from contextlib import nullcontext
@@ -204,6 +205,24 @@ def test_a_grammar_in_which_nothing_can_come_next(bytes_engine: Engine, monkeypa
     monkeypatch.setattr(grammars.TokenMatcher, "take", lambda self, token: self.take_text("?"))
     answer = bytes_engine.generate("ab", grammar="start: /xy/")
     assert (answer.stop_reason, answer.text) == ("grammar", "x")
+
+
+def test_others_run_while_an_answer_goes_on_in_its_grammar(bytes_engine: Engine) -> None:
+    """Python takes its lock away from nobody here, so that another thread runs only where a step gives it up."""
+    ambiguous = Grammar("lark", 'start: a\na: a a | "a"')
+    matcher = bytes_engine.matcher(ambiguous, lambda nbytes, purpose: nullcontext())
+    token, begin, ran, interval = int(matcher.allowed.argmax()), threading.Event(), list[int](), sys.getswitchinterval()
+    other = threading.Thread(target=lambda: ran.append(begin.wait(60)))
+    other.start()
+    sys.setswitchinterval(1000)
+    try:
+        begin.set()
+        steps = sum(not ran and matcher._steps.consume(matcher._matcher, token) for _ in range(400))
+        found = bool(ran)
+    finally:
+        sys.setswitchinterval(interval)
+        other.join()
+    assert found, f"{steps} steps gave nobody else a turn"
 
 
 # What is refused ------------------------------------------------------------------------------------------------------

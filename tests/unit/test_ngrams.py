@@ -20,7 +20,7 @@ from transformers.models.qwen4_exp.modeling_qwen4_exp import (
 )
 
 from moeconv.packing.packed import check_backbone
-from moeconv.source.archs.qwen4 import _multipliers, _primes
+from moeconv.source.archs.qwen4 import _primes, multipliers_of
 from moeconv.source.checkpoint import Checkpoint
 from moeconv.source.outline import CheckpointError
 from moeconv.writer import add_to_pack
@@ -187,7 +187,7 @@ def test_rows_are_those_of_transformers(n: int, seed: int, layer: int) -> None:
     theirs = Qwen4ExpTextNGramEmbedding(config, (n - 1) * 2, 0, layer)
     heads, primes = (n - 1) * 2, _primes(50)
     sizes = [[next(primes) for _ in range(heads)] for _ in range(layer + 1)][layer]
-    multipliers = _multipliers(96, n, seed + 10007 * layer)
+    multipliers = multipliers_of(96, n, seed + 10007 * layer)
     assert theirs.layer_multipliers.tolist() == [*multipliers]
     assert theirs.head_vocab_sizes == sizes
     with torch.no_grad():

@@ -76,6 +76,20 @@ def test_shared_beginnings_are_in_memory_once(engines: dict[str, Engine]) -> Non
     assert kept.held_bytes < 3 * alone
 
 
+def test_a_state_that_another_covers_is_not_kept(engines: dict[str, Engine]) -> None:
+    engine = engines["decoder"] if "decoder" in engines else engines[KINDS[0]]
+    kept, begin = Prefixes(), [3 + at % 11 for at in range(70)]
+    whole = ask(engine, begin, kept)
+    alone = kept.held_bytes
+    for length in (50, 60, 70):  # their answers are left behind the first token
+        ids = Continued([*begin, *whole.tokens][:length], engine.text.detokenizer(), kept)
+        with engine.session() as session:
+            session.add(ids, max_new_tokens=NEW, ignore_eos=True)
+            session.turn()
+    assert (len(kept), kept.held_bytes) == (1, alone)
+    assert ask(engine, [*begin, *whole.tokens], kept).kept_tokens == len(begin) + NEW - 1
+
+
 def test_the_one_used_longest_ago_leaves(engines: dict[str, Engine]) -> None:
     engine = engines["decoder"] if "decoder" in engines else engines[KINDS[0]]
     kept = Prefixes()

@@ -23,7 +23,19 @@ from moeconv.source.archs.deepseek import (
     SolarOpen,
 )
 from moeconv.source.archs.deepseek_v4 import DeepseekV4
-from moeconv.source.archs.dense import Gemma3, Gemma3Text, Llama, Mistral, Olmo2, Olmo3, Phi3, Qwen2, Qwen3, SmolLM3
+from moeconv.source.archs.dense import (
+    Gemma3,
+    Gemma3Text,
+    Llama,
+    Ministral3,
+    Mistral,
+    Olmo2,
+    Olmo3,
+    Phi3,
+    Qwen2,
+    Qwen3,
+    SmolLM3,
+)
 from moeconv.source.archs.description import Description
 from moeconv.source.archs.family import Family
 from moeconv.source.archs.gemma4 import Gemma4, Gemma4Text
@@ -35,6 +47,7 @@ from moeconv.source.archs.kda import BailingHybrid, Glm5Next, KimiLinear
 from moeconv.source.archs.llama4 import Llama4, Llama4Text
 from moeconv.source.archs.longcat import LongcatFlash
 from moeconv.source.archs.mimo import MiMoV2Flash
+from moeconv.source.archs.mistral3 import Mistral3
 from moeconv.source.archs.nllb_moe import NllbMoe
 from moeconv.source.archs.opt import Opt
 from moeconv.source.archs.plain import (
@@ -50,6 +63,7 @@ from moeconv.source.archs.plain import (
     Phimoe,
 )
 from moeconv.source.archs.qwen import (
+    Mellum,
     Qwen2Moe,
     Qwen3Moe,
     Qwen3Next,
@@ -78,7 +92,7 @@ FAMILIES: Mapping[str, Family] = {
         SolarOpen(), HyV3(), Afmoe(), Ernie45VlMoe(), Cohere2Vision(), Step3p5(), Step3p7(), Glm4vMoe(),
         DeepseekV32(), GlmMoeDsa(), MiMoV2Flash(), MiniMaxM3Vl(), Cohere2(), Cohere2Moe(),
         Qwen3Vl(), Qwen35(), Qwen35Text(), KimiLinear(), BailingHybrid(), Glm5Next(), LongcatFlash(),
-        GraniteMoeSwa(), GraniteSwa(), DeepseekV4(), Qwen4Exp(), Qwen4ExpText(),
+        GraniteMoeSwa(), GraniteSwa(), DeepseekV4(), Qwen4Exp(), Qwen4ExpText(), Mellum(), Ministral3(), Mistral3(),
     )
 }  # fmt: skip
 """model_type of config.json → its family."""

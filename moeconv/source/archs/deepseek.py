@@ -234,12 +234,21 @@ class Mistral4(DeepseekV3):
         return [config.rope(config.parsed.head_dim, partial=True, kinds=("yarn",))]  # others fail in transformers
 
     def describe(self, config: Config, tokens: Tokens) -> Description:
-        config.without_effect_on_text("llama_4_scaling_beta", "max_position_embeddings")
-        described, said = super().describe(config, tokens), config.rope_parameters()
-        number_of("llama_4_scaling_beta", config.get("rope_parameters").get("llama_4_scaling_beta"))
-        short = count_of("original_max_position_embeddings", said.get("original_max_position_embeddings"))
-        note = f"texts are at most {short} tokens long: queries further on look more sharply, which a pack can't say"
-        return limited(described, short, note)
+        config.without_effect_on_text(*SHARPER)
+        return before_sharper(config, super().describe(config, tokens))
+
+
+SHARPER = ("llama_4_scaling_beta", "max_position_embeddings")
+"""Parameters of positions that only queries behind the positions of a first training follow."""
+
+
+def before_sharper(config: Config, described: Description) -> Description:
+    """Returns the description for texts that end where queries begin to look more sharply. Raises UnsupportedModel."""
+    said = config.rope_parameters()
+    number_of("llama_4_scaling_beta", config.get("rope_parameters").get("llama_4_scaling_beta"))
+    short = count_of("original_max_position_embeddings", said.get("original_max_position_embeddings"))
+    note = f"texts are at most {short} tokens long: queries further on look more sharply, which a pack can't say"
+    return limited(described, short, note)
 
 
 OF_INDEXERS = (

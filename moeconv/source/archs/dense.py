@@ -7,6 +7,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from moeconv.source.archs.config import Config
+from moeconv.source.archs.deepseek import SHARPER, before_sharper
 from moeconv.source.archs.description import Description, Names, Place, Source, decoder, in_one, limited, named, rows
 from moeconv.source.archs.family import Family
 from moeconv.source.archs.plain import NORMS_BEHIND
@@ -96,17 +97,17 @@ def _in_all_layers(config: Config, attention: Attention) -> Sequence[Attention]:
     return [attention] * config.count("num_hidden_layers")
 
 
-def _by_kind(config: Config, attention: Attention) -> list[Attention]:
-    """Returns the attention of each layer with its window, turned by the rope of its kind (see `_kinds`). Raises
+def by_kind(config: Config, attention: Attention) -> list[Attention]:
+    """Returns the attention of each layer with its window, turned by the rope of its kind (see `kinds_of`). Raises
     UnsupportedModel."""
-    kinds, windows = _kinds(config), config.windows()
+    kinds, windows = kinds_of(config), config.windows()
     return [
         replace(attention, window=window, rope=kinds.index(kind))
         for window, kind in zip(windows, config.get("layer_types"), strict=True)
     ]
 
 
-def _kinds(config: Config) -> list[str]:
+def kinds_of(config: Config) -> list[str]:
     """Returns the kinds of layers in layer_types, each of which has a rope of its own, in that order."""
     return list(dict.fromkeys(config.get("layer_types")))
 
@@ -132,6 +133,21 @@ class Mistral(Dense):
 
     def attentions(self, config: Config) -> Sequence[Attention]:
         return _in_all_layers(config, config.attention(window=config.get("sliding_window")))
+
+
+class Ministral3(Mistral):
+    """Ministral 3: as Mistral, with yarn. Queries look more sharply from the positions on that a first training had, so
+    that the texts of a pack end there."""
+
+    model_type = "ministral3"
+    model_class = "Ministral3ForCausalLM"
+
+    def ropes(self, config: Config, dim: int) -> list[tuple[Rope, F32]]:
+        return [config.rope(dim, kinds=("yarn",))]  # others fail in transformers
+
+    def describe(self, config: Config, tokens: Tokens) -> Description:
+        config.without_effect_on_text(*SHARPER)
+        return before_sharper(config, super().describe(config, tokens))
 
 
 class Qwen2(Dense):
@@ -197,10 +213,10 @@ class Olmo3(Olmo2):
     model_class = "Olmo3ForCausalLM"
 
     def attentions(self, config: Config) -> Sequence[Attention]:
-        return _by_kind(config, config.attention(qk_norm="whole", biases=config.biases("attention_bias", "qkvo")))
+        return by_kind(config, config.attention(qk_norm="whole", biases=config.biases("attention_bias", "qkvo")))
 
     def ropes(self, config: Config, dim: int) -> list[tuple[Rope, F32]]:
-        return [config.rope(dim, of=kind) for kind in _kinds(config)]
+        return [config.rope(dim, of=kind) for kind in kinds_of(config)]
 
 
 class Phi3(Dense):
@@ -268,7 +284,7 @@ class Gemma3Text(Dense):
         norm, network = Norm(config.get("rms_norm_eps")), config.network("intermediate_size", "hidden_activation")
         biases = config.biases("attention_bias", "qkvo")
         usual = config.attention(qk_norm="head", biases=biases, scale=config.number("query_pre_attn_scalar") ** -0.5)
-        layers = [Layer(norm, each, None, alone(network), Join(norm), Join(norm)) for each in _by_kind(config, usual)]
+        layers = [Layer(norm, each, None, alone(network), Join(norm), Join(norm)) for each in by_kind(config, usual)]
         plus = {name: Place(called, plus=1.0) for name, called in _NORMS.items()}
         names = Names(
             plus, expert=named("mlp.{projection}", self.projections), zeros=NO_ROUTERS, left_out=self.left_out,
@@ -276,7 +292,7 @@ class Gemma3Text(Dense):
             outside={"decoder.norm": Place("norm", plus=1.0)},
         )  # fmt: skip
         head = Head(bool(config.get("tie_word_embeddings")), 1.0, softcap=config.get("final_logit_softcapping"))
-        ropes = [config.rope(config.head_dim(), of=kind) for kind in _kinds(config)]
+        ropes = [config.rope(config.head_dim(), of=kind) for kind in kinds_of(config)]
         return decoder(
             self.model_type, config, tokens, layers, names, ropes, head=head,
             embed_scale=config.count("hidden_size") ** 0.5,

@@ -1,4 +1,4 @@
-"""The families of Qwen, from 1.5 to 3.6."""
+"""The families of Qwen, from 1.5 to 3.6, and Mellum 2, whose layers are those of Qwen3-MoE."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 
 from moeconv.source.archs.config import Config, text_settings
 from moeconv.source.archs.deepseek import IMAGES_LEFT_OUT, MORE_PREDICTED
-from moeconv.source.archs.dense import NO_ROUTERS, Dense, Qwen3, alone
+from moeconv.source.archs.dense import NO_ROUTERS, Dense, Qwen3, alone, by_kind, kinds_of
 from moeconv.source.archs.description import (
     LESS_ONE,
     Description,
@@ -110,6 +110,28 @@ class Qwen3VlMoe(Qwen3Moe):
             expert=joined("mlp.experts", experts.ffn.d_ff, d_model, either=True), root="model.language_model.",
             left_out={r"model\.visual\.": IMAGES_LEFT_OUT},
         )  # fmt: skip
+
+
+class Mellum(Family):
+    """Mellum 2: as Qwen3-MoE, with windows by layer; a rope for layers with a window, another for those without;
+    mlp_layer_types names the layers with experts."""
+
+    model_type = "mellum"
+    model_class = "MellumForCausalLM"
+
+    def describe(self, config: Config, tokens: Tokens) -> Description:
+        config.without_effect("num_mtp_layers", "num_nextn_predict_layers", "mtp_layer_types", "mtp_mlp_layer_types")
+        norm, biases = Norm(config.get("rms_norm_eps")), config.biases("attention_bias", "qkvo")
+        attentions = by_kind(config, config.attention(qk_norm="head", biases=biases))
+        experts = Experts(
+            config.count("num_experts", "num_local_experts"), config.network("moe_intermediate_size"),
+            config.router(config.get("norm_topk_prob")),
+        )  # fmt: skip
+        known: Mapping[str, Ffn | Experts] = {"dense": config.network("intermediate_size"), "sparse": experts}
+        ffns = config.of_layers("mlp_layer_types", known)
+        layers = [Layer(norm, attention, None, ffn) for attention, ffn in zip(attentions, ffns, strict=True)]
+        ropes = [config.rope(attentions[0].dim, of=kind) for kind in kinds_of(config)]
+        return decoder(self.model_type, config, tokens, layers, Names(left_out={r"mtp\.": MORE_PREDICTED}), ropes)
 
 
 _NEXT_INSIDE: Inside = {

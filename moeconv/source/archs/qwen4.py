@@ -193,7 +193,7 @@ def _together(config: Config, norm: Norm) -> dict[int, Ngrams]:
         sizes = tuple(islice(primes, heads))
         rows = -(-sum(sizes) // step) * step
         end = end[0] if isinstance(end, list) else end
-        multipliers = _multipliers(vocab, n, seed + 10007 * place)
+        multipliers = multipliers_of(vocab, n, seed + 10007 * place)
         found[layer - 1] = Ngrams(n, features // heads, rows, taps, end, multipliers, sizes, norm)
     return found
 
@@ -210,7 +210,7 @@ def _primes(least: int) -> Iterator[int]:
 _WORD, _STEP = (1 << 64) - 1, 0x9E3779B97F4A7C15
 
 
-def _multipliers(vocab: int, n: int, seed: int) -> tuple[int, ...]:
+def multipliers_of(vocab: int, n: int, seed: int) -> tuple[int, ...]:
     """Returns n odd numbers, whose products with a token's number have 63 bits."""
     half = max(1, ((1 << 63) - 1) // vocab // 2)
     return tuple(2 * (_mixed(seed + _STEP * (place + 1)) % half) + 1 for place in range(n))

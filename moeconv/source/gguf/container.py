@@ -203,11 +203,10 @@ def bytes_of(kind: int, shape: Sequence[int]) -> int:
     return math.prod(shape) // block * nbytes
 
 
-def data_of(place: Place, first: int, count: int, rows_each: int) -> npt.NDArray[np.uint8]:
-    """Returns the bytes [rows, bytes of a row] of `count` indices of a tensor's first dimension, from `first` on; each
-    has `rows_each` rows. Raises OSError or ValueError."""
+def data_of(place: Place, first: int, count: int) -> npt.NDArray[np.uint8]:
+    """Returns the bytes [count, bytes of a row] of a tensor's rows from `first` on. Raises OSError or ValueError."""
     row = bytes_of(place.kind, place.shape[-1:])
-    wanted, start = count * rows_each * row, place.start + first * rows_each * row
+    wanted, start = count * row, place.start + first * row
     found = np.fromfile(place.file, np.uint8, wanted, offset=start)
     if found.size != wanted:
         raise ValueError("it ends too early")

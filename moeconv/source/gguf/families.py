@@ -6,14 +6,17 @@ from collections.abc import Sequence
 
 import numpy as np
 
+from moeconv.source.archs.qwen4 import multipliers_of
 from moeconv.source.gguf.facts import Facts
 from moeconv.source.gguf.settings import (
+    EMBED,
     LONG,
     ROPE,
     SHORT,
     SIGMOID,
     SOFTMAX,
     SQRT_SOFTPLUS,
+    TABLE,
     Settings,
     biases_of,
     by_kind,
@@ -44,6 +47,20 @@ def llama(facts: Facts) -> Settings:
     if facts.count("expert_count", 0):
         return {**experts_of(facts, "num_local_experts"), "sliding_window": None, **with_llama3(facts)}
     return {**biases_of(facts), "mlp_bias": facts.some("ffn_up.bias"), **with_llama3(facts)}
+
+
+def mistral3(facts: Facts) -> Settings:
+    beta, factor = "attention.temperature_scale", "rope.scaling.yarn_log_multiplier"
+    rope = positions(facts)
+    if facts.said(beta):
+        rope["llama_4_scaling_beta"] = facts.number(beta)
+    if facts.said(factor):
+        rope["mscale"] = rope["mscale_all_dim"] = facts.number(factor)
+    return {"sliding_window": None, "rope_parameters": rope}
+
+
+def mistral3_type(facts: Facts) -> str:
+    return "ministral3" if facts.said("attention.temperature_scale") else "mistral"
 
 
 def qwen2_dense(facts: Facts) -> Settings:
@@ -104,8 +121,12 @@ def cohere2_moe(facts: Facts) -> Settings:
 def olmo2(facts: Facts) -> Settings:
     if olmo_type(facts) == "olmo2":
         return biases_of(facts)
-    ropes = {"full_attention": positions(facts), "sliding_attention": plain_positions(facts)}
-    return {**biases_of(facts), **windows_of(facts, 4), "rope_parameters": ropes}
+    return {**biases_of(facts), **windows_of(facts, 4), **_ropes(facts)}
+
+
+def _ropes(facts: Facts) -> Settings:
+    """Returns a rope for layers without a window, and a plain one for those with one."""
+    return {"rope_parameters": {"full_attention": positions(facts), "sliding_attention": plain_positions(facts)}}
 
 
 def olmo_type(facts: Facts) -> str:
@@ -128,6 +149,14 @@ def qwen3(facts: Facts) -> Settings:
     return {**experts_of(facts), **widths_of(facts), **dense_of(facts), "norm_topk_prob": True}
 
 
+def mellum(facts: Facts) -> Settings:
+    windows = windows_of(facts, 4 if facts.count("attention.sliding_window", 0) else 1)
+    return {
+        **experts_of(facts), **widths_of(facts), **biases_of(facts), **windows, **_ropes(facts),
+        "mlp_layer_types": networks_of(facts), "norm_topk_prob": True,
+    }  # fmt: skip
+
+
 def qwen_next(facts: Facts) -> Settings:
     return {
         **experts_of(facts), **widths_of(facts), "norm_topk_prob": True, **deltas(facts),
@@ -144,6 +173,50 @@ def deltas(facts: Facts) -> Settings:
         "linear_num_key_heads": facts.count("ssm.group_count"), "linear_num_value_heads": values,
         "linear_value_head_dim": facts.count("ssm.inner_size") // max(values, 1), "rope_parameters": in_part(facts),
     }  # fmt: skip
+
+
+def qwen4(facts: Facts) -> Settings:
+    pooled = max(facts.each("attention.compress_ratios"))
+    kinds = ["indexed_attention" if attends else "linear_attention" for attends in facts.has("attn_k.weight")]
+    return {
+        **qwen_next(facts), "layer_types": kinds, "output_gate_type": "sigmoid", **_ngrams(facts),
+        "hc_count": facts.count("hyper_connection.count"), "hc_lowrank": facts.count("hyper_connection.low_rank"),
+        "indexer_n_heads": facts.count("attention.indexer.head_count"), "indexer_kv_heads": 1,
+        "indexer_head_dim": facts.count("attention.indexer.key_length"), "indexer_compress_ratio": pooled,
+        "indexer_budget": facts.count("attention.indexer.top_k"),
+    }  # fmt: skip
+
+
+def _ngrams(facts: Facts) -> Settings:
+    """Returns the settings of tokens together, of which a file has the primes and multipliers that follow from them."""
+    metadata, ple = facts.container.metadata, f"{facts.arch}.ple"
+    layers = metadata.listed(f"{ple}.layers", int)
+    if not layers:
+        return {"ple_layer_ids": None}
+    if len(layers) > 1:
+        raise metadata.wrong(f"{ple}.layers", "names several layers, of which llama.cpp knows one")
+    if (table := facts.container.tensors.get(TABLE)) is None:
+        raise CheckpointError(f"{facts.container.files[0]} has no {TABLE}: it is incomplete")
+    n, heads = facts.count("ple.ngram_size"), facts.count("ple.heads_per_ngram")
+    sizes, multipliers = (
+        metadata.listed(f"{ple}.{name}", int) or () for name in ("head_vocab_sizes", "layer_multipliers")
+    )
+    return {
+        "ple_layer_ids": [layers[0] + 1], "ngram_size": n, "heads_per_ngram": heads, "split_ngram_parts": 1,
+        "ple_embed_dim": (n - 1) * heads * facts.count("embedding_length_per_layer_input"),
+        "ple_conv_kernel_size": facts.count("ple.conv_kernel"), "eos_token_id": facts.count("ple.eos_token_id"),
+        "ngram_vocab_size_base": min(sizes, default=0), "make_ngram_vocab_size_divisible_by": table.shape[0],
+        "seed": _seed(facts.container.tensors[EMBED].shape[0], tuple(multipliers)),
+    }  # fmt: skip
+
+
+def _seed(vocab: int, multipliers: tuple[int, ...]) -> int:
+    """Returns the number that gives the first of these multipliers: transformers' own, or the least."""
+    tried: list[int] = [1234, *range(_SEEDS)]
+    return next((seed for seed in tried if multipliers_of(vocab, 1, seed) == multipliers[:1]), tried[0])
+
+
+_SEEDS = 1 << 16
 
 
 def qwen3_next(facts: Facts) -> Settings:

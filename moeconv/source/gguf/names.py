@@ -41,7 +41,8 @@ class Arch:
     `names`: names that differ from INSIDE and OUTSIDE; `whole`: names of tensors that lie as the family's own do, with
     all parts of a pack in them; `turned`: rows of queries and keys are reordered, so that positions turn pairs;
     `inside`: config.json has the settings under text_config; `left_out`: patterns of names that a pack leaves out → a
-    note on them; `alone`: names that differ in a model without experts."""
+    note on them; `alone`: names that differ in a model without experts; `tiled`: heads of values in gated delta rules
+    are ordered by their place in a group first."""
 
     model_type: str | Callable[[Facts], str]
     settings: Callable[[Facts], Settings]
@@ -51,6 +52,7 @@ class Arch:
     inside: bool = False
     left_out: Mapping[str, str] = field(default_factory=dict)
     alone: Mapping[str, str] = field(default_factory=dict)
+    tiled: bool = False
 
     def config(self, facts: Facts) -> Settings:
         """Returns the settings of config.json. Raises CheckpointError."""
@@ -84,6 +86,17 @@ _POOLED = {
     **_HYPER,
 }  # fmt: skip
 _BEHIND = {"mixer_after": "post_attention_norm", "ffn_after": "post_ffw_norm"}
+_GATES = {
+    f"{place}.{name}": f"{at}_{called}"
+    for place, at in (("mixer_streams", "hc_attn"), ("ffn_streams", "hc_ffn"), ("decoder.streams", "output_hc"))
+    for name, called in (("norm", "norm"), ("narrow", "down"), ("wide", "up"), ("join", "inject"))
+}
+_TOGETHER = {
+    **{f"ngrams.{name}": f"ple_{name}" for name in ("key", "value")}, "ngrams.conv": "ple_conv1d",
+    **{f"ngrams.{name}_norm": f"ple_norm_{called}"
+       for name, called in (("key", "key"), ("stream", "query"), ("conv", "conv"))},
+}  # fmt: skip
+_ONE_BY_ONE = {**_DELTA, "mixer.a": "ssm_alpha", "mixer.b": "ssm_beta"}
 _Q = frozenset({"attn_q", "attn_k"})
 _IN = frozenset({"ssm_in"})
 _LATENT = frozenset({"attn_q", "attn_q_b", "attn_kv_a_mqa", "attn_kv_b"})
@@ -101,10 +114,12 @@ ARCHS: Mapping[str, Arch] = {
     "olmoe": Arch("olmoe", families.olmoe),
     "qwen2moe": Arch("qwen2_moe", families.qwen2),
     "qwen3moe": Arch("qwen3_moe", families.qwen3),
+    "mellum": Arch("mellum", families.mellum),
     "qwen3vl": Arch("qwen3_vl", families.qwen3_dense, inside=True),
     "qwen3vlmoe": Arch("qwen3_vl_moe", families.qwen3, inside=True),
     "gpt-oss": Arch("gpt_oss", families.gpt_oss, {"ffn_norm": "post_attention_norm"}),
     "deepseek2": Arch(families.deepseek_type, families.deepseek, whole=_LATENT),
+    "mistral3": Arch(families.mistral3_type, families.mistral3, turned=True),
     "mistral4": Arch("mistral4", families.mistral4, whole=_LATENT),
     "kimi-linear": Arch("kimi_linear", families.kimi_linear, {**_BY_FEATURE, **_NARROWED}, whole=_LATENT),
     "glm5-next": Arch("glm5_next", families.glm5_next, {**_BY_FEATURE, **_NARROWED, **_HYPER}, whole=_LATENT,
@@ -139,10 +154,10 @@ ARCHS: Mapping[str, Arch] = {
     "jamba": Arch("jamba", families.jamba),
     "qwen3next": Arch("qwen3_next", families.qwen3_next, {**_DELTA, "mixer.a": "ssm_ba", "mixer.b": "ssm_ba"},
                       frozenset({"attn_q", "ssm_ba"})),
-    "qwen35": Arch("qwen3_5_text", families.deltas, {**_DELTA, "mixer.a": "ssm_alpha", "mixer.b": "ssm_beta"},
-                   frozenset({"attn_q"})),
-    "qwen35moe": Arch("qwen3_5_moe_text", families.qwen_next, {**_DELTA, "mixer.a": "ssm_alpha", "mixer.b": "ssm_beta"},
-                      frozenset({"attn_q"})),
+    "qwen35": Arch("qwen3_5_text", families.deltas, _ONE_BY_ONE, frozenset({"attn_q"}), tiled=True),
+    "qwen35moe": Arch("qwen3_5_moe_text", families.qwen_next, _ONE_BY_ONE, frozenset({"attn_q"}), tiled=True),
+    "qwen4exp": Arch("qwen4_exp_text", families.qwen4, {**_ONE_BY_ONE, **_GATES, **_TOGETHER}, frozenset({"attn_q"}),
+                     left_out=_INDEXERS, tiled=True),
     **{name: Arch("nemotron_h", families.nemotron, {"ffn_norm": "attn_norm"}, _IN, turned=True)
        for name in ("nemotron_h", "nemotron_h_moe")},
     "gemma4": Arch("gemma4_text", families.gemma4, {
@@ -156,7 +171,7 @@ ARCHS: Mapping[str, Arch] = {
 """llama.cpp's name → its family here."""
 
 REFUSED: Mapping[str, str] = {
-    "qwen4exp": "its tables of tokens together are read of safetensors files alone: take those",
+    "longcat-flash": "llama.cpp has not settled the layout of its files: take its safetensors files",
     **dict.fromkeys(("bailingmoe", "bailingmoe2", "kimi-k3"), NOT_COMPARED),
 }  # fmt: skip
 """llama.cpp's name of a known architecture whose files can't be read → the reason."""

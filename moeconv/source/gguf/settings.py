@@ -15,6 +15,7 @@ from moeconv.source.outline import CheckpointError
 Settings = dict[str, Any]
 
 OUTPUT, EMBED, ROPE = "output.weight", "token_embd.weight", "rope_freqs.weight"
+TABLE = "per_layer_token_embd.weight"
 SHORT, LONG = "rope_factors_short.weight", "rope_factors_long.weight"
 SOFTMAX, SIGMOID, SQRT_SOFTPLUS = 1, 2, 4
 """Values of expert_gating_func."""

@@ -4,21 +4,20 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import replace
 from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import numpy as np
-import numpy.typing as npt
 
 from moeconv.source.archs.coding import OF_ACTIVATIONS, Kind, Scheme
 from moeconv.source.archs.deepseek import MORE_PREDICTED
 from moeconv.source.archs.description import Description, Source, View, halves, in_turn, rows
 from moeconv.source.gguf.container import Container, Place, data_of
 from moeconv.source.gguf.names import ARCHS, INSIDE, OUTSIDE, Arch
-from moeconv.source.gguf.settings import LONG, ROPE, SHORT
+from moeconv.source.gguf.settings import LONG, ROPE, SHORT, TABLE
 from moeconv.source.outline import CheckpointError, line
 from moeconv.source.tensors import Digest, Shape, Tensors, add_file
 from moert.pack.codec import F32
@@ -29,13 +28,12 @@ from moert.pack.parts import Attention, Latent
 if TYPE_CHECKING:
     import torch
 
-Bytes = npt.NDArray[np.uint8]
-
 _PLAIN = {"F32": "float32", "F16": "float16", "BF16": "bfloat16", "I32": "int32"}
 _MX, _LOG, _SCALE = "MXFP4", ".log", ".scale"
 _STORED, _GROUP = ({"Q4_0", "Q4_1"}, {"Q8_0"}), 32  # types that a pack can store without loss, and their inputs a scale
 _NETWORK = tuple(f".ffn_{part}.weight" for part in ("gate", "up", "down"))
 _MOST_NUMBERS = 1 << 16  # of a tensor that settings are made of
+_MOST_AT_ONCE = 1 << 26  # numbers of a table that stays on the drive
 _OF_CONFIG = re.compile(rf"(blk\.\d+\.)?({re.escape(ROPE)}|{re.escape(LONG)}|{re.escape(SHORT)}|attn_rot_embd)")
 """Tensors whose content is in config.json."""
 
@@ -132,31 +130,40 @@ class GgufTensors(Tensors):
         """Returns the names of the stored tensors that a tensor is made of."""
         return [name]
 
+    def pieces(self, name: str) -> Iterator[torch.Tensor]:
+        place = self.container.tensors[name]
+        rows, each = math.prod(place.shape[:-1]), max(1, _MOST_AT_ONCE // place.shape[-1])
+        for start in range(0, rows, each):
+            yield self._rows(place, start, min(each, rows - start))
+
     def fetch(self, name: str, index: int | None = None) -> torch.Tensor:
         """Returns one tensor, or one index of its first dimension; coded ones in float32. Raises CheckpointError."""
-        import torch
-
         stem = name.removesuffix(_LOG)
         place = self.container.tensors.get(stem)
         if place is None:
             raise CheckpointError(f"{self.path} has no tensor {name!r}: the checkpoint is incomplete")
         shape = place.shape if index is None else place.shape[1:]
-        try:
-            data = self._data(place, index)
-        except (OSError, ValueError) as error:
-            raise CheckpointError(f"{place.file} can't be read ({line(error)}): fetch it again") from None
-        kind = self._kinds[stem]
-        if kind in _PLAIN:
-            found = torch.from_numpy(data).view(getattr(torch, _PLAIN[kind])).reshape(shape)
-            found = found if found.is_floating_point() else found.float()
-        else:
-            from gguf import GGMLQuantizationType, quants
-
-            with np.errstate(all="ignore"):  # numbers that are not finite are refused where they are used
-                found = torch.from_numpy(quants.dequantize(data, GGMLQuantizationType(place.kind))).reshape(shape)
+        rows = math.prod(shape[:-1])
+        found = self._rows(place, rows * (index or 0), rows).reshape(shape)
         if stem in self._scales:
             found = found.float() * self._scale(stem, index)
         return _log(found.float().abs()) if name.endswith(_LOG) else found
+
+    def _rows(self, place: Place, first: int, count: int) -> torch.Tensor:
+        """Returns rows of a tensor, [count, inputs]. Raises CheckpointError."""
+        import torch
+        from gguf import GGMLQuantizationType, quants
+
+        kind, shape = GGMLQuantizationType(place.kind), (count, place.shape[-1])
+        try:
+            data = data_of(place, first, count)
+        except (OSError, ValueError) as error:
+            raise CheckpointError(f"{place.file} can't be read ({line(error)}): fetch it again") from None
+        if kind.name in _PLAIN:
+            found = torch.from_numpy(data).view(getattr(torch, _PLAIN[kind.name])).reshape(shape)
+            return found if found.is_floating_point() else found.float()
+        with np.errstate(all="ignore"):  # numbers that are not finite are refused where they are used
+            return torch.from_numpy(quants.dequantize(data, kind)).reshape(shape)
 
     def _scale(self, name: str, index: int | None) -> torch.Tensor:
         """Returns the numbers by which a tensor, or one index of it, is multiplied. Raises CheckpointError."""
@@ -170,11 +177,6 @@ class GgufTensors(Tensors):
                 f"{self.path}: {self._scales[name]} has {len(found):,} numbers for a tensor of {shape}: fetch it again"
             )
         return found[:, None, None] if index is None else found[index]
-
-    def _data(self, place: Place, index: int | None) -> Bytes:
-        if index is None:
-            return data_of(place, 0, 1, math.prod(place.shape[:-1]))
-        return data_of(place, index, 1, math.prod(place.shape[1:-1]))
 
     def numbers(self, name: str) -> F32:
         """Returns a small tensor's numbers, in a row. Raises CheckpointError."""
@@ -223,7 +225,7 @@ class _Described:
         self._check_experts()
         return replace(
             described, backbone=sources, experts=self._expert, copies=(), joined=None, other_root=None,
-            biases=None if described.biases is None else self._bias, scheme=self._tensors.scheme,
+            biases=None if described.biases is None else self._bias, scheme=self._tensors.scheme, tables=self._tables,
             left_out={
                 **{rf"blk\.{len(spec.decoder) + at}\.": MORE_PREDICTED for at in range(self._more)},
                 **self._arch.left_out,
@@ -258,6 +260,24 @@ class _Described:
             if not _alike(there := self._tensors.shapes.get(each.removesuffix(_LOG), ()), shape):
                 raise self._unlike(each, there, shape)
         return Source(name, None, self._view(part, layer), found, behind=behind)
+
+    @property
+    def _tables(self) -> Mapping[str, tuple[Source, ...]]:
+        """The sources of tables that stay on the drive. Raises CheckpointError, also if their rows are chosen by other
+        numbers than config.json implies."""
+        tables, found = self._spec.tables, self._tensors.shapes.get(TABLE, ())
+        metadata = self._tensors.container.metadata
+        for part in (kind.ngrams for kind in self._spec.decoder.kinds if kind.ngrams is not None):
+            starts = tuple(sum(part.sizes[:head]) for head in range(len(part.sizes)))
+            for name, wanted in (
+                ("layer_multipliers", part.multipliers), ("head_vocab_sizes", part.sizes), ("head_offsets", starts),
+            ):  # fmt: skip
+                key = f"qwen4exp.ple.{name}"
+                if tuple(metadata.listed(key, int) or ()) != wanted:
+                    raise metadata.wrong(key, "has other numbers than transformers computes for such a model")
+            if found != (part.rows, part.dim):
+                raise self._unlike(TABLE, found, (part.rows, part.dim))
+        return {name: (Source(TABLE, shape=shape),) for name, shape, _ in tables.values()}
 
     def _named(self, part: str, layer: int | None) -> str:
         for suffix in (".weight", ".bias", ""):
@@ -299,7 +319,7 @@ class _Described:
             q, kv = attention.q_features, attention.kv_features
             return {"attn.q": rows(0, q), "attn.k": rows(q, q + kv), "attn.v": rows(q + kv)}[name]
         if isinstance(mixer, GatedDelta) and name.startswith("mixer.") and self._names["mixer.q"] == "attn_qkv":
-            return _delta(mixer, name.removeprefix("mixer."), self._arch in (ARCHS["qwen35"], ARCHS["qwen35moe"]))
+            return _delta(mixer, name.removeprefix("mixer."), self._arch.tiled)
         return None
 
     def _expert(self, key: ExpertKey, projection: str) -> Source:
