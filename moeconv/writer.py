@@ -21,7 +21,7 @@ import numpy as np
 import numpy.typing as npt
 
 from moeconv.matrices import Projection, columns_of, rows_of
-from moert.machine import lock
+from moert.machine import lock, open_folder
 from moert.pack.codec import (
     F32,
     U8,
@@ -526,16 +526,16 @@ class DirectoryLock:
 
     def __init__(self, path: Path) -> None:
         """Takes the lock. Raises BlockingIOError if another holder has it, OSError if the directory does not exist."""
-        descriptor = os.open(path, os.O_RDONLY)
+        descriptor = open_folder(path)
         self.release = weakref.finalize(self, os.close, descriptor)
         try:
-            lock(descriptor)
+            known = lock(descriptor)
         except BlockingIOError:
             self.release()
             raise
         except OSError:
             return
-        if not path.exists() or not os.path.samestat(os.fstat(descriptor), path.stat()):
+        if known and not (path.exists() and os.path.samestat(os.fstat(descriptor), path.stat())):
             self.release()
             raise BlockingIOError(f"{path} was renamed by another process just now")
 

@@ -7,12 +7,14 @@ import json
 import math
 import os
 import platform
+import signal
 import sys
-from collections.abc import Mapping
-from contextlib import suppress
+import threading
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 from moert.pack.files import write_atomically
 
@@ -81,6 +83,29 @@ def quota_of(root: Path) -> float | None:
     return min(quotas, default=None)
 
 
+def processor_name(root: Path = ROOT) -> str:
+    for line in text(root / "proc/cpuinfo").splitlines():
+        name, _, value = line.partition(":")
+        if name.strip() in ("model name", "Model") and value.strip():
+            return value.strip()
+    return platform.processor() or platform.machine()
+
+
+def has_nvidia_driver(root: Path = ROOT) -> bool:
+    """Returns whether NVIDIA's driver is loaded, as Linux shows it; False elsewhere."""
+    return any((root / path).exists() for path in ("proc/driver/nvidia/version", "dev/nvidiactl"))
+
+
+def step_back() -> None:
+    """Gives the calling thread only time that no other thread wants; where the system can't, a low priority."""
+    with suppress(OSError):
+        if hasattr(os, "SCHED_IDLE"):
+            os.sched_setscheduler(threading.get_native_id(), os.SCHED_IDLE, os.sched_param(0))
+        elif hasattr(os, "setpriority"):
+            os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), _NICE)
+
+
+_NICE = 10
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD, _M_ARENA_MAX = -1, -3, -8  # of glibc's mallopt
 _LARGE_BYTES = 1 << 20
 _ARENAS = 2
@@ -153,8 +178,14 @@ def most_bytes(root: Path = ROOT) -> int | None:
 
 def thread_bytes(threads: int, root: Path = ROOT) -> int:
     """Returns the memory [bytes] that `threads` computing threads may take."""
-    mode = text(root / "sys/kernel/mm/transparent_hugepage/enabled")
-    return threads * (_LARGE_STACK_BYTES if "[always]" in mode else _THREAD_BYTES)
+    return threads * (_LARGE_STACK_BYTES if huge_pages(root) == "always" else _THREAD_BYTES)
+
+
+def huge_pages(root: Path = ROOT) -> str | None:
+    """Returns the mode of large pages, which is the one in brackets, as in "always [madvise] never"; None where the
+    system has none."""
+    words = text(root / "sys/kernel/mm/transparent_hugepage/enabled").split()
+    return next((word[1:-1] for word in words if word.startswith("[")), None)
 
 
 def return_early() -> None:
@@ -179,12 +210,51 @@ def limit_of(name: str) -> int | None:
     return None if soft == resource.RLIM_INFINITY else soft
 
 
-def lock(descriptor: int, wait: bool = False) -> None:
-    """Locks an open file or folder against other processes until it is closed; where the system knows no locks, this is
-    the user's care. Raises BlockingIOError if another holder has it and `wait` is false, OSError if the file system
-    knows no locks."""
-    if fcntl is not None:
-        fcntl.flock(descriptor, fcntl.LOCK_EX | (0 if wait else fcntl.LOCK_NB))
+def limits_processes() -> bool:
+    """Returns whether the system can limit the memory and the time of a process that works for a stranger."""
+    return resource is not None
+
+
+def used_up_time(status: int) -> bool:
+    """Returns whether a process with this exit status was ended since its time of the processor was used up."""
+    return hasattr(signal, "SIGXCPU") and status == -signal.SIGXCPU
+
+
+def lock(descriptor: int, wait: bool = False) -> bool:
+    """Locks an open file or folder against other processes until it is closed; returns False where the system knows no
+    locks: this is the user's care then. Raises BlockingIOError if another holder has it and `wait` is false, OSError if
+    the file system knows no locks."""
+    if fcntl is None:
+        return False
+    fcntl.flock(descriptor, fcntl.LOCK_EX | (0 if wait else fcntl.LOCK_NB))
+    return True
+
+
+def open_folder(path: Path) -> int:
+    """Returns a descriptor to lock a folder by; where the system knows no locks, it may open no folders either, and the
+    descriptor is of nothing. Raises OSError."""
+    return os.open(os.devnull if fcntl is None else path, os.O_RDONLY)
+
+
+@contextmanager
+def locked(folder: Path, wait: bool = False) -> Iterator[None]:
+    """Keeps other processes from a folder, if they do the same. Raises the errors of `lock`."""
+    descriptor = open_folder(folder)
+    try:
+        lock(descriptor, wait)
+        yield
+    finally:
+        os.close(descriptor)
+
+
+def reserve(file: IO[bytes], nbytes: int) -> None:
+    """Takes room on the disk for an open, empty file, whose bytes are then zeros. Raises OSError where the disk is
+    full."""
+    if hasattr(os, "posix_fallocate"):
+        os.posix_fallocate(file.fileno(), 0, nbytes)
+        return
+    for start in range(0, nbytes, _LARGE_BYTES):
+        file.write(bytes(min(_LARGE_BYTES, nbytes - start)))
 
 
 def drop_page_cache(path: Path) -> None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import selectors
-import signal
 import subprocess
 import sys
 import time
@@ -18,6 +17,7 @@ from typing import IO, Any
 
 from moeconv.calibration.samples import MAX_ROW_BYTES, MAX_ROWS, MAX_TEXT_BYTES, Rows
 from moeconv.errors import CalibrationError, missing_extra
+from moert.machine import used_up_time
 
 # Another process for work that can't be bounded in this one: it has limited time and memory, and writes lines.
 
@@ -112,7 +112,7 @@ class Process:
         status = self._process.poll()
         if status is None:
             return "it closed its output and did not end"
-        if hasattr(signal, "SIGXCPU") and status == -signal.SIGXCPU:
+        if used_up_time(status):
             return f"it took more than {self._limits.cpu_s} s of the processor"
         return f"it was ended by signal {-status}" if status < 0 else f"it ended with status {status}"
 

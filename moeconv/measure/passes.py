@@ -31,6 +31,7 @@ from moeconv.source.archs.weights import Rows
 from moeconv.source.experts import Biases, Call, ExpertCalls, Weights
 from moeconv.source.skeleton import Skeleton, Weight
 from moert.kernels.library import crc32
+from moert.machine import reserve
 from moert.pack.codec import F32, Width
 from moert.pack.model_spec import ExpertKey, LayerKey, ModelSpec
 
@@ -113,7 +114,7 @@ class Passage:
         with self._using():
             with fresh.open("wb") as file:
                 # a full disk is said here, and not by a signal
-                os.posix_fallocate(file.fileno(), 0, self._nbytes(layer))
+                reserve(file, self._nbytes(layer))
             mapped = np.memmap(fresh, np.float32, "r+", shape=self.shape_of(layer))
         left = Leaving(torch.from_numpy(mapped), self._begin(layer))
         yield left
@@ -147,7 +148,7 @@ class Passage:
         stays, file = file is not None, file or self.folder / "aside"
         with self._using():
             with file.open("wb") as made:
-                os.posix_fallocate(made.fileno(), 0, max(1, states_bytes(1, rows, width)))
+                reserve(made, max(1, states_bytes(1, rows, width)))
             mapped = np.memmap(file, np.float32, "r+", shape=(rows, width))
             if not stays:
                 file.unlink()

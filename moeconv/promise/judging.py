@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import json
 import math
-import os
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -34,7 +32,7 @@ from moeconv.promise.bound import (
 )
 from moeconv.strict_json import NotJson, bounded, parse
 from moeconv.tuned import said
-from moert.machine import lock
+from moert.machine import locked
 from moert.pack.files import write_atomically
 from moert.pack.manifest import LossEstimate
 
@@ -217,7 +215,7 @@ def look(root: Path, conversion: str, texts: Iterable[str]) -> int:
     path, wanted = root / LOOKS, set(texts)
     try:
         root.mkdir(parents=True, exist_ok=True)
-        with _locked(root):
+        with locked(root, wait=True):
             every = _read(path)
             found = {one["conversion"] for one in every if wanted & set(one["texts"])}
             if conversion not in found:
@@ -227,17 +225,6 @@ def look(root: Path, conversion: str, texts: Iterable[str]) -> int:
     except OSError as error:
         raise ConversionError(f"can't use {path}: {error.strerror or error}; free it or give another --work") from None
     return len(found | {conversion})
-
-
-@contextmanager
-def _locked(root: Path) -> Iterator[None]:
-    """Keeps out other conversions, with other settings, that share the root. Raises OSError."""
-    folder = os.open(root, os.O_RDONLY)
-    try:
-        lock(folder, wait=True)
-        yield
-    finally:
-        os.close(folder)
 
 
 def _sealed(before: str, conversion: str, texts: list[str]) -> dict[str, Any]:

@@ -13,8 +13,9 @@ from pathlib import Path
 import numpy as np
 
 from moert.errors import RunError
+from moert.experts.drive import is_direct, open_expert, read_into
 from moert.experts.probe import TIE, aligned, some_of
-from moert.experts.store import READ, Reader, Table, is_direct, open_expert, open_reader, read_into
+from moert.experts.store import READ, Reader, Table, open_reader
 from moert.kernels.library import address
 from moert.pack.codec import U8
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import signal
 import subprocess
 import sys
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
@@ -17,7 +16,7 @@ import numpy as np
 
 from moert.engine.constraint import JSON_SPACES, Bools, Grammar, Room
 from moert.errors import SettingInvalid
-from moert.machine import return_freed
+from moert.machine import limits_processes, return_freed, used_up_time
 from moert.pack.fence import Broken, Unfinished, fenced, unbroken
 from moert.pack.text import BYTES, byte_alphabet, bytes_of
 
@@ -64,6 +63,8 @@ def check_apart(grammar: Grammar) -> None:
     """Compiles a stranger's grammar in a process of its own. Raises SettingInvalid for one that can't be, that takes
     long or much memory, or that ends this process; and where llguidance is missing."""
     _check_installed(grammar)
+    if not limits_processes():
+        raise SettingInvalid(grammar.setting, _refusal(grammar, "this system can't limit the process that compiles it"))
     found = find_spec("llguidance")
     assert found is not None
     assert found.origin is not None
@@ -87,7 +88,7 @@ def check_apart(grammar: Grammar) -> None:
 def _too_costly(status: int) -> str:
     if status > 0:
         return f"the process that compiles it ended with status {status}"
-    return f"compiling it takes {f'more than {_CPU_S} s' if status == -signal.SIGXCPU else 'too much memory'}"
+    return f"compiling it takes {f'more than {_CPU_S} s' if used_up_time(status) else 'too much memory'}"
 
 
 class Matchers:

@@ -7,7 +7,6 @@ import json
 import os
 import secrets
 import selectors
-import signal
 import socket
 import subprocess
 import sys
@@ -20,6 +19,7 @@ from typing import Any
 
 from moert.engine.text import Text
 from moert.errors import ChatImpossible, InputInvalid, SettingInvalid, TemplateFailed, said
+from moert.machine import limits_processes, used_up_time
 from moert.pack.errors import ChatInvalid
 from moert.pack.reader import Pack
 from moert.pack.text import GIVEN, MAX_CHAT_BYTES, ChatFormat, load_chat
@@ -187,7 +187,7 @@ class Renderer:
             raise TemplateFailed(
                 f"the model's chat template can't be rendered ({found['failed']}): moert run takes prompts without it"
             )
-        if status == -signal.SIGXCPU:
+        if used_up_time(status):
             raise _too_long(self._limits.cpu_s)
         if "memory" in found:
             raise TemplateFailed(f"the model's chat template takes too much memory: {_DAMAGED}")
@@ -231,6 +231,10 @@ def _run(request: bytes, limits: Limits) -> tuple[bytes, int]:
 
 def _start() -> tuple[subprocess.Popen[bytes], socket.socket]:
     """Starts the process; returns it, and the socket that leads to it. Raises TemplateFailed."""
+    if not limits_processes():
+        raise TemplateFailed(
+            "this system can't limit the process that renders a chat template: moert run takes prompts without it"
+        )
     ours, theirs = socket.socketpair()
     with theirs:
         try:

@@ -9,7 +9,6 @@ from __future__ import annotations
 import json
 import math
 import os
-import resource
 import sys
 import time
 from collections.abc import Callable, Iterable, Mapping
@@ -111,7 +110,9 @@ def rendered(template: str, variables: Mapping[str, Any]) -> str:
 
 def confine(cpu_s: int, data_bytes: int) -> None:
     """Limits this process from here on to `cpu_s` more seconds of the processor, `data_bytes` of memory in all, no
-    file, no other process."""
+    file, no other process. Raises ImportError where the system can't limit a process."""
+    import resource
+
     spent = math.ceil(time.process_time())
     bounds = {
         "RLIMIT_CPU": (spent + cpu_s, spent + cpu_s + 1),

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import platform
 from contextlib import suppress
 from dataclasses import asdict
 from pathlib import Path
@@ -18,7 +17,17 @@ from moert.errors import RunError, TokenizerMissing
 from moert.experts.probe import remembered
 from moert.kernels import library
 from moert.kernels.speed import MOST_BYTES, kernel_speeds
-from moert.machine import ROOT, affinity, held_bytes, machine_memory, quota_of, text, thread_bytes, usable_cores
+from moert.machine import (
+    ROOT,
+    affinity,
+    held_bytes,
+    huge_pages,
+    machine_memory,
+    processor_name,
+    quota_of,
+    thread_bytes,
+    usable_cores,
+)
 from moert.models.footprint import Footprint, Load
 from moert.pack.errors import FormatTooNew, HeaderInvalid, PackError
 from moert.pack.learnt import HASH, ORDER, PREDICTOR, HashFunction, NeuronPredictor, load_predictor
@@ -47,7 +56,7 @@ def system_facts(root: Path = ROOT) -> dict[str, Any]:
 def machine_facts(root: Path = ROOT) -> dict[str, Any]:
     """Returns those of these facts that are read at once: nothing is measured."""
     return {
-        "processor": _processor(root),
+        "processor": processor_name(root),
         "cores": {
             "machine": os.cpu_count(),
             "affinity": affinity(),
@@ -58,7 +67,7 @@ def machine_facts(root: Path = ROOT) -> dict[str, Any]:
         **process_facts(root),
         "instruction_sets": _instruction_sets(),
         "memory": asdict(machine_memory(root)),
-        "transparent_huge_pages": _huge_pages(root),
+        "transparent_huge_pages": huge_pages(root),
     }
 
 
@@ -181,20 +190,6 @@ def _why(chosen: bool, runs: bool) -> str:
     if chosen:
         return "chosen: the best that this processor has"
     return "available" if runs else "not on this processor"
-
-
-def _processor(root: Path) -> str:
-    for line in text(root / "proc/cpuinfo").splitlines():
-        name, _, value = line.partition(":")
-        if name.strip() in ("model name", "Model") and value.strip():
-            return value.strip()
-    return platform.processor() or platform.machine()
-
-
-def _huge_pages(root: Path) -> str | None:
-    """Returns the mode in brackets, as in "always [madvise] never"."""
-    words = text(root / "sys/kernel/mm/transparent_hugepage/enabled").split()
-    return next((word[1:-1] for word in words if word.startswith("[")), None)
 
 
 def _size(nbytes: int | None) -> str:

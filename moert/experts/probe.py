@@ -16,17 +16,9 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from moert.experts.store import (
-    DEFAULT_THREADS,
-    PAGE_BYTES,
-    IoInvalid,
-    IoSettings,
-    is_direct,
-    open_expert,
-    parse_io,
-    read_into,
-)
-from moert.machine import DAMAGED, cache_file, entries, remember
+from moert.experts.drive import PAGE_BYTES, drive_key, is_direct, leave_page_cache, open_expert, read_into
+from moert.experts.store import DEFAULT_THREADS, IoInvalid, IoSettings, parse_io
+from moert.machine import DAMAGED, ROOT, cache_file, entries, remember
 
 PROBE_S = 0.5
 _THREADS = (1, 2, 4)
@@ -57,7 +49,7 @@ def settings_for(files: Sequence[Path]) -> IoSettings:
     return drive_of(files).settings
 
 
-def drive_of(files: Sequence[Path], cache: Path | None = None, root: Path = Path("/")) -> Drive:
+def drive_of(files: Sequence[Path], cache: Path | None = None, root: Path = ROOT) -> Drive:
     """Returns the measurement of the files' drive: remembered, or measured now and remembered.
 
     `cache` is the file to remember it in, by default one in the user's cache folder; `root` is where /proc and /sys
@@ -73,7 +65,7 @@ def drive_of(files: Sequence[Path], cache: Path | None = None, root: Path = Path
     return drive
 
 
-def remembered(path: Path, cache: Path | None = None, root: Path = Path("/")) -> Drive | None:
+def remembered(path: Path, cache: Path | None = None, root: Path = ROOT) -> Drive | None:
     """Returns the measurement of the drive under a file or folder, without measuring; None if it was never measured."""
     key = drive_key(path, root)
     return known_drives(cache or cache_file()).get(key) if key else None
@@ -158,17 +150,12 @@ def _read_cold(path: Path, direct: bool) -> int:
     """Reads a file from the drive and leaves nothing of it in the page cache; returns the number of bytes read."""
     fd = open_expert(path, direct)
     try:
-        _forget(fd)
+        leave_page_cache(fd)
         found = read_into(fd, aligned(_size(path)))
-        _forget(fd)
+        leave_page_cache(fd)
         return found
     finally:
         os.close(fd)
-
-
-def _forget(fd: int) -> None:
-    if hasattr(os, "posix_fadvise"):
-        os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)
 
 
 def aligned(nbytes: int) -> npt.NDArray[np.uint8]:
@@ -183,26 +170,6 @@ def _size(path: Path) -> int:
     with suppress(OSError):
         return min(path.stat().st_size, _PIECE_BYTES)
     return 0
-
-
-def drive_key(path: Path, root: Path = Path("/")) -> str:
-    """Returns a name for the drive under a file: device number, file system, and the system's data on the device. Empty
-    if there is no file."""
-    try:
-        device = path.stat().st_dev
-    except OSError:
-        return ""
-    number = f"{os.major(device)}:{os.minor(device)}"
-    known = [number]
-    for line in _text(root / "proc/self/mountinfo").splitlines():
-        words = line.split()  # ... major:minor ... - type source ...
-        if len(words) > 2 and words[2] == number and "-" in words:
-            known += words[words.index("-") + 1 :][:2]
-            break
-    folder = root / "sys/dev/block" / number
-    for name in ("size", "serial", "wwid", "dm/uuid", "device/serial", "../serial", "../wwid", "../device/serial"):
-        known += _text(folder / name).split()
-    return " ".join(known)
 
 
 def known_drives(cache: Path | None) -> dict[str, Drive]:
@@ -241,9 +208,3 @@ def _remember(cache: Path | None, drives: Mapping[str, Drive]) -> None:
         for key, drive in drives.items()
     }
     remember(cache, _SECTION, body)
-
-
-def _text(path: Path) -> str:
-    with suppress(OSError, UnicodeDecodeError):
-        return path.read_text(encoding="utf-8")
-    return ""

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import ctypes
 import errno
-import mmap
 import os
 import stat
 import threading
@@ -22,6 +20,7 @@ import numpy as np
 import numpy.typing as npt
 
 from moert.errors import RunError, said
+from moert.experts.drive import in_page_cache, is_direct, leave_page_cache, open_expert, read_into, wait_for_reads
 from moert.kernels import library
 from moert.kernels.backend import Backend, Expert, ExpertView, ProjectionView
 from moert.kernels.library import NativeFailed, address, crc32
@@ -38,8 +37,6 @@ from moert.stats import ExpertCounters
 
 DEFAULT_THREADS = 2
 MOST_THREADS = 64
-PAGE_BYTES = 4096
-_DIRECT: int = getattr(os, "O_DIRECT", 0)
 
 
 class IoInvalid(RunError):
@@ -71,92 +68,6 @@ def parse_io(text: str) -> IoSettings | None:
     if not sound:
         raise IoInvalid(f"{said('io', text[:60])}: {threads[:60]!r} should be a number of threads, 1 to {MOST_THREADS}")
     return IoSettings(mode.strip() == "direct", int(threads))
-
-
-def open_expert(path: str | os.PathLike[str], direct: bool) -> int:
-    """Returns a descriptor to read from, past the page cache if `direct` and the file system can. Raises OSError."""
-    flags = os.O_RDONLY | getattr(os, "O_CLOEXEC", 0) | getattr(os, "O_NONBLOCK", 0)  # a pipe must not be waited for
-    if direct and _DIRECT:
-        try:
-            return os.open(path, flags | _DIRECT)
-        except OSError as error:
-            if error.errno not in (errno.EINVAL, errno.EOPNOTSUPP):
-                raise
-    return os.open(path, flags)
-
-
-def read_into(fd: int, buffer: memoryview | npt.NDArray[np.uint8], offset: int = 0) -> int:
-    """Fills `buffer` from a place in the file; returns the bytes found, fewer only if the file ends. Raises OSError.
-
-    Behind the end of the file the buffer's contents are then undefined. Direct reads need a buffer that begins on a
-    page. Parts that can't be read so (another place, a length that is not a whole number of pages, a file system that
-    takes the flag but not the read) are read through the page cache.
-    """
-    view = (buffer if isinstance(buffer, memoryview) else buffer.data).cast("B")
-    whole = len(view) - len(view) % PAGE_BYTES
-    found = 0
-    while found < len(view):
-        stop = whole if found < whole else len(view)
-        try:
-            count = os.preadv(fd, [view[found:stop]], offset + found)
-        except OSError as error:
-            if error.errno != errno.EINVAL or not _make_buffered(fd):
-                raise
-            continue
-        if not count:
-            break
-        found += count
-    return found
-
-
-def in_page_cache(path: str | os.PathLike[str], offset: int = 0) -> bool:
-    """Returns whether the file's page at `offset` can be read without the drive; True where the system does not say.
-    Raises OSError.
-
-    The first check is mincore(2), which the system answers to the file's owner alone: others may only try to read
-    without waiting, and this try itself has the page brought in, in time if the drive is fast.
-    """
-    fd = open_expert(path, direct=False)
-    try:
-        if not _shown_cached(fd, offset):
-            return False
-        os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_RANDOM)  # or the try would bring more of it in
-        return os.preadv(fd, [bytearray(1)], offset, os.RWF_NOWAIT) > 0
-    except BlockingIOError:
-        return False
-    except (OSError, AttributeError):
-        return True
-    finally:
-        os.close(fd)
-
-
-def _shown_cached(fd: int, offset: int) -> bool:
-    """Returns mincore(2)'s answer for that page: True also for a file that is not the caller's. Raises OSError, and
-    AttributeError where the system has no mincore."""
-    if os.fstat(fd).st_size <= offset:
-        return True
-    # Closed with its last reference: Ctrl-C may come at any place, and a mapping that is pointed to can't be closed.
-    page = mmap.mmap(fd, 1, access=mmap.ACCESS_COPY, offset=offset)  # nothing is written: ctypes wants it writable
-    first, found = ctypes.c_char.from_buffer(page), ctypes.c_ubyte()
-    failed = ctypes.CDLL(None).mincore(ctypes.byref(first), ctypes.c_size_t(1), ctypes.byref(found))
-    return bool(failed) or bool(found.value & 1)
-
-
-def is_direct(fd: int) -> bool:
-    """Returns whether reads of the descriptor go past the page cache."""
-    import fcntl
-
-    return bool(_DIRECT) and bool(fcntl.fcntl(fd, fcntl.F_GETFL) & _DIRECT)
-
-
-def _make_buffered(fd: int) -> bool:
-    """Has reads of the descriptor go through the page cache from now on; returns False if they did so already."""
-    import fcntl
-
-    if not is_direct(fd):
-        return False
-    fcntl.fcntl(fd, fcntl.F_SETFL, fcntl.fcntl(fd, fcntl.F_GETFL) & ~_DIRECT)
-    return True
 
 
 _MOST = 1024
@@ -248,7 +159,7 @@ class OpenFiles:
             if not stat.S_ISREG(found.st_mode):  # a pipe would be waited for
                 number = errno.EISDIR if stat.S_ISDIR(found.st_mode) else errno.ESPIPE
                 raise OSError(number, os.strerror(number))
-            os.set_blocking(fd, True)  # of a file that means: a read in the background may wait
+            wait_for_reads(fd)
         except BaseException:
             os.close(fd)
             raise
@@ -394,8 +305,8 @@ class PlainReader:
                 row["found"] = read_into(int(row["fd"]), _place(row).data, offset)
             except OSError as error:
                 row["error"] = error.errno
-            if row["forget"] and hasattr(os, "posix_fadvise") and not is_direct(int(row["fd"])):
-                os.posix_fadvise(int(row["fd"]), offset, nbytes, os.POSIX_FADV_DONTNEED)
+            if row["forget"] and not is_direct(int(row["fd"])):
+                leave_page_cache(int(row["fd"]), offset, nbytes)
         return _check(table)
 
     def close(self) -> None:
@@ -566,8 +477,8 @@ class ExpertStore:
                     self._count(1, len(into), started)
                     return place
             found = read_into(handle, into, entry.offset)
-            if (direct or not self.leaves_page_cache) and hasattr(os, "posix_fadvise"):
-                os.posix_fadvise(handle, entry.offset, len(into), os.POSIX_FADV_DONTNEED)
+            if direct or not self.leaves_page_cache:
+                leave_page_cache(handle, entry.offset, len(into))
         finally:
             os.close(handle)
         if found != len(into):

@@ -14,7 +14,7 @@ from urllib.parse import quote, unquote
 
 from moert.errors import RunError
 from moert.hub.client import Hub, PackId, parse_id
-from moert.machine import lock
+from moert.machine import locked
 from moert.pack.errors import HashMismatch
 from moert.pack.files import write_atomically
 from moert.pack.manifest import parse_manifest
@@ -112,14 +112,11 @@ def pull(asked: PackId, say: Say) -> Pulled:
 @contextmanager
 def _alone(part: Path, asked: PackId) -> Iterator[None]:
     """Keeps others from the folder of a pack that comes. Raises RunError if another process has it."""
-    folder = os.open(part, os.O_RDONLY)
     try:
-        lock(folder)
-        yield
+        with locked(part):
+            yield
     except BlockingIOError:
         raise RunError(f"{asked} is being fetched by another process: wait for it") from None
-    finally:
-        os.close(folder)
 
 
 def most_of_a_manifest() -> int:

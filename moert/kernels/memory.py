@@ -17,7 +17,10 @@ PAGE_BYTES = mmap.PAGESIZE
 _SLAB = 64 << 20
 _HUGE = 2 << 20
 _LINE = 64
-_UNCOUNTED = 0x4000 if sys.platform == "linux" else 0  # MAP_NORESERVE: pages that are not touched need no memory
+_ON_LINUX = sys.platform == "linux"
+_UNCOUNTED = 0x4000 if _ON_LINUX else 0  # MAP_NORESERVE: pages that are not touched need no memory
+# Shared memory gets no large pages; Windows has no flags.
+_ANONYMOUS = (mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | _UNCOUNTED,) if hasattr(mmap, "MAP_PRIVATE") else ()
 
 
 class Arena:
@@ -44,7 +47,7 @@ def forget(piece: U8) -> None:
     """
     start = piece.ctypes.data + -piece.ctypes.data % PAGE_BYTES
     nbytes = (piece.ctypes.data + len(piece) - start) // PAGE_BYTES * PAGE_BYTES
-    if nbytes > 0 and sys.platform == "linux":
+    if nbytes > 0 and _ON_LINUX:
         advise = ctypes.CDLL(None).madvise
         for advice in (mmap.MADV_DONTNEED, mmap.MADV_NOHUGEPAGE):
             advise(ctypes.c_void_p(start), ctypes.c_size_t(nbytes), advice)
@@ -54,9 +57,8 @@ def _slab(nbytes: int) -> U8:
     """Returns anonymous memory that begins on a large page; the system is advised to use large pages. Raises
     MemoryError."""
     size = -(-nbytes // _HUGE) * _HUGE
-    flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | _UNCOUNTED  # shared memory gets no large pages
     try:
-        region = mmap.mmap(-1, size + _HUGE, flags)
+        region = mmap.mmap(-1, size + _HUGE, *_ANONYMOUS)
     except OSError as error:
         raise MemoryError(error.strerror) from None
     if hasattr(mmap, "MADV_HUGEPAGE"):
@@ -102,7 +104,7 @@ def mapped(fd: int, nbytes: int, offset: int = 0) -> tuple[U8, FencedMapping] | 
     """Returns bytes of a file, and the mapping that holds them; None where the file is shorter or can't be mapped, or
     without the kernels that have fences."""
     found = library.load()
-    if found is None:
+    if found is None or not hasattr(mmap, "MAP_PRIVATE"):
         return None
     try:
         flags = mmap.MAP_PRIVATE | getattr(mmap, "MAP_POPULATE", 0)  # all pages at once

@@ -182,7 +182,9 @@ def unheard() -> Iterator[None]:
     finally:
         os.dup2(saved, _STDERR)
         with suppress(OSError):
-            if not drop and (said := os.pread(kept, os.fstat(kept).st_size, 0)):
+            nbytes = os.lseek(kept, 0, os.SEEK_END)
+            os.lseek(kept, 0, os.SEEK_SET)
+            if not drop and (said := os.read(kept, nbytes)):
                 os.write(_STDERR, said)
         os.close(saved)
         os.close(kept)

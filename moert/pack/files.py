@@ -17,6 +17,9 @@ from moert.pack.errors import FileMissing, FileTruncated
 if TYPE_CHECKING:
     import hashlib
 
+READING: int = os.O_RDONLY | sum(getattr(os, name, 0) for name in ("O_CLOEXEC", "O_NONBLOCK", "O_BINARY"))
+"""How files are opened: for bytes as they are, and a pipe in place of a file is not waited for."""
+_ON_WINDOWS = os.name == "nt"
 _LEFT = re.compile(r"\.[0-9a-f]{8}\.tmp$")
 
 
@@ -73,8 +76,10 @@ def sha256(body: bytes | array[int] = b"") -> hashlib._Hash:
 
 
 def fsync(path: Path) -> None:
-    """Makes a file durable, or the names in a folder. Raises OSError."""
-    descriptor = os.open(path, os.O_RDONLY)
+    """Makes a file durable, or the names in a folder; not these on Windows, which opens no folders. Raises OSError."""
+    if _ON_WINDOWS and path.is_dir():
+        return
+    descriptor = os.open(path, os.O_RDWR if _ON_WINDOWS else os.O_RDONLY)
     try:
         os.fsync(descriptor)
     finally:
@@ -103,9 +108,8 @@ class OpenedFile:
     def __init__(self, root: Path, relative: str, path: Path) -> None:
         """Opens the file `relative` of the pack at `root`, whose real path is `path`. Raises FileMissing."""
         self._root, self.relative = root, relative
-        flags = os.O_RDONLY | getattr(os, "O_CLOEXEC", 0) | getattr(os, "O_NONBLOCK", 0)  # a pipe is not waited for
         try:
-            descriptor = os.open(path, flags)
+            descriptor = os.open(path, READING)
         except OSError as error:
             raise unreadable(root, relative, error) from None
         found = os.fstat(descriptor)

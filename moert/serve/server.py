@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import signal
 import socket
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
 from contextlib import nullcontext, suppress
 from functools import partial
 from importlib.resources import files
@@ -239,6 +239,17 @@ def http_server(host: Host) -> uvicorn.Server:
     return made
 
 
+def on_signals(
+    loop: asyncio.AbstractEventLoop, numbers: Sequence[signal.Signals], end: Callable[[signal.Signals], None]
+) -> None:
+    """Has the loop call `end` with the signal that came, if it is one of `numbers`."""
+    for number in numbers:
+        try:
+            loop.add_signal_handler(number, end, number)
+        except NotImplementedError:  # on Windows
+            signal.signal(number, lambda got, _: loop.call_soon_threadsafe(end, signal.Signals(got)))
+
+
 async def _run(host: Host, listening: socket.socket, ready: Callable[[], None]) -> signal.Signals | None:
     """Runs the server until a signal, which is returned; then its answers may end within GRACE_S seconds, or with a
     second signal at once."""
@@ -248,8 +259,7 @@ async def _run(host: Host, listening: socket.socket, ready: Callable[[], None]) 
         running.should_exit, running.force_exit = True, bool(found)
         found.append(number)
 
-    for number in (signal.SIGINT, signal.SIGTERM):
-        loop.add_signal_handler(number, end, number)
+    on_signals(loop, (signal.SIGINT, signal.SIGTERM), end)
     task = asyncio.ensure_future(running.serve(sockets=[listening]))
     while not running.started and not task.done():
         await asyncio.sleep(_PAUSE_S)

@@ -29,8 +29,9 @@ from moert.engine.registry import PREDICTS
 from moert.experts import cache as cache_module
 from moert.experts import store as store_module
 from moert.experts import streaming
+from moert.experts.drive import is_direct, open_expert, read_into
 from moert.experts.names import EVICTIONS
-from moert.experts.store import IoSettings, is_direct, open_expert, read_into
+from moert.experts.store import IoSettings
 from moert.experts.streaming import CachedExperts
 from moert.pack.paths import PATHS
 from moert.pack.reader import Pack

@@ -14,8 +14,9 @@ from moert.bench import curve as module
 from moert.bench.curve import CHUNKS, IN_FLIGHT, Curve, DriveUnmeasurable, best_piece, curve_of
 from moert.bench.drive import Neurons, piece_times
 from moert.errors import RunError
-from moert.experts import store as reading
-from moert.experts.store import PAGE_BYTES, IoSettings, Table, is_direct, open_expert, parse_io, read_into
+from moert.experts import drive as reading
+from moert.experts.drive import PAGE_BYTES, is_direct, open_expert, read_into
+from moert.experts.store import DEFAULT_THREADS, MOST_THREADS, IoInvalid, IoSettings, Table, parse_io
 
 
 def aligned(nbytes: int, shift: int = 0) -> np.ndarray:
@@ -138,8 +139,8 @@ def test_a_missing_file_is_an_error(tmp_path, direct) -> None:
 
 def test_settings_are_parsed() -> None:
     assert parse_io("auto") is None
-    assert parse_io("direct") == IoSettings(True, reading.DEFAULT_THREADS)
-    assert parse_io("buffered") == IoSettings(False, reading.DEFAULT_THREADS)
+    assert parse_io("direct") == IoSettings(True, DEFAULT_THREADS)
+    assert parse_io("buffered") == IoSettings(False, DEFAULT_THREADS)
     assert parse_io(" Direct, 4 ") == IoSettings(True, 4)
     assert parse_io("buffered,64") == IoSettings(False, 64)
 
@@ -154,14 +155,14 @@ WAYS, COUNTS = "io=.* is none of auto, direct, buffered", "io=.*: {} should be a
      ("direct," + "9" * 5000, COUNTS.format("'9+'"))],
 )  # fmt: skip
 def test_what_is_no_way_to_read_is_refused_in_one_line(text, says) -> None:
-    with pytest.raises(reading.IoInvalid, match=says) as error:
+    with pytest.raises(IoInvalid, match=says) as error:
         parse_io(text)
     assert isinstance(error.value, RunError)
     assert "\n" not in str(error.value)
     assert len(str(error.value)) < 200
 
 
-@given(st.booleans(), st.integers(1, reading.MOST_THREADS))
+@given(st.booleans(), st.integers(1, MOST_THREADS))
 def test_printed_settings_are_what_the_option_takes(direct, threads) -> None:
     assert parse_io(str(IoSettings(direct, threads))) == IoSettings(direct, threads)
 

@@ -22,10 +22,11 @@ from moert.engine.generation import GenerationSettings
 from moert.engine.registry import PREDICTS
 from moert.engine.settings import EngineSettings
 from moert.errors import BudgetTooSmall, InputInvalid, PathsMissing, SettingInvalid, TokenizerMissing
-from moert.experts import store
+from moert.experts import drive, store
+from moert.experts.drive import open_expert
 from moert.experts.names import Policies
 from moert.experts.policy import EVICTION, Demand
-from moert.experts.store import IoSettings, open_expert
+from moert.experts.store import IoSettings
 from moert.kernels import library, open_backend
 from moert.pack.codec import F32
 from moert.pack.errors import FileMissing, HashMismatch, HeaderInvalid
@@ -184,7 +185,7 @@ def test_a_way_of_reading_that_was_asked_for_is_used_though_all_experts_fit(pack
         ways.add(direct)
         return open_expert(path, direct)
 
-    for module in (store, store):
+    for module in (store, drive):
         monkeypatch.setattr(module, "open_expert", opened)
     with Engine.open(packs["decoder"], predict="none", io=io) as engine:
         engine.generate("abc", GenerationSettings(max_new_tokens=2))

@@ -11,19 +11,19 @@ from pathlib import Path
 import pytest
 
 from moert.experts import probe as module
+from moert.experts.drive import drive_key, is_direct, open_expert
 from moert.experts.probe import (
     PROBE_S,
     Drive,
     cache_file,
     choose,
-    drive_key,
     drive_of,
     known_drives,
     probe,
     read_for,
     settings_for,
 )
-from moert.experts.store import DEFAULT_THREADS, IoSettings, is_direct, open_expert
+from moert.experts.store import DEFAULT_THREADS, IoSettings
 
 DIRECT = [IoSettings(True, threads) for threads in (1, 2, 4)]
 BUFFERED = [IoSettings(False, threads) for threads in (1, 2, 4)]

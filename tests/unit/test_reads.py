@@ -18,7 +18,8 @@ import pytest
 from memory_store import PATIENCE_S, Model
 
 from moert.experts import store
-from moert.experts.store import NativeReader, PlainReader, Read, Reader, is_direct, open_expert, open_reader, table_of
+from moert.experts.drive import is_direct, open_expert
+from moert.experts.store import NativeReader, PlainReader, Read, Reader, open_reader, table_of
 from moert.kernels import library
 from tests.pairs import thinned
 
@@ -260,7 +261,7 @@ REFUSED = """
 import ctypes, struct, sys, zlib, mmap
 import numpy as np
 from moert.experts.store import open_reader, table_of, Read
-from moert.experts.store import open_expert
+from moert.experts.drive import open_expert
 SETUP = 425
 load, equal, give = 0x20, 0x15, 0x06
 rules = [(load, 0, 0, 0), (equal, 0, 1, SETUP), (give, 0, 0, 0x50000 | int(sys.argv[1])), (give, 0, 0, 0x7FFF0000)]

@@ -165,7 +165,7 @@ def test_a_card_of_torch_without_torch(backend: Backend, monkeypatch: pytest.Mon
 
 
 def test_without_a_driver_auto_is_none(backend: Backend, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("moert.beside.gpu.opening._has_driver", lambda: False)
+    monkeypatch.setattr("moert.beside.gpu.opening.has_nvidia_driver", lambda: False)
     assert open_device("auto", None, backend) is None
 
 

@@ -20,9 +20,11 @@ from tiny_packs import SPECS, damage_expert, write_pack
 from moert.engine import engine as engine_module
 from moert.engine.engine import Engine
 from moert.engine.generation import GenerationSettings
+from moert.experts import drive
 from moert.experts import store as store_module
 from moert.experts.cache import Buffers
-from moert.experts.store import ExpertStore, IoSettings, in_page_cache, is_direct, open_expert, read_into
+from moert.experts.drive import in_page_cache, is_direct, open_expert, read_into
+from moert.experts.store import ExpertStore, IoSettings
 from moert.kernels import open_backend
 from moert.kernels.reference import ReferenceBackend
 from moert.pack.errors import FileMissing, FileTruncated, HashMismatch, HeaderInvalid, PackError
@@ -110,7 +112,8 @@ def opened(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[bool]]:
         seen.append(is_direct(handle))
         return handle
 
-    monkeypatch.setattr(store_module, "open_expert", listen)
+    for module in (store_module, drive):
+        monkeypatch.setattr(module, "open_expert", listen)
     before = len(os.listdir("/proc/self/fd")) if os.path.isdir("/proc/self/fd") else 0
     yield seen
     if before:

@@ -10,7 +10,7 @@ import pytest
 
 from moert.command import cli, description
 from moert.command.description import system_facts, system_lines
-from moert.experts.probe import drive_key
+from moert.experts.drive import drive_key
 from moert.kernels import library
 from moert.kernels.speed import MOST_BYTES
 from moert.machine import usable_cores

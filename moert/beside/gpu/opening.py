@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from importlib.util import find_spec
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 from moert.beside.gpu.device import Device, DeviceMissing
 from moert.beside.gpu.simulated import PROFILES
 from moert.beside.wishes import Wishes
 from moert.errors import SettingInvalid, said
+from moert.machine import has_nvidia_driver
 
 if TYPE_CHECKING:
     from moert.kernels.backend import Backend
@@ -84,7 +84,7 @@ def open_device(name: str, capacity_bytes: int | None, host: Backend) -> Device 
     if name in (NO_DEVICE, PROCESSOR):
         return None
     if name == AUTO_DEVICE:
-        if not _has_driver() or find_spec("torch") is None:
+        if not has_nvidia_driver() or find_spec("torch") is None:
             return None
         try:
             return _torch("cuda:0", capacity_bytes, host)
@@ -96,8 +96,3 @@ def open_device(name: str, capacity_bytes: int | None, host: Backend) -> Device 
 def _is_cuda(name: str) -> bool:
     kind, colon, number = name.partition(":")
     return kind == "cuda" and (not colon or number.isdecimal())
-
-
-def _has_driver() -> bool:
-    """Returns whether NVIDIA's driver is loaded."""
-    return Path("/proc/driver/nvidia/version").exists() or Path("/dev/nvidiactl").exists()

@@ -6,7 +6,6 @@ this answer and a router's, predictors made of them, and the whole with its memo
 
 from __future__ import annotations
 
-import os
 import threading
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
@@ -26,6 +25,7 @@ from moert.experts.policy import Demand
 from moert.experts.predictors import Prediction, Situation, of_any_token, of_one_token, ranked
 from moert.kernels import reference
 from moert.kernels.backend import Backend, Matrix
+from moert.machine import step_back
 from moert.models.ffn import LearnedRouter, Routed, Router
 from moert.models.kv import Recent
 from moert.pack.codec import F32
@@ -39,7 +39,6 @@ _MOST_BYTES = 4 << 20
 _TOGETHER = 256
 """Tokens of prompts that are worked out at once: short prompts one by one would keep the model's thread from Python's
 lock."""
-_NICE = 10  # so that the model's thread comes first, where the system can't give idle time alone
 _CLOSE_S = 10.0
 
 Prompt = tuple[int, ...]
@@ -109,7 +108,7 @@ class Beforehand:
             thread.join(_CLOSE_S)
 
     def _serve(self) -> None:
-        _step_back()
+        step_back()
         while prompts := self._next():
             found: dict[Prompt, Ready] = {}
             with suppress(MemoryError):  # running these prompts will raise it, if memory is still short then
@@ -128,15 +127,6 @@ class Beforehand:
                     return self._waiting[: max(1, together)]
                 self._wake.wait()
         return []
-
-
-def _step_back() -> None:
-    """Gives the calling thread only time that no other thread wants; where the system can't, a low priority."""
-    with suppress(OSError):
-        if hasattr(os, "SCHED_IDLE"):
-            os.sched_setscheduler(threading.get_native_id(), os.SCHED_IDLE, os.sched_param(0))
-        elif hasattr(os, "setpriority"):
-            os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), _NICE)
 
 
 _CATCH_UP = 256
