@@ -170,12 +170,16 @@ def verify(
     as_json: Json = False,
 ) -> None:
     """Check every hash of a pack, and with --against that each expert is its source within the error of its bits."""
+    from moeconv.artifacts import REPORT
     from moeconv.command.present import verified
     from moeconv.packing.packed import verify as check
+    from moeconv.report.writer import read_report
     from moeconv.source.checkpoint import Checkpoint
     from moert.pack.reader import Pack
 
-    found = check(Pack.open(pack), None if against is None else Checkpoint.open(against), bar)
+    opened = Pack.open(pack)
+    trained = REPORT in opened.manifest.files and read_report(opened).scales is not None
+    found = check(opened, None if against is None else Checkpoint.open(against), bar, trained)
     print(shown(json.dumps(asdict(found)) if as_json else verified(found, pack, against)))
 
 

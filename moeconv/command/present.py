@@ -43,6 +43,7 @@ def conversion_table(report: ConversionReport, out: str) -> str:
         f"INT8, {_share(sizes, 'int4')} of uniform INT4",
         *_dense(report),
         *_route(report),
+        *_scales(report),
         *_neurons(report),
         *_residences(report.residences, report.confidence),
         *_sweep(report),
@@ -154,6 +155,16 @@ def _dense(report: ConversionReport) -> list[str]:
     return [
         f"  dense matrices: {width_text(dense.bits)}{own}{alone}",
         f"  bytes beside the experts: {dense.nbytes:,} = {dense.nbytes / dense.source_nbytes:.1%} of the source's",
+    ]
+
+
+def _scales(report: ConversionReport) -> list[str]:
+    found = report.scales
+    if found is None:
+        return []
+    return [
+        f"  scales of {found.matrices:,} matrices and {found.norms} norms were trained: {found.nbytes / 1e6:,.2f} MB lose "
+        f"{found.after:.2%} with them, {found.before:.2%} without"
     ]
 
 

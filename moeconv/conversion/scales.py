@@ -27,12 +27,12 @@ from moeconv.measure.trial import Trial
 from moeconv.measure.workdir import WorkDir, identity
 from moeconv.plan.problem import Plan
 from moeconv.progress import Bar
-from moeconv.quantizers.trained import MOST_GAIN, NOTHING, Trained
+from moeconv.quantizers.trained import MOST_GAIN, NOTHING, Trained, norms_of
 from moeconv.source.archs.config import transformers_model
 from moeconv.source.archs.weights import parameter
 from moeconv.source.experts import Call, expert_ffn
 from moeconv.sweep.fisher import Part, parts_of
-from moert.pack.model_spec import ExpertKey, LayerKey, ModelSpec
+from moert.pack.model_spec import ExpertKey, LayerKey
 
 STEPS = 64
 BATCH_TOKENS = 2048
@@ -133,20 +133,15 @@ def _train(bench: Bench, plan: Plan, bar: Bar) -> Trained:
         description, dense = trial.checkpoint.description, bench.coding.dense
         found = {
             name: parameter(trial.model, description, name).to(dense.source(name).dtype, copy=True)
-            for name in _norms_of(trial.spec)
+            for name in norms_of(trial.spec)
         }
     return Trained(found, gains.found())
-
-
-def _norms_of(spec: ModelSpec) -> list[str]:
-    """Returns the canonical names of the weights of norms."""
-    return [name for name in spec.tensors if name.endswith("norm.weight")]
 
 
 @contextmanager
 def _learning_norms(trial: Trial) -> Iterator[list[torch.nn.Parameter]]:
     """Gives the weights of norms, which collect gradients inside a with block and are the old ones behind it."""
-    places = [trial.checkpoint.description.parameters[name].name for name in _norms_of(trial.spec)]
+    places = [trial.checkpoint.description.parameters[name].name for name in norms_of(trial.spec)]
     norms = [trial.model.get_parameter(place).requires_grad_() for place in dict.fromkeys(places)]
     before = [each.detach().clone() for each in norms]
     try:

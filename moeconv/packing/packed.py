@@ -20,6 +20,7 @@ from moeconv.matrices import Projection, biases_of, matrices_of, projection_weig
 from moeconv.measure.passes import Origin, Passes, Room
 from moeconv.order import NeuronOrder, load_order
 from moeconv.progress import Progress, unseen
+from moeconv.quantizers.trained import norms_of
 from moeconv.source.archs import FAMILIES, Description, Family
 from moeconv.source.archs.config import transformers_model
 from moeconv.source.archs.weights import Rows, fill_backbone, put_tables
@@ -212,9 +213,9 @@ class Verified:
     worst: float | None
 
 
-def verify(pack: Pack, source: Checkpoint | None, show: Progress = unseen) -> Verified:
-    """Checks a pack. Raises a PackError for a damaged file, VerifyFailed for weights that are not those of the
-    source."""
+def verify(pack: Pack, source: Checkpoint | None, show: Progress = unseen, trained: bool = False) -> Verified:
+    """Checks a pack. `trained`: its report says that its norms were. Raises a PackError for a damaged file,
+    VerifyFailed for weights that are not those of the source."""
     keys, files = pack.manifest.model.expert_keys(), sum(1 for _ in pack.pieces())
     with show("files", files, "file") as bar:
         for _ in pack.verify_hashes():
@@ -227,7 +228,7 @@ def verify(pack: Pack, source: Checkpoint | None, show: Progress = unseen) -> Ve
         return Verified(files, len(keys), None)
     if source.spec != pack.manifest.model:
         raise VerifyFailed(f"{source.given} is not the model that {pack.root} was made from: their shapes differ")
-    worst = max(_backbone_error(pack, source), *(_expert_error(pack, source, key, order) for key in keys))
+    worst = max(_backbone_error(pack, source, trained), *(_expert_error(pack, source, key, order) for key in keys))
     return Verified(files, len(keys), worst)
 
 
@@ -249,9 +250,13 @@ def _check_pieces(pack: Pack, show: Progress) -> None:
             bar.update(1)
 
 
-def _backbone_error(pack: Pack, source: Checkpoint) -> float:
-    """Returns the largest share of an allowed error among all matrices of the backbone that have a width. Raises
-    VerifyFailed for another tensor that differs from the source's."""
+TRAINED_APART = 0.5
+"""The most that a trained norm differs from the source's, as a share of that one's root mean square."""
+
+
+def _backbone_error(pack: Pack, source: Checkpoint, trained: bool) -> float:
+    """Returns the largest share of an allowed error among all matrices of the backbone that have a width, and norms if
+    they were trained. Raises VerifyFailed for another tensor that differs from the source's."""
     manifest, tensors, worst = pack.manifest, backbone_of(pack), 0.0
     dense = manifest.quantization.dense
     for name, (_, shape, _) in source.spec.tensors.items():
@@ -259,6 +264,12 @@ def _backbone_error(pack: Pack, source: Checkpoint) -> float:
         if dense is not None and dense_width(source.spec, dense, name) is not None:
             stored = dense_projection(pack, tensors, name)
             worst = max(worst, _checked(name, stored, original.float().numpy(), dense.quantizer == MIN_MAX))
+        elif trained and name in norms_of(source.spec):
+            mine, theirs = tensors[name].float().numpy(), original.float().numpy()
+            share = _rms(mine - theirs) / (TRAINED_APART * _rms(theirs) + F16_FLOOR)
+            if not share <= 1:
+                raise VerifyFailed(f"{name} is far from {source.given}: the pack was made from other weights")
+            worst = max(worst, share)
         elif not torch.equal(tensors[name], source.stored_tensor(name, shape)):
             raise VerifyFailed(f"{name} differs from {source.given}: the pack was made from other weights")
     _check_tables(pack, source)

@@ -15,11 +15,16 @@ from torch import Tensor
 
 from moeconv.matrices import Projection
 from moert.pack.codec import F32, QuantizedMatrix, TrellisMatrix, Width
-from moert.pack.model_spec import ExpertKey, StackName
+from moert.pack.model_spec import ExpertKey, ModelSpec, StackName
 
 Place = tuple[ExpertKey, str, Width]
 """A matrix of an expert at a width: expert, projection, width."""
 MOST_GAIN = 2.0
+
+
+def norms_of(spec: ModelSpec) -> list[str]:
+    """Returns the canonical names of the weights of norms."""
+    return [name for name in spec.tensors if name.endswith("norm.weight")]
 
 
 @dataclass(frozen=True)
