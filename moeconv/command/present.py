@@ -163,8 +163,8 @@ def _scales(report: ConversionReport) -> list[str]:
     if found is None:
         return []
     return [
-        f"  scales of {found.matrices:,} matrices and {found.norms} norms were trained: {found.nbytes / 1e6:,.2f} MB lose "
-        f"{found.after:.2%} with them, {found.before:.2%} without"
+        f"  scales of {found.matrices:,} matrices and {found.norms} norms were trained: {found.nbytes / 1e6:,.2f} MB "
+        f"lose {found.after:.2%} with them, {found.before:.2%} without"
     ]
 
 

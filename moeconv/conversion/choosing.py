@@ -117,6 +117,10 @@ class Choice:
         """Returns the measurement of a plan of `plans`."""
         return next(measured for known, measured in reversed(self.plans) if known == plan)
 
+    def divergence(self, plan: Plan) -> float:
+        """Returns the divergence of a plan of `plans` from the unquantized model, in nats a token."""
+        return self.judge.measure.summary(evaluated(self.judge.measure, plan)).kl
+
     def beyond(self, plan: Plan, times: float) -> Plan:
         """Returns the plan of the frontier that is predicted to lose so many times as much as a measured one."""
         frontier = self.question.frontier(self.settings.allocation)

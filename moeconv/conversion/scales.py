@@ -71,14 +71,14 @@ def trained(
     they do not help. Raises ConversionError."""
     if not worth_training(bench) or all(bits == 16 for widths in plan.assignment.values() for bits in widths):
         return plan, None
-    before = choice.measured(plan)
+    before, apart = choice.measured(plan), choice.divergence(plan)
     with account.step("scales", bench.journal):
         aim = choice.beyond(plan, BEYOND) if bench.settings.target.kind == "loss" else plan
         bench.coding.dense.choose(aim.dense)
         found = _kept(bench, aim, work, account)
         _use(bench, found)
         after = choice.again(plan, before)
-        if not after.decisive < before.decisive:
+        if not (after.decisive < before.decisive and choice.divergence(plan) < apart):
             account.note("training scales did not lower the loss: they stay as they were")
             _use(bench, NOTHING)
             return plan, None

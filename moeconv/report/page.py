@@ -210,9 +210,8 @@ def result(report: ConversionReport, n_experts: int) -> str:
     if report.heldout is not None:
         text += f"On held-out text, measured once at the end, it is {interval_text(report.heldout)}. "
         text += _values(name, report.heldout)
-    return " ".join(
-        [text + _verdict(report), *_scales(report), *_route(report), *_neurons(report), *_notes(report)]
-    ).strip()
+    more = [*_scales(report), *_route(report), *_neurons(report), *_notes(report)]
+    return " ".join([text + _verdict(report), *more]).strip()
 
 
 def _values(name: str, measured: LossEstimate) -> str:

@@ -39,6 +39,7 @@ _CPU_S = 2
 _APART_BYTES, _APART_EACH = 40 << 20, 400  # of memory for a process that compiles, and for each byte of a grammar more
 _PROCESS = Path(__file__).with_name("compiling.py")
 _ANY_OBJECT = '{"type": "object"}'
+_UNLIMITED = "this system can't limit the process that compiles it"
 _WHOLE = {"ByteLevel", "ByteFallback", "Metaspace", "Replace", "Fuse", "Strip"}
 """Decoders that change no text but its beginning, so that an answer is the bytes of its tokens."""
 
@@ -64,7 +65,7 @@ def check_apart(grammar: Grammar) -> None:
     long or much memory, or that ends this process; and where llguidance is missing."""
     _check_installed(grammar)
     if not limits_processes():
-        raise SettingInvalid(grammar.setting, _refusal(grammar, "this system can't limit the process that compiles it"))
+        raise SettingInvalid(grammar.setting, _refusal(grammar, _UNLIMITED))
     found = find_spec("llguidance")
     assert found is not None
     assert found.origin is not None

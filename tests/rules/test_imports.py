@@ -93,7 +93,7 @@ INSIDE = {
     "moeconv.report": [("page",), ("curves",), ("sections",), ("writer",), ("published",)],
     "moeconv.conversion": [
         ("settings",), ("host",), ("material",), ("room", "planning"), ("measuring",), ("choosing", "taught", "dense"),
-        ("additions", "delivery"), ("conversion",),
+        ("scales", "additions", "delivery"), ("conversion",),
     ],
     "moeconv.command": [("recipe", "check"), ("forecast",), ("packs",), ("cli",)],
 }  # fmt: skip
