@@ -23,6 +23,7 @@ from moeconv.plan.dense import Beside
 from moeconv.plan.outlook import quantization_of, room_share
 from moeconv.plan.problem import Frontier, LossMap, Option, Plan, Problem, Unit, layout_bytes, options
 from moeconv.plan.search import (
+    FINE,
     MeasuredPlan,
     Question,
     Step,
@@ -100,12 +101,12 @@ class Choice:
     def judged(self) -> list[MeasuredPlan]:
         return [measured for _, measured in self.plans]
 
-    def plan(self) -> Plan:
-        """Returns the chosen plan, whose widths of matrices outside the experts stay from then on. Raises
-        TargetMissed."""
+    def plan(self, resolution: float = FINE) -> Plan:
+        """Returns the chosen plan, whose widths of matrices outside the experts stay from then on: of a loss, the
+        smallest within `resolution` of its bytes. Raises TargetMissed."""
         with self.account.step("search", self.journal):
             if self.settings.target.kind == "loss":
-                found = self._smallest()
+                found = self._smallest(resolution)
                 self.dense.choose(found.dense)
                 return found
             plan = self.question.within(self.settings.allocation, self.settings.target)
@@ -140,13 +141,13 @@ class Choice:
     def curve(self, chosen: Plan) -> tuple[CurvePoint, ...]:
         return curve(self.question.frontier(self.settings.allocation), self.judged, chosen, self._flat())
 
-    def _smallest(self) -> Plan:
+    def _smallest(self, resolution: float) -> Plan:
         """Returns the smallest plan that was found to hold: the plan of the search, or all experts at the one width
         that was measured to hold, where noise made the search's plan larger."""
         flat = self.question.problem.priced(uniform(self.spec, max(self.tried)))
         frontier = self.question.frontier(self.settings.allocation)
         with suppress(TargetMissed):
-            found = search(frontier, self._judged, self.settings.planned_loss, self._flat()).plan
+            found = search(frontier, self._judged, self.settings.planned_loss, self._flat(), resolution).plan
             if found.nbytes <= flat.nbytes:
                 return found
         self._judged(flat)

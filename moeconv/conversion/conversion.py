@@ -62,7 +62,7 @@ from moeconv.conversion.measuring import (
     widths_worth_probing,
 )
 from moeconv.conversion.room import check_layered, check_room, memory_of, work_bytes
-from moeconv.conversion.scales import trained
+from moeconv.conversion.scales import chosen
 from moeconv.conversion.settings import ENTRIES, Settings, as_entries, settings_of
 from moeconv.conversion.taught import (
     Taught,
@@ -229,7 +229,7 @@ class Conversion:
         inputs = replace(sweep.inputs, units=swept_beside(bench, account))
         work.save(INPUTS, inputs.to_json(), bench.journal)  # a run that ends later leaves it to be planned from
         choice = Choice(bench, inputs, widths, judge, account)
-        found, learnt = trained(bench, choice, choice.plan(), work, account)  # 9, 10
+        found, learnt = chosen(bench, choice, work, account)  # 9, 10
         plan, routings = fitted(bench, references, choice, found, account)  # 11
         residences = tuple(one.residence for one in routings)
         work.save(RESIDENCES, {"residences": [asdict(one) for one in residences]}, bench.journal)

@@ -22,7 +22,7 @@ from moeconv.conversion.choosing import Choice
 from moeconv.conversion.measuring import Account, Bench
 from moeconv.errors import ConversionError
 from moeconv.measure.scorers import Head, ReferenceRows
-from moeconv.measure.scoring import GeneratedScorer, TextScorer, dealt, volume
+from moeconv.measure.scoring import GeneratedScorer, TextScorer, Volume, dealt, volume
 from moeconv.measure.trial import Trial
 from moeconv.measure.workdir import WorkDir, identity
 from moeconv.plan.problem import Plan
@@ -36,7 +36,9 @@ from moert.pack.model_spec import ExpertKey, LayerKey
 
 STEPS = 64
 BATCH_TOKENS = 2048
-TOKENS = STEPS * BATCH_TOKENS // 2  # of the text: each is seen twice where there are as many
+JUDGED = 3
+"""Training runs at most this many times the text that judges a plan through the model, so that it takes about as long
+as the search."""
 LEAST_TOKENS = 8192
 """From less text, its accidents are learnt."""
 RATE = 0.01
@@ -48,6 +50,10 @@ BEYOND = 1.3
 them."""
 
 
+COARSE = 0.03
+"""Share of its bytes that the search leaves open whose plan numbers are trained for."""
+
+
 def worth_training(bench: Bench) -> bool:
     """Returns whether scales are trained: not from little text, not where the model goes through memory layer by layer,
     nor where something else is trained or fitted on the text."""
@@ -55,22 +61,33 @@ def worth_training(bench: Bench) -> bool:
     if settings.scales != "trained" or settings.learns or settings.resident or bench.memory.layered:
         return False
     seen = volume(bench.spec, material.tokenizer, material.ranking, material.extent(_samples(bench)))
-    return seen.encoder_tokens + seen.decoder_tokens >= LEAST_TOKENS
+    return _tokens(seen) >= LEAST_TOKENS
+
+
+def _batch_tokens(bench: Bench) -> int:
+    """Returns the tokens of a step."""
+    return min(BATCH_TOKENS, JUDGED * _tokens(bench.material.judged) // STEPS)
 
 
 def _samples(bench: Bench) -> int:
-    """Returns the number of samples of the ranking text that are learnt from."""
+    """Returns the number of samples of the ranking text that are learnt from: each is seen twice, where there are as
+    many."""
     ranked = bench.material.ranked
-    return math.ceil(ranked.samples * TOKENS / (ranked.encoder_tokens + ranked.decoder_tokens))
+    return math.ceil(ranked.samples * STEPS * _batch_tokens(bench) / 2 / _tokens(ranked))
 
 
-def trained(
-    bench: Bench, choice: Choice, plan: Plan, work: WorkDir, account: Account
-) -> tuple[Plan, TrainedReport | None]:
-    """Returns the plan that is chosen with trained numbers, which the pack has from then on, or the plan as it is where
-    they do not help. Raises ConversionError."""
-    if not worth_training(bench) or all(bits == 16 for widths in plan.assignment.values() for bits in widths):
-        return plan, None
+def _tokens(text: Volume) -> int:
+    return text.encoder_tokens + text.decoder_tokens
+
+
+def chosen(bench: Bench, choice: Choice, work: WorkDir, account: Account) -> tuple[Plan, TrainedReport | None]:
+    """Returns the chosen plan: with trained numbers, which the pack has from then on, where they help. Raises
+    TargetMissed or ConversionError."""
+    if not worth_training(bench):
+        return choice.plan(), None
+    plan = choice.plan(COARSE)
+    if all(bits == 16 for widths in plan.assignment.values() for bits in widths):
+        return choice.plan(), None
     before, apart = choice.measured(plan), choice.divergence(plan)
     with account.step("scales", bench.journal):
         aim = choice.beyond(plan, BEYOND) if bench.settings.target.kind == "loss" else plan
@@ -81,7 +98,7 @@ def trained(
         if not (after.decisive < before.decisive and choice.divergence(plan) < apart):
             account.note("training scales did not lower the loss: they stay as they were")
             _use(bench, NOTHING)
-            return plan, None
+            return choice.plan(), None
         account.say(f"the same widths with trained scales: loss {before.loss:.2%} → {after.loss:.2%}")
     return choice.plan(), TrainedReport(len(found.norms), len(found.gains), before.loss, after.loss, plan.nbytes)
 
@@ -96,7 +113,7 @@ def _kept(bench: Bench, plan: Plan, work: WorkDir, account: Account) -> Trained:
     """Returns the numbers for a plan, which the work directory keeps."""
     widths = [[str(key), list(bits)] for key, bits in sorted(plan.assignment.items())]
     units = [[*unit, bits] for unit, bits in plan.dense.items()]
-    name = identity("scales", widths, units, _samples(bench), STEPS, BATCH_TOKENS, RATE, bench.settings.seed)
+    name = identity("scales", widths, units, _samples(bench), STEPS, _batch_tokens(bench), RATE, bench.settings.seed)
     path = work.path / f"scales-{name[:12]}.safetensors"
     if bench.journal.sealed(path):
         try:
@@ -124,7 +141,7 @@ def _train(bench: Bench, plan: Plan, bar: Bar) -> Trained:
             transformers_model(trial.checkpoint.path),
             trial.calls.during(answer=gains.answer if gains.learning else None),
         ):
-            for batch in _in_turn(_batches(scorer), bench.settings.seed):
+            for batch in _in_turn(_batches(scorer, _batch_tokens(bench)), bench.settings.seed):
                 optimizer.zero_grad()
                 batch.divergence().backward()  # type: ignore[no-untyped-call]
                 optimizer.step()
@@ -221,17 +238,19 @@ def _in_turn(batches: Sequence[_Batch], seed: int) -> Iterator[_Batch]:
         yield batches[order.pop()]
 
 
-def _batches(scorer: TextScorer | GeneratedScorer) -> list[_Batch]:
+def _batches(scorer: TextScorer | GeneratedScorer, tokens: int) -> list[_Batch]:
     assert scorer.reference is not None
     reference = ReferenceRows(scorer.reference.mean_row.clone(), scorer.reference.negentropy.clone())
-    return list((_of_texts if isinstance(scorer, TextScorer) else _of_pairs)(scorer, reference))  # type: ignore[arg-type]
+    if isinstance(scorer, TextScorer):
+        return list(_of_texts(scorer, reference, tokens))
+    return list(_of_pairs(scorer, reference, tokens))
 
 
-def _of_texts(scorer: TextScorer, reference: ReferenceRows) -> Iterator[_Batch]:
+def _of_texts(scorer: TextScorer, reference: ReferenceRows, tokens: int) -> Iterator[_Batch]:
     texts = scorer.texts
     rows = torch.arange(len(texts.ids))
     of_place = rows[:, None].expand_as(texts.scored)[texts.scored]
-    for some in dealt(rows.tolist(), max(1, min(len(rows), texts.ids.numel() // BATCH_TOKENS))):
+    for some in dealt(rows.tolist(), max(1, min(len(rows), texts.ids.numel() // max(1, tokens)))):
         chosen = torch.tensor(some)
 
         def states(chosen: Tensor = chosen) -> Tensor:
@@ -240,10 +259,10 @@ def _of_texts(scorer: TextScorer, reference: ReferenceRows) -> Iterator[_Batch]:
         yield _Batch(scorer.head, states, reference[torch.isin(of_place, chosen)])
 
 
-def _of_pairs(scorer: GeneratedScorer, reference: ReferenceRows) -> Iterator[_Batch]:
+def _of_pairs(scorer: GeneratedScorer, reference: ReferenceRows, tokens: int) -> Iterator[_Batch]:
     lengths = torch.from_numpy(scorer.items.tokens).long()
     of_place = torch.arange(len(lengths)).repeat_interleave(lengths)
-    for part in (part for bucket in scorer.buckets for part in parts_of(scorer, bucket, BATCH_TOKENS)):
+    for part in (part for bucket in scorer.buckets for part in parts_of(scorer, bucket, tokens)):
         chosen = torch.isin(of_place, torch.tensor(part.items))
         yield _Batch(scorer.model.head, partial(_states_of_pairs, scorer, part), reference[chosen])
 

@@ -535,6 +535,7 @@ class Options(TypedDict, total=False):
     piece_bytes: str | int | None
     route: str
     neurons: str
+    scales: str
     seed: str | int
     overwrite: bool
 

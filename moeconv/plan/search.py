@@ -126,12 +126,16 @@ class Found:
     judged: tuple[MeasuredPlan, ...]
 
 
+FINE = 0.005
+"""Share of a plan's bytes that a search leaves open."""
+
+
 def search(
     frontier: Frontier,
     judge: Callable[[Plan], MeasuredPlan],
     target: float,
     known: Iterable[MeasuredPlan] = (),
-    resolution: float = 0.005,
+    resolution: float = FINE,
 ) -> Found:
     """Returns the smallest plan whose decisive figure is at most `target`; the next smaller one tried (within
     `resolution` of its bytes) fails.

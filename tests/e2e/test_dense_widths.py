@@ -41,7 +41,7 @@ def test_the_pack_is_the_model_that_was_measured(sources: dict[str, Path], famil
     assert pack.manifest.quantization.dense is not None
     assert pack.manifest.quantization.dense.bits == ROLES[family]
     told = to_json(report)
-    assert (told.pop("residences"), told.pop("route"), told.pop("neurons")) == ([], None, None)
+    assert [told.pop(name) for name in ("residences", "route", "neurons", "scales")] == [[], None, None, None]
     assert json.loads((settings.out / "report.json").read_text()) == told
     assert read_report(pack).dense == report.dense
     found = verify(pack, Checkpoint.open(settings.model))

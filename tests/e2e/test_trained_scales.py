@@ -42,9 +42,10 @@ def sources(sources: dict[str, Path], tmp_path_factory: pytest.TempPathFactory) 
 
 @pytest.fixture
 def eager(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A little text is enough, and few steps."""
+    """A little text is enough, and few steps, whatever they cost."""
     monkeypatch.setattr(scales, "LEAST_TOKENS", 1)
     monkeypatch.setattr(scales, "STEPS", 12)
+    monkeypatch.setattr(scales, "JUDGED", 1000)
 
 
 @pytest.mark.usefixtures("eager")

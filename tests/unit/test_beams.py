@@ -206,7 +206,7 @@ def test_beams_stay_within_what_is_set_aside_for_them(name: str, engines: dict[s
                 held.append(sum(kept.nbytes for state in request._states for kept in state.recent))
                 held[-1] += sum(state.heard.nbytes for state in request._states if state.heard is not None)
                 keys = written_bytes(request._states) - held[-1]
-                assert keys <= state_bytes(engine.spec, len(LONG), request._load.written, bits, 5)
+                assert keys <= state_bytes(engine.spec, len(LONG), request._load().written, bits, 5)
     assert len(held) == 89
 
 

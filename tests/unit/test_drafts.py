@@ -266,7 +266,7 @@ def test_the_memory_of_a_pass_with_a_draft_is_reckoned(packs) -> None:
     for wish in ("none", 15):
         with opened(packs["decoder"], wish) as engine, engine.session() as session:
             request: Request = session.add(REPEATS, max_new_tokens=4)
-            loads.append(engine._regulator._footprint.written([request._load]))
+            loads.append(engine._regulator._footprint.written([request._load()]))
     assert loads[1] > loads[0] + 15 * 4 * VOCAB
 
 

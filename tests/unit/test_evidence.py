@@ -244,7 +244,7 @@ def test_looks_at_one_text_are_counted_once_each(tmp_path) -> None:
 
 def test_while_one_conversion_notes_its_look_others_wait(tmp_path: Path) -> None:
     other = os.open(tmp_path, os.O_RDONLY)
-    with judging._locked(tmp_path), pytest.raises(BlockingIOError):
+    with judging.locked(tmp_path, wait=True), pytest.raises(BlockingIOError):
         fcntl.flock(other, fcntl.LOCK_EX | fcntl.LOCK_NB)
     fcntl.flock(other, fcntl.LOCK_EX | fcntl.LOCK_NB)
     os.close(other)

@@ -188,7 +188,7 @@ def test_what_a_mark_takes_is_set_aside(mixing: Engine) -> None:
             request = session.add(prompt, max_new_tokens=3, ignore_eos=True)
             session.turn()
             held.append(request._states[0].nbytes)
-            assert request._states[0].nbytes <= Footprint(spec, False)._state(request._load, 3)
+            assert request._states[0].nbytes <= Footprint(spec, False)._state(request._load(), 3)
             session.cancel(request)
     assert held[0] - held[1] == fixed_bytes(spec) > 0
 

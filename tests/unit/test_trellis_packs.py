@@ -104,7 +104,7 @@ def test_the_kernels_multiply_what_the_codec_decodes(backends: Natives, bits: Wi
     x, found = activations(rng, 40, inputs), []
     for backend in backends.values():
         expert = backend.expert(ExpertView(body, {"up": view, "down": view}))
-        up = NativeMatrix(view.stored(body), None, library.Ffn.from_buffer_copy(expert._ffn).up)  # type: ignore[arg-type]
+        up = NativeMatrix(view.stored(body), None, library.Ffn.from_buffer_copy(expert.ffn).up)  # type: ignore[arg-type]
         found.append(backend.linear(x, up))
         assert np.array_equal(backend.linear(x[5:6], up)[0], found[-1][5])
     assert all(np.array_equal(found[0], each) for each in found)
