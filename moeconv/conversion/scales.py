@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
+from typing import Any
 
 import numpy as np
 import torch
@@ -21,6 +22,7 @@ from moeconv.artifacts import TrainedReport
 from moeconv.conversion.choosing import Choice
 from moeconv.conversion.measuring import Account, Bench
 from moeconv.errors import ConversionError
+from moeconv.measure.passes import token_bytes
 from moeconv.measure.scorers import Head, ReferenceRows
 from moeconv.measure.scoring import GeneratedScorer, TextScorer, Volume, dealt, volume
 from moeconv.measure.trial import Trial
@@ -30,7 +32,7 @@ from moeconv.progress import Bar
 from moeconv.quantizers.trained import MOST_GAIN, NOTHING, Trained, norms_of
 from moeconv.source.archs.config import transformers_model
 from moeconv.source.archs.weights import parameter
-from moeconv.source.experts import Call, expert_ffn
+from moeconv.source.experts import Call, Product, expert_ffn, linear
 from moeconv.sweep.fisher import Part, parts_of
 from moert.pack.model_spec import ExpertKey, LayerKey
 
@@ -66,7 +68,11 @@ def worth_training(bench: Bench) -> bool:
 
 def _batch_tokens(bench: Bench) -> int:
     """Returns the tokens of a step."""
-    return min(BATCH_TOKENS, JUDGED * _tokens(bench.material.judged) // STEPS)
+    spec = bench.spec
+    inside = 4 * spec.moe.router.top_k * len(spec.moe.ffn.projections) * max(spec.moe.ffn.d_ff, spec.d_model)
+    kept_bytes = sum(map(len, spec.stacks.values())) * (token_bytes(spec) + 2 * inside)  # until gradients went back
+    fitting = bench.memory.sweep_bytes // 2 // kept_bytes
+    return min(BATCH_TOKENS, JUDGED * _tokens(bench.material.judged) // STEPS, fitting)
 
 
 def _samples(bench: Bench) -> int:
@@ -170,6 +176,21 @@ def _learning_norms(trial: Trial) -> Iterator[list[torch.nn.Parameter]]:
                 each.grad = None
 
 
+class _Gained(torch.autograd.Function):
+    """x Wᵀ [rows, out] times gains [out], with gradients of x and gains, and no copy of W."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, gain: Tensor) -> Tensor:
+        product = linear(x, weight)
+        ctx.save_for_backward(weight, gain, product)
+        return product * gain
+
+    @staticmethod
+    def backward(ctx: Any, *above: Tensor) -> tuple[Tensor, None, Tensor]:
+        weight, gain, product = ctx.saved_tensors
+        return (above[0] * gain) @ weight, None, (above[0] * product).sum(0)
+
+
 class _Gains:
     """Gains of the rows of all experts' codes, near 1, and the experts with them. None where experts lie in blocks of
     neurons, whose down matrix has scales of inputs."""
@@ -178,7 +199,7 @@ class _Gains:
         self._calls, self._plan, self.spec = bench.trial.calls, plan, bench.spec
         keys = [] if bench.coding.neurons is not None else list(plan.assignment)
         self._gains = {
-            key: [torch.zeros(len(weight), 1, requires_grad=bits < 16)
+            key: [torch.zeros(len(weight), requires_grad=bits < 16)
                   for weight, bits in zip(self._calls.weights(key), plan.assignment[key], strict=True)]
             for key in keys
         }  # fmt: skip
@@ -193,18 +214,26 @@ class _Gains:
         for key in map(at.expert, range(self.spec.moe.n)):
             tokens, choices = (call.chosen == key.expert).nonzero(as_tuple=True)
             if len(tokens):
-                own = self._calls.weights(key)
-                weights = tuple(weight * (1 + gain) for weight, gain in zip(own, self._gains[key], strict=True))
                 ffn, biases = self.spec.experts[at].ffn, self._calls.supply.biases(key)
-                given = expert_ffn(call.x[tokens], weights, ffn, biases)
+                given = expert_ffn(call.x[tokens], self._calls.weights(key), ffn, biases, self._product(key))
                 out = out.index_add(0, tokens, given * call.weights[tokens, choices, None])
         return out
+
+    def _product(self, key: ExpertKey) -> Product:
+        """Returns the product with an expert's matrices, whose rows have gains."""
+        gains = {id(weight): gain for weight, gain in zip(self._calls.weights(key), self._gains[key], strict=True)}
+
+        def product(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+            found: Tensor = _Gained.apply(x, weight, 1 + gains[id(weight)])  # type: ignore[no-untyped-call]
+            return found if bias is None else found + bias
+
+        return product
 
     def found(self) -> dict[tuple[ExpertKey, str, float], np.ndarray]:
         """Returns the gains by expert, projection and width."""
         names = self.spec.moe.ffn.projections
         return {
-            (key, name, bits): (1 + gain.detach()[:, 0]).clamp(1 / MOST_GAIN, MOST_GAIN).numpy()
+            (key, name, bits): (1 + gain.detach()).clamp(1 / MOST_GAIN, MOST_GAIN).numpy()
             for key, gains in self._gains.items()
             for name, bits, gain in zip(names, self._plan.assignment[key], gains, strict=True)
             if gain.requires_grad

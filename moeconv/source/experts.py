@@ -21,6 +21,9 @@ Weights = tuple[Tensor, ...]
 Biases = tuple[Tensor, ...]
 """One expert's biases [out], in the order of its matrices; empty if it has none."""
 
+Product = Callable[[Tensor, Tensor, Tensor | None], Tensor]
+"""x [..., in], a matrix [out, in] and a bias [out] → the product [..., out], as of `linear`."""
+
 _ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
     "relu": nn.functional.relu,
     "relu2": lambda x: nn.functional.relu(x).square(),
@@ -248,21 +251,21 @@ class ExpertCalls:
         return torch.zeros_like(x).index_add_(0, tokens, rows.mul_(weights.reshape(-1, 1)[order]))
 
 
-def expert_ffn(x: Tensor, weights: Weights, ffn: Ffn, biases: Biases = ()) -> Tensor:
+def expert_ffn(x: Tensor, weights: Weights, ffn: Ffn, biases: Biases = (), product: Product | None = None) -> Tensor:
     """Returns the output of an expert [rows, d_model] for x [rows, d_model]: see moert.pack.parts.Ffn and Act."""
-    return expert_outer(expert_inner(x, weights, biases, ffn), weights, biases)
+    return expert_outer(expert_inner(x, weights, biases, ffn, product), weights, biases, product)
 
 
-def expert_outer(inner: Tensor, weights: Weights, biases: Biases) -> Tensor:
+def expert_outer(inner: Tensor, weights: Weights, biases: Biases, product: Product | None = None) -> Tensor:
     """Returns the output of the down matrix [rows, d_model] for inner [rows, d_ff]."""
-    return linear(inner, weights[-1], biases[-1] if biases else None)
+    return (product or linear)(inner, weights[-1], biases[-1] if biases else None)
 
 
-def expert_inner(x: Tensor, weights: Weights, biases: Biases, ffn: Ffn) -> Tensor:
+def expert_inner(x: Tensor, weights: Weights, biases: Biases, ffn: Ffn, product: Product | None = None) -> Tensor:
     """Returns the inputs of the down matrix [rows, d_ff] for x [rows, d_model]."""
-    limit, bound = ffn.act.limit, ffn.act.bound
+    limit, bound, multiplied = ffn.act.limit, ffn.act.bound, product or linear
     first, *others = (
-        linear(x, weight, biases[place] if biases else None)
+        multiplied(x, weight, biases[place] if biases else None)
         for place, weight in enumerate(weights[: 2 if ffn.gated else 1])
     )
     inner = _activated(ffn.act, first if limit is None else first.clamp(max=limit))
