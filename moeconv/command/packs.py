@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from contextlib import suppress
 from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated
@@ -172,13 +173,17 @@ def verify(
     """Check every hash of a pack, and with --against that each expert is its source within the error of its bits."""
     from moeconv.artifacts import REPORT
     from moeconv.command.present import verified
+    from moeconv.errors import ConversionError
     from moeconv.packing.packed import verify as check
     from moeconv.report.writer import read_report
     from moeconv.source.checkpoint import Checkpoint
     from moert.pack.reader import Pack
 
     opened = Pack.open(pack)
-    trained = REPORT in opened.manifest.files and read_report(opened).scales is not None
+    trained = False
+    if against is not None and REPORT in opened.manifest.files:
+        with suppress(ConversionError):
+            trained = read_report(opened).scales is not None
     found = check(opened, None if against is None else Checkpoint.open(against), bar, trained)
     print(shown(json.dumps(asdict(found)) if as_json else verified(found, pack, against)))
 

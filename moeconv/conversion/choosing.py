@@ -95,6 +95,7 @@ class Choice:
         beside = Beside(inputs.units, self.settings.purpose)
         self.question = Question(self.spec, inputs.table, bench.coding.storage, self.settings.signal, allowed, beside)
         self.plans: list[tuple[Plan, MeasuredPlan]] = []
+        self._before: list[tuple[Plan, MeasuredPlan]] = []
         self._flat_ratio = 1.0
 
     @property
@@ -132,11 +133,15 @@ class Choice:
     def again(self, plan: Plan, before: MeasuredPlan) -> MeasuredPlan:
         """Returns the measurement of a plan after a change of the model that lasts. Plans are measured anew from then
         on, and the losses of uniform widths are taken to have changed by the same factor."""
-        self.plans = []
+        self._before, self.plans = self.plans, []
         after = self._judged(plan)
         if before.loss > 0 < after.loss:
             self._flat_ratio = after.loss / before.loss
         return after
+
+    def back(self) -> None:
+        """Takes the last change back: plans that were measured before it count again."""
+        self.plans, self._flat_ratio = self._before, 1.0
 
     def curve(self, chosen: Plan) -> tuple[CurvePoint, ...]:
         return curve(self.question.frontier(self.settings.allocation), self.judged, chosen, self._flat())
@@ -150,7 +155,8 @@ class Choice:
             found = search(frontier, self._judged, self.settings.planned_loss, self._flat(), resolution).plan
             if found.nbytes <= flat.nbytes:
                 return found
-        self._judged(flat)
+        if self._judged(flat).decisive > self.settings.planned_loss:
+            raise TargetMissed(f"no plan holds {self.settings.planned_loss:.2%}: allow wider experts with --bits")
         return flat
 
     def points(self) -> list[tuple[float, float]]:

@@ -135,7 +135,7 @@ def conversion_of(subject: dict[str, Any], settings: Settings) -> str:
     asked |= {"racing": None, "target": asdict(settings.target)}  # racing: so that looks of earlier versions count
     if settings.chooses_dense:
         asked["dense"] = settings.purpose
-    if settings.scales == "trained":
+    if settings.scales == "trained" and not (settings.learns or settings.resident):
         asked["scales"] = settings.scales
     if settings.resident:
         asked["resident"] = list(settings.resident)
@@ -230,6 +230,9 @@ class Conversion:
         work.save(INPUTS, inputs.to_json(), bench.journal)  # a run that ends later leaves it to be planned from
         choice = Choice(bench, inputs, widths, judge, account)
         found, learnt = chosen(bench, choice, work, account)  # 9, 10
+        if learnt is not None:
+            inputs = replace(inputs, trained=bench.coding.dense.trained.digest)
+            work.save(INPUTS, inputs.to_json(), bench.journal)
         plan, routings = fitted(bench, references, choice, found, account)  # 11
         residences = tuple(one.residence for one in routings)
         work.save(RESIDENCES, {"residences": [asdict(one) for one in residences]}, bench.journal)

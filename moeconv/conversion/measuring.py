@@ -170,6 +170,11 @@ class Bench:
         )  # fmt: skip
         return Shared(job, lambda: runner_for(address, CodingWorker, [model, folder.absolute()]))
 
+    def restore(self) -> None:
+        """Brings back the unquantized model, if one was made."""
+        if "trial" in self.__dict__:
+            self.trial.restore()
+
     @cached_property
     def trial(self) -> Trial:
         """The model that plans are tried on."""
@@ -315,7 +320,9 @@ def side_by_side(bench: Bench, widths: Assignment) -> tuple[Mapping[str, str], .
         trial.restore()
         return {"reference": scorer.score().outputs, "pack": after}
 
-    rule: list[Any] = [[*unit, bits] for unit, bits in bench.coding.dense.chosen.items()]
+    dense = bench.coding.dense
+    rule: list[Any] = [[*unit, bits] for unit, bits in dense.chosen.items()]
+    rule += [{"trained": dense.trained.digest}] if dense.trained else []
     rule += [] if instead is None else [instead.rule]
     name = identity("side by side", [[str(key), bits] for key, bits in sorted(widths.items())], *rule)
     found = bench.journal.remember(name, written)

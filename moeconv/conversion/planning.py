@@ -48,7 +48,7 @@ from moert.pack.parts import ROLES
 class Inputs:
     """The inputs of planning beside the journal. `samples` names the samples that plans are judged on, `dense` the
     widths outside the experts, by role, `units` the costs of units that get widths with the experts. `by_columns`:
-    experts lie in blocks of neurons."""
+    experts lie in blocks of neurons. `trained`: the digest of the trained numbers of the pack; empty without any."""
 
     model: str
     quantizer: str
@@ -59,6 +59,7 @@ class Inputs:
     dense: Mapping[str, int] = field(default_factory=dict)
     by_columns: bool = False
     units: DenseCosts = field(default_factory=dict)
+    trained: str = ""
 
     def storage(self, mxfp4: bool) -> Storage:
         """Returns how the experts are stored; the size of their blocks changes no size that planning counts."""
@@ -78,6 +79,7 @@ class Inputs:
             "base": [table.base.value, table.base.loss, table.base.nll, table.base.kl],
             "coverage": [[*key, tokens] for key, tokens in table.coverage.items()],
             **({"by_columns": True} if self.by_columns else {}),
+            **({"trained": self.trained} if self.trained else {}),
             "units": [[*unit, bits, *cost] for unit, costs in self.units.items() for bits, cost in costs.items()],
             "costs": [[*probe.key, list(probe.bits), list(cost)] for probe, cost in table.costs.items()],
         }
@@ -118,7 +120,11 @@ class Inputs:
         coverage = {key_of(*key): amount(tokens, INPUTS) for *key, tokens in values.get("coverage", [])}
         table = SensitivityTable(base_bits, Summary(*map(number, values["base"])), costs, coverage)
         by_columns = bool(values.get("by_columns", False))
-        return cls(group_size=group_size, table=table, dense=dense, by_columns=by_columns, units=units, **texts)
+        trained = text(values.get("trained", ""), INPUTS)
+        return cls(
+            group_size=group_size, table=table, dense=dense, by_columns=by_columns, units=units, trained=trained,
+            **texts,
+        )  # fmt: skip
 
     def fits(self, spec: ModelSpec) -> bool:
         """Returns whether the table is about the experts of this model, and the units are its own."""
@@ -213,7 +219,9 @@ def measured_plans(question: Question, inputs: Inputs, journal: Journal, metric:
     if reference is None:
         return []
     found = []
-    for assignment, dense, evaluation in known_plans(journal, inputs.samples, question.spec.expert_keys()):
+    for assignment, dense, evaluation in known_plans(
+        journal, inputs.samples, question.spec.expert_keys(), inputs.trained
+    ):
         if dense and not question.has_units:
             continue
         try:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -21,10 +21,11 @@ from torch import Tensor
 from moeconv.artifacts import TrainedReport
 from moeconv.conversion.choosing import Choice
 from moeconv.conversion.measuring import Account, Bench
-from moeconv.errors import ConversionError
+from moeconv.errors import ConversionError, TargetMissed
+from moeconv.measure.metrics import METRICS
 from moeconv.measure.passes import token_bytes
 from moeconv.measure.scorers import Head, ReferenceRows
-from moeconv.measure.scoring import GeneratedScorer, TextScorer, Volume, dealt, volume
+from moeconv.measure.scoring import GeneratedScorer, TextScorer, Volume, build_scorer, dealt, volume
 from moeconv.measure.trial import Trial
 from moeconv.measure.workdir import WorkDir, identity
 from moeconv.plan.problem import Plan
@@ -34,6 +35,7 @@ from moeconv.source.archs.config import transformers_model
 from moeconv.source.archs.weights import parameter
 from moeconv.source.experts import Call, Product, expert_ffn, linear
 from moeconv.sweep.fisher import Part, parts_of
+from moeconv.tuned import said
 from moert.pack.model_spec import ExpertKey, LayerKey
 
 STEPS = 64
@@ -52,34 +54,48 @@ BEYOND = 1.3
 them."""
 
 
+_LOGITS = 3
+"""Arrays of logits that a token takes."""
 COARSE = 0.03
 """Share of its bytes that the search leaves open whose plan numbers are trained for."""
 
 
-def worth_training(bench: Bench) -> bool:
-    """Returns whether scales are trained: not from little text, not where the model goes through memory layer by layer,
-    nor where something else is trained or fitted on the text."""
-    settings, material = bench.settings, bench.material
-    if settings.scales != "trained" or settings.learns or settings.resident or bench.memory.layered:
-        return False
-    seen = volume(bench.spec, material.tokenizer, material.ranking, material.extent(_samples(bench)))
-    return _tokens(seen) >= LEAST_TOKENS
+def _hindrance(bench: Bench) -> str | None:
+    """Returns why scales stay as fitted; None where they are trained."""
+    settings, material, spec = bench.settings, bench.material, bench.spec
+    if settings.scales != "trained":
+        return said("scales", settings.scales)
+    if settings.learns or settings.resident:
+        return "something else is fitted on the text"
+    if settings.coded_by == "source":
+        return "the source's own codes are kept"
+    if bench.memory.layered:
+        return "the model goes through memory layer by layer"
+    seen = volume(spec, material.tokenizer, material.ranking, material.extent(_samples(bench)))
+    if _tokens(seen) < LEAST_TOKENS:
+        return f"they would learn from {_tokens(seen):,} tokens, which are fewer than {LEAST_TOKENS:,}"
+    at_once = 1 if spec.encoder is not None else material.extent(None).window(spec)
+    return "a step takes more memory than the sweep may" if _fitting_tokens(bench) < at_once else None
 
 
 def _batch_tokens(bench: Bench) -> int:
     """Returns the tokens of a step."""
+    return max(1, min(BATCH_TOKENS, JUDGED * _tokens(bench.material.judged) // STEPS))
+
+
+def _fitting_tokens(bench: Bench) -> int:
+    """Returns the tokens that go through the model together: their states and logits stay until gradients went back."""
     spec = bench.spec
     inside = 4 * spec.moe.router.top_k * len(spec.moe.ffn.projections) * max(spec.moe.ffn.d_ff, spec.d_model)
-    kept_bytes = sum(map(len, spec.stacks.values())) * (token_bytes(spec) + 2 * inside)  # until gradients went back
-    fitting = bench.memory.sweep_bytes // 2 // kept_bytes
-    return min(BATCH_TOKENS, JUDGED * _tokens(bench.material.judged) // STEPS, fitting)
+    layers = sum(map(len, spec.stacks.values()))
+    return bench.memory.sweep_bytes // 2 // (layers * (token_bytes(spec) + 2 * inside) + 4 * _LOGITS * spec.vocab_size)
 
 
 def _samples(bench: Bench) -> int:
     """Returns the number of samples of the ranking text that are learnt from: each is seen twice, where there are as
     many."""
     ranked = bench.material.ranked
-    return math.ceil(ranked.samples * STEPS * _batch_tokens(bench) / 2 / _tokens(ranked))
+    return math.ceil(ranked.samples * STEPS * _batch_tokens(bench) / 2 / max(1, _tokens(ranked)))
 
 
 def _tokens(text: Volume) -> int:
@@ -89,7 +105,8 @@ def _tokens(text: Volume) -> int:
 def chosen(bench: Bench, choice: Choice, work: WorkDir, account: Account) -> tuple[Plan, TrainedReport | None]:
     """Returns the chosen plan: with trained numbers, which the pack has from then on, where they help. Raises
     TargetMissed or ConversionError."""
-    if not worth_training(bench):
+    if (reason := _hindrance(bench)) is not None:
+        account.say(f"scales stay as fitted: {reason}")
         return choice.plan(), None
     plan = choice.plan(COARSE)
     if all(bits == 16 for widths in plan.assignment.values() for bits in widths):
@@ -101,17 +118,22 @@ def chosen(bench: Bench, choice: Choice, work: WorkDir, account: Account) -> tup
         found = _kept(bench, aim, work, account)
         _use(bench, found)
         after = choice.again(plan, before)
-        if not (after.decisive < before.decisive and choice.divergence(plan) < apart):
-            account.note("training scales did not lower the loss: they stay as they were")
-            _use(bench, NOTHING)
-            return choice.plan(), None
+        better = after.decisive < before.decisive and choice.divergence(plan) < apart
         account.say(f"the same widths with trained scales: loss {before.loss:.2%} → {after.loss:.2%}")
-    return choice.plan(), TrainedReport(len(found.norms), len(found.gains), before.loss, after.loss, plan.nbytes)
+    if better:
+        with suppress(TargetMissed):
+            smaller = choice.plan()
+            report = TrainedReport(len(found.norms), len(found.gains), before.loss, after.loss, plan.nbytes)
+            return smaller, report
+    account.note("training scales did not help: they stay as they were")
+    _use(bench, NOTHING)
+    choice.back()
+    return choice.plan(), None
 
 
 def _use(bench: Bench, found: Trained) -> None:
     """Gives the model that plans are tried on, and the pack, these numbers."""
-    bench.trial.restore()  # so that every expert is written anew
+    bench.restore()  # so that every expert is written anew
     bench.coding.dense.trained = bench.coder.trained = found
 
 
@@ -133,13 +155,19 @@ def _kept(bench: Bench, plan: Plan, work: WorkDir, account: Account) -> Trained:
 
 
 def _train(bench: Bench, plan: Plan, bar: Bar) -> Trained:
-    measure = bench.measure("scales", bench.material.ranking, _samples(bench))
-    scorer, trial = measure.scorer(), bench.trial
-    assert isinstance(scorer, (TextScorer, GeneratedScorer))
+    trial, material = bench.trial, bench.material
+    likelihood = METRICS["token_perplexity"]  # so that nothing is written
+    scorer = build_scorer(trial, material.tokenizer, material.ranking, likelihood, material.extent(_samples(bench)))
+    trial.restore()
+    with transformers_model(trial.checkpoint.path):
+        scorer.refer()
     trial.assign(plan.assignment)
+    batch, piece = _batch_tokens(bench), min(_batch_tokens(bench), _fitting_tokens(bench))
+    pieces = max(1, round(batch / piece))  # of a step
+    description, dense, names = trial.checkpoint.description, bench.coding.dense, norms_of(trial.checkpoint.description)
     gains = _Gains(bench, plan)
-    with _learning_norms(trial) as norms:
-        groups = [{"params": [each], "lr": RATE * float(each.detach().square().mean().sqrt())} for each in norms]
+    with _learning(trial, names) as norms:
+        groups = [{"params": [weight], "lr": RATE * rms} for weight, rms in norms]
         optimizer = torch.optim.Adam([*groups, {"params": gains.learning, "lr": RATE}], betas=(0.9, 0.95))
         schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, _share_of_rate)
         with (
@@ -147,28 +175,30 @@ def _train(bench: Bench, plan: Plan, bar: Bar) -> Trained:
             transformers_model(trial.checkpoint.path),
             trial.calls.during(answer=gains.answer if gains.learning else None),
         ):
-            for batch in _in_turn(_batches(scorer, _batch_tokens(bench)), bench.settings.seed):
-                optimizer.zero_grad()
-                batch.divergence().backward()  # type: ignore[no-untyped-call]
-                optimizer.step()
-                schedule.step()
-                bar.update(1)
-        description, dense = trial.checkpoint.description, bench.coding.dense
+            for number, part in enumerate(_in_turn(_batches(scorer, piece), STEPS * pieces, bench.settings.seed), 1):
+                (part.divergence() / pieces).backward()  # type: ignore[no-untyped-call]
+                if number % pieces == 0:
+                    optimizer.step()
+                    schedule.step()
+                    optimizer.zero_grad()
+                    bar.update(1)
         found = {
-            name: parameter(trial.model, description, name).to(dense.source(name).dtype, copy=True)
-            for name in norms_of(trial.spec)
+            name: parameter(trial.model, description, name).to(dense.source(name).dtype, copy=True) for name in names
         }
     return Trained(found, gains.found())
 
 
 @contextmanager
-def _learning_norms(trial: Trial) -> Iterator[list[torch.nn.Parameter]]:
-    """Gives the weights of norms, which collect gradients inside a with block and are the old ones behind it."""
-    places = [trial.checkpoint.description.parameters[name].name for name in norms_of(trial.spec)]
-    norms = [trial.model.get_parameter(place).requires_grad_() for place in dict.fromkeys(places)]
+def _learning(trial: Trial, names: Sequence[str]) -> Iterator[list[tuple[torch.nn.Parameter, float]]]:
+    """Gives the weights of these norms, which collect gradients inside a with block and are the old ones behind it,
+    each with the root mean square of its canonical values, which some models store less 1."""
+    description = trial.checkpoint.description
+    places = {description.parameters[name].name: name for name in names}
+    rms = [parameter(trial.model, description, name).float().square().mean().sqrt() for name in places.values()]
+    norms = [trial.model.get_parameter(place).requires_grad_() for place in places]
     before = [each.detach().clone() for each in norms]
     try:
-        yield norms
+        yield list(zip(norms, map(float, rms), strict=True))
     finally:
         with torch.no_grad():
             for each, was in zip(norms, before, strict=True):
@@ -258,11 +288,11 @@ class _Batch:
         return self.head.divergence(self.states(), self.reference).mean()
 
 
-def _in_turn(batches: Sequence[_Batch], seed: int) -> Iterator[_Batch]:
-    """Yields STEPS batches: all in a random order, then all in another one."""
+def _in_turn(batches: Sequence[_Batch], count: int, seed: int) -> Iterator[_Batch]:
+    """Yields `count` batches: all in a random order, then all in another one."""
     chance = np.random.default_rng(seed)
     order: list[int] = []
-    for _ in range(STEPS):
+    for _ in range(count):
         order = order or chance.permutation(len(batches)).tolist()
         yield batches[order.pop()]
 

@@ -369,14 +369,12 @@ def unquantized(journal: Journal, samples_id: str) -> Evaluation | None:
 
 
 def known_plans(
-    journal: Journal, samples_id: str, keys: Sequence[ExpertKey]
+    journal: Journal, samples_id: str, keys: Sequence[ExpertKey], trained: str = ""
 ) -> Iterator[tuple[Assignment, Mapping[DenseUnit, int], Evaluation]]:
     """Yields every assignment that was measured on these samples, with the widths that were chosen for matrices outside
-    the experts, and its evaluation: with the trained numbers of the last one. `keys` are all experts."""
-    entries = [entry for entry in journal.entries() if entry.get("samples") == samples_id]
-    trained = entries[-1].get("trained") if entries else None
-    for entry in entries:
-        if entry.get("trained") == trained:
+    the experts, and its evaluation: with the trained numbers of this digest. `keys` are all experts."""
+    for entry in journal.entries():
+        if entry.get("samples") == samples_id and entry.get("trained", "") == trained:
             with journal.believed():
                 widths = [tuple(bits) for bits in entry["widths"]]
                 assignment = dict(zip(sorted(keys), widths, strict=True))

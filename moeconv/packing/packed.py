@@ -20,7 +20,7 @@ from moeconv.matrices import Projection, biases_of, matrices_of, projection_weig
 from moeconv.measure.passes import Origin, Passes, Room
 from moeconv.order import NeuronOrder, load_order
 from moeconv.progress import Progress, unseen
-from moeconv.quantizers.trained import norms_of
+from moeconv.quantizers.trained import MOST_GAIN, gained, norms_of
 from moeconv.source.archs import FAMILIES, Description, Family
 from moeconv.source.archs.config import transformers_model
 from moeconv.source.archs.weights import Rows, fill_backbone, put_tables
@@ -206,7 +206,8 @@ F16_FLOOR = 2.0**-24  # spacing of the smallest float16 values, before a matrix'
 @dataclass(frozen=True)
 class Verified:
     """The result of a check. `worst` is the largest error of an expert, or of another matrix that has a width, as a
-    share of the error that its width allows; None without a source. All other tensors are equal to the source's."""
+    share of the error that its width allows, or of a trained norm, as a share of TRAINED_APART; None without a source.
+    All other tensors are equal to the source's."""
 
     files: int
     experts: int
@@ -228,7 +229,9 @@ def verify(pack: Pack, source: Checkpoint | None, show: Progress = unseen, train
         return Verified(files, len(keys), None)
     if source.spec != pack.manifest.model:
         raise VerifyFailed(f"{source.given} is not the model that {pack.root} was made from: their shapes differ")
-    worst = max(_backbone_error(pack, source, trained), *(_expert_error(pack, source, key, order) for key in keys))
+    worst = max(
+        _backbone_error(pack, source, trained), *(_expert_error(pack, source, key, order, trained) for key in keys)
+    )
     return Verified(files, len(keys), worst)
 
 
@@ -258,13 +261,14 @@ def _backbone_error(pack: Pack, source: Checkpoint, trained: bool) -> float:
     """Returns the largest share of an allowed error among all matrices of the backbone that have a width, and norms if
     they were trained. Raises VerifyFailed for another tensor that differs from the source's."""
     manifest, tensors, worst = pack.manifest, backbone_of(pack), 0.0
+    norms = set(norms_of(source.description)) if trained else set()
     dense = manifest.quantization.dense
     for name, (_, shape, _) in source.spec.tensors.items():
         original = source.backbone_tensor(name, shape)
         if dense is not None and dense_width(source.spec, dense, name) is not None:
             stored = dense_projection(pack, tensors, name)
             worst = max(worst, _checked(name, stored, original.float().numpy(), dense.quantizer == MIN_MAX))
-        elif trained and name in norms_of(source.spec):
+        elif name in norms:
             mine, theirs = tensors[name].float().numpy(), original.float().numpy()
             share = _rms(mine - theirs) / (TRAINED_APART * _rms(theirs) + F16_FLOOR)
             if not share <= 1:
@@ -287,14 +291,30 @@ def _check_tables(pack: Pack, source: Checkpoint) -> None:
                 raise VerifyFailed(f"{name} differs from {source.given}: the pack was made from other weights")
 
 
-def _expert_error(pack: Pack, source: Checkpoint, key: ExpertKey, order: NeuronOrder | None) -> float:
+def _expert_error(pack: Pack, source: Checkpoint, key: ExpertKey, order: NeuronOrder | None, trained: bool) -> float:
+    """Returns the largest share of an allowed error among an expert's matrices; where scales were trained, with the
+    scales that fit best. Raises VerifyFailed."""
     stored, each = stored_matrices(pack, key, read_expert(pack, key)), pack.manifest.quantization.quantizer == MIN_MAX
     weights = dict(source.expert(key))
     if pack.has_neurons:
         weights[DOWN] = weights[DOWN].T
     if order is not None:
         weights = {name: weight[order.of(key)] for name, weight in weights.items()}
+    if trained and not pack.has_neurons:
+        stored = {name: gained(matrix, _untrained(matrix, weights[name], each)) for name, matrix in stored.items()}
     return max(_checked(f"expert {key}, {name}", stored[name], weight, each) for name, weight in weights.items())
+
+
+def _untrained(matrix: Projection, weight: F32, each: bool) -> F32:
+    """Returns the gains of a matrix's rows [out] that bring it nearest to weights [out, in], or with `each` to their
+    ranges, as far as training may have gone."""
+    back, tiny = projection_weights(matrix).astype(np.float64), np.finfo(np.float32).tiny
+    if each:
+        ratio = np.ptp(weight, axis=1) / np.maximum(np.ptp(back, axis=1), tiny)
+    else:
+        ratio = (back * weight).sum(1) / np.maximum(np.square(back).sum(1), tiny)
+    gains: F32 = np.clip(ratio, 1 / MOST_GAIN, MOST_GAIN).astype(np.float32)
+    return gains
 
 
 def _checked(what: str, projection: Projection, weight: F32, each: bool) -> float:

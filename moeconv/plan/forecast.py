@@ -236,6 +236,7 @@ class Rules:
     judged_tokens: int = 96 * 256  # windows that plans are judged on, and as many are held out
     sweep_tokens: int = 4 * 256
     passes: int = 12  # references on both texts, moments, 8 plans of the search, the chosen one on held-out text
+    training_passes: int = 17  # where the model fits: 8 plans of the search with trained scales, and 9 for training
     sweep_widths: int = 2  # those on both sides of the target
     sweep_share: float = 0.43  # operations of the sweep, of full evaluations: docs/results/sweep.json, wiki
     codings: int = 3  # each weight at the sweep's base and at the two widths, where codes stay
@@ -314,7 +315,10 @@ def with_text(subject: Subject, tools: Tools, quantizer: str) -> Effort:
         there_and_back = 1 + 2 * RULES.draws + RULES.sweep_widths + 1
         behind = len(subject.spec.moe_layers()) * (RULES.sweep_widths + 1) / 2
         sweep_s = (there_and_back * RULES.sweep_tokens + behind * RULES.scale_tokens) * token_s
-    passes_s = RULES.passes * (pass_s if reads == 1 else max(pass_s, read_s)) + (read_s if reads == 1 else 0.0)
+    if reads == 1:
+        passes_s = (RULES.passes + RULES.training_passes) * pass_s + read_s
+    else:
+        passes_s = RULES.passes * max(pass_s, read_s)
     kept = reads > 1 or subject.pack_bytes <= RULES.kept_bytes
     codings = RULES.codings if kept else RULES.codings_anew
     on_drive = subject.pack_bytes * sum(RULES.code_shares) if reads > 1 else moments_bytes(subject.spec, quantizer)

@@ -14,17 +14,19 @@ from safetensors.torch import load, save
 from torch import Tensor
 
 from moeconv.matrices import Projection
+from moeconv.source.archs.description import Description
 from moert.pack.codec import F32, QuantizedMatrix, TrellisMatrix, Width
-from moert.pack.model_spec import ExpertKey, ModelSpec, StackName
+from moert.pack.model_spec import ExpertKey, StackName
 
 Place = tuple[ExpertKey, str, Width]
 """A matrix of an expert at a width: expert, projection, width."""
 MOST_GAIN = 2.0
 
 
-def norms_of(spec: ModelSpec) -> list[str]:
-    """Returns the canonical names of the weights of norms."""
-    return [name for name in spec.tensors if name.endswith("norm.weight")]
+def norms_of(description: Description) -> list[str]:
+    """Returns the canonical names of the weights of norms that a checkpoint has."""
+    names = [name for name in description.spec.tensors if name.endswith("norm.weight")]
+    return [name for name in names if name in description.parameters]
 
 
 @dataclass(frozen=True)
@@ -46,13 +48,7 @@ class Trained:
     def coded(self, key: ExpertKey, name: str, width: Width, matrix: Projection) -> Projection:
         """Returns a matrix of codes with its scales times the gains of its rows; without gains, as it is."""
         gain = self.gains.get((key, name, width))
-        if gain is None or not isinstance(matrix, (QuantizedMatrix, TrellisMatrix)):
-            return matrix
-        names = ("scale",) if isinstance(matrix, TrellisMatrix) else ("scale", "minimum")
-        parts: dict[str, Any] = {
-            each: (getattr(matrix, each).astype(np.float32) * gain[:, None]).astype(np.float16) for each in names
-        }
-        return replace(matrix, **parts)
+        return matrix if gain is None else gained(matrix, gain)
 
     def to_bytes(self) -> bytes:
         """Returns the content of a safetensors file; equal numbers give equal bytes."""
@@ -76,6 +72,17 @@ class Trained:
                 key, bits = ExpertKey(cast("StackName", stack), int(layer), int(expert)), float(width)
                 gains[key, name, int(bits) if bits.is_integer() else bits] = values.numpy()
         return cls(norms, gains)
+
+
+def gained(matrix: Projection, gain: F32) -> Projection:
+    """Returns a matrix of codes with its scales times the gains of its rows [out]; weights of 16 bits as they are."""
+    if not isinstance(matrix, (QuantizedMatrix, TrellisMatrix)):
+        return matrix
+    names = ("scale",) if isinstance(matrix, TrellisMatrix) else ("scale", "minimum")
+    parts: dict[str, Any] = {
+        each: (getattr(matrix, each).astype(np.float32) * gain[:, None]).astype(np.float16) for each in names
+    }
+    return replace(matrix, **parts)
 
 
 NOTHING = Trained()

@@ -232,7 +232,7 @@ def _scales(report: ConversionReport) -> list[str]:
     return [
         f"Scales of {found.matrices:,} matrices and the weights of {found.norms} norms were trained on the text that "
         f"ranks experts: with the widths that hold without, {found.nbytes / 1e6:,.2f} MB, the loss fell from "
-        f"{found.before:.2%} to {found.after:.2%}, and the widths were chosen anew."
+        f"{found.before:.2%} to {found.after:.2%}."
     ]
 
 

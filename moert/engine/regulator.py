@@ -343,13 +343,12 @@ class Admission:
         """Ends a pass of the model. Raises FileTruncated if bytes of experts have gone that were in use."""
         if self._streaming.holding.whole.has_mapped:
             self._streaming.holding.whole.check()
+            self._streaming.cache.settle()
 
     def after(self, loads: Iterable[Load]) -> None:
         self._regulator.after(loads)
         if self._streaming.capacity_bytes != self._adapted_bytes:
             self._adapt(self._streaming.capacity_bytes)
-        if self._streaming.holding.whole.has_mapped:
-            self._streaming.cache.settle()
 
     def idle(self) -> None:
         if self._ahead is not None:

@@ -65,7 +65,7 @@ TRAINED = "wiki"
 """The model of Fig. 12, 14 and 15."""
 PAPER: Mapping[str, Any] = {
     "quantizer": "channel", "signal": "metric", "allocation": "greedy", "bits": (2, 4, 8, 16), "dense_bits": SOURCE,
-    "confidence": None,
+    "confidence": None, "scales": "fitted",
 }  # fmt: skip
 """Settings of a conversion as in the paper (docs/method.md)."""
 TARGETS = (0.10, 0.15, 0.20)

@@ -217,23 +217,28 @@ def _coded(subject: Subject, quantizer: str, group_size: int, bits: float) -> Qu
     return subject.quantize("ours", name, partial(ours, quantizer, group_size, int(bits)))
 
 
+def path_of(subject: str, folder: Path = PROGRESS) -> Path:
+    """Returns the path of a subject's Progress."""
+    return folder / f"{subject}.jsonl"
+
+
 class Progress:
     """The results of one subject, in a file of lines of JSON that another run with the same program goes on from."""
 
-    def __init__(self, subject: str, folder: Path = PROGRESS) -> None:
-        self.path = folder / f"{subject}.jsonl"
-        digest = sha256(repr((subject, SIZES, LIMITS)).encode())
+    def __init__(self, subject: str, model_sha256: str, folder: Path = PROGRESS) -> None:
+        self.path = path_of(subject, folder)
+        digest = sha256(repr((subject, model_sha256, SIZES, LIMITS)).encode())
         for each in PROGRAM:
             digest.update(each.read_bytes())
         self._program = digest.hexdigest()
 
     def results(self) -> dict[str, Result]:
         """Returns the results by name; empties the file where another program has written it."""
-        lines = self.path.read_text(encoding="utf-8").splitlines() if self.path.exists() else []
+        *lines, _ = self.path.read_text(encoding="utf-8").split("\n") if self.path.exists() else [""]  # whole ones
         if lines[:1] != [self._program]:
-            self.path.parent.mkdir(parents=True, exist_ok=True)
-            self.path.write_text(self._program + "\n", encoding="utf-8")
-            return {}
+            lines = [self._program]
+        self.path.parent.mkdir(parents=True, exist_ok=True)
+        self.path.write_text("".join(line + "\n" for line in lines), encoding="utf-8")
         found = {}
         for line in lines[1:]:
             fields = json.loads(line)
@@ -256,7 +261,7 @@ class Comparison:
 
     def __init__(self, name: str) -> None:
         self.subject = Subject(name)
-        self.progress = Progress(name)
+        self.progress = Progress(name, self.subject.sha256)
         self.results = self.progress.results()
         self.failures: list[str] = []
         self.started, self.before = time.perf_counter(), len(self.results)
@@ -273,7 +278,7 @@ class Comparison:
                 except Failure as failure:
                     self.failures.append(f"{self.subject.name}, {name}: {failure}")
                     print(self.failures[-1], file=sys.stderr, flush=True)
-        limits = sorted({round(result.bits, 6) for result in self.results.values()})
+        limits = sorted({round(result.bits, 6) for result in self.results.values() if result.method != "ours"})
         for number, limit in enumerate(limits):
             for quantize in candidates(self.subject, limit):
                 self._measure(quantize(), len(self.results) + 1 + 5 * (len(limits) - number - 1))
@@ -430,7 +435,7 @@ def main() -> None:
     packages = ["hqq", "gguf", *([] if left_out else ["auto-round"])]
     path = write(f"quant_{PUBLISHED}" if published else "quant", context(settings, packages), [*rows, *aims])
     for name in names:
-        Progress(name).path.unlink(missing_ok=True)
+        path_of(name).unlink(missing_ok=True)
     print(table(aims))
     if left_out:
         print(f"left out: {left_out}", file=sys.stderr)

@@ -399,6 +399,7 @@ class Subject:
         model, fitting = name.removesuffix(FITTING), name.endswith(FITTING)
         checkpoint = Checkpoint.open(talk.model(talk.FOLDER) if model == PUBLISHED else Path("recipes/models") / model)
         self.path, self.family, self.spec = checkpoint.path, checkpoint.family, checkpoint.spec
+        self.sha256 = checkpoint.sha256
         self.model: Any = checkpoint.model(torch.float32)
         self.seen, texts = _texts(model, self.path, SIZES[model])
         calls = ExpertCalls(self.model, self.family, self.spec)

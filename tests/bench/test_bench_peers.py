@@ -634,11 +634,17 @@ def test_a_comparison_goes_on_from_the_results_of_the_same_program(
     sums = {split: Likelihoods(np.array([1.5, 2.0]), np.array([0.25, 0.5]), np.array([3.0, 4.0]))
             for split in SPLITS}  # fmt: skip
     result = Result("wiki", "peer", "Q4_K, no data", 4.5, 0.125, sums)
-    before = quant.Progress("wiki", tmp_path)
+    before = quant.Progress("wiki", "one", tmp_path)
     assert before.results() == {}
     before.add(result)
-    (found,) = quant.Progress("wiki", tmp_path).results().values()
+    (found,) = quant.Progress("wiki", "one", tmp_path).results().values()
     assert repr(found) == repr(result)
-    assert quant.Progress("g2p", tmp_path).results() == {}
+    with before.path.open("a") as file:
+        file.write('{"name": "half a l')
+    assert list(quant.Progress("wiki", "one", tmp_path).results()) == [result.name], "killed while it wrote"
+    assert quant.Progress("g2p", "one", tmp_path).results() == {}
+    before.add(result)
+    assert len(quant.Progress("wiki", "one", tmp_path).results()) == 1
+    assert quant.Progress("wiki", "other", tmp_path).results() == {}, "of another model"
     monkeypatch.setattr(quant, "PROGRAM", quant.PROGRAM[1:])
-    assert quant.Progress("wiki", tmp_path).results() == {}, "of another program"
+    assert quant.Progress("wiki", "one", tmp_path).results() == {}, "of another program"

@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from tiny import tiny_of
 
 from moeconv.artifacts import Target
 from moeconv.command.present import conversion_table
@@ -49,7 +50,9 @@ def eager(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.usefixtures("eager")
-@pytest.mark.parametrize(("family", "quantizer"), [("olmoe", "trellis"), ("switch", "trellis"), ("olmoe", "gptq")])
+@pytest.mark.parametrize(
+    ("family", "quantizer"), [("olmoe", "trellis"), ("switch", "trellis"), ("olmoe", "gptq"), ("olmoe", "channel")]
+)
 def test_the_pack_has_the_numbers_that_were_measured(
     sources: dict[str, Path], tmp_path: Path, family: str, quantizer: str
 ) -> None:
@@ -58,7 +61,7 @@ def test_the_pack_has_the_numbers_that_were_measured(
     found, source, pack = done.report.scales, Checkpoint.open(sources[family]), Pack.open(done.settings.out)
     assert found is not None
     assert found.after < found.before
-    assert (found.norms, found.matrices > 0) == (len(norms_of(source.spec)), True)
+    assert (found.norms, found.matrices > 0) == (len(norms_of(source.description)), True)
     bench, packed = done.bench, PackedModel.open(pack)
     (file,) = bench.journal.path.parent.glob("scales-*.safetensors")
     bench.coding.dense.trained = bench.coder.trained = Trained.from_bytes(file.read_bytes())
@@ -71,7 +74,7 @@ def test_the_pack_has_the_numbers_that_were_measured(
     for key in source.spec.expert_keys():
         for mine, theirs in zip(bench.trial.calls.weights(key), packed.calls.weights(key), strict=True):
             assert torch.equal(mine, theirs)
-    norms = norms_of(source.spec)
+    norms = norms_of(source.description)
     changed = [not torch.equal(parameter(packed.model, description, name), source.backbone_tensor(
         name, source.spec.tensors[name].shape).float()) for name in norms]  # fmt: skip
     assert any(changed)
@@ -82,7 +85,7 @@ def test_the_pack_has_the_numbers_that_were_measured(
         verify(pack, source)
     assert "norms were trained" in conversion_table(done.report, "m.pack")
     write_report(pack, tmp_path / "page")
-    assert "the widths were chosen anew" in (tmp_path / "page" / "index.html").read_text()
+    assert "norms were trained on the text" in (tmp_path / "page" / "index.html").read_text()
 
 
 @pytest.mark.usefixtures("eager")
@@ -105,6 +108,8 @@ def test_little_text_and_fitted_scales_train_nothing(
     changes = {**SMALL, "out": tmp_path / "b", "work": tmp_path / "fitted", "scales": "fitted"}
     fitted = Done(settings_for(sources, "olmoe", tmp_path, quantizer="trellis", **changes))
     assert little.report.scales is fitted.report.scales is None
+    reasons = [line for each in (little, fitted) for line in each.said if line.startswith("scales stay as fitted: ")]
+    assert [line.split(": ")[1].split()[0] for line in reasons] == ["they", "--tune"]
     assert little.manifest.experts == fitted.manifest.experts
 
 
@@ -113,8 +118,21 @@ def test_what_does_not_help_is_left(sources: dict[str, Path], tmp_path: Path, mo
     monkeypatch.setattr(scales, "RATE", 3.0)
     done = Done(settings_for(sources, "olmoe", tmp_path, quantizer="trellis", **SMALL))
     assert done.report.scales is None
-    assert any("did not lower the loss" in line for line in done.said)
+    assert any("did not help" in line for line in done.said)
     verify(Pack.open(done.settings.out), Checkpoint.open(sources["olmoe"]))
+    planned = plan(tmp_path / "work", Target("bits", 2.3), "knapsack", "kl", None)
+    assert done.report.calibration is not None
+    assert planned.chosen.loss == pytest.approx(done.report.calibration.loss)
+
+
+@pytest.mark.usefixtures("eager")
+@pytest.mark.parametrize("family", ["llama4_text", "gemma4_text", "gemma3_text", "longcat_flash"])
+def test_norms_that_no_checkpoint_has_are_left(sources: dict[str, Path], tmp_path: Path, family: str) -> None:
+    there = {**sources, family: tiny_of(family)(tmp_path / family)}
+    done = Done(settings_for(there, family, tmp_path, quantizer="trellis", **{**SMALL, "target": Target("bits", 3)}))
+    source = Checkpoint.open(there[family])
+    verify(Pack.open(done.settings.out), source, trained=done.report.scales is not None)
+    assert any(line.startswith("the same widths with trained scales") for line in done.said)
 
 
 @pytest.mark.parametrize("quantizer", ["trellis", "channel"])

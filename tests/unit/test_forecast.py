@@ -244,7 +244,8 @@ def test_with_text_the_sweep_counts_every_expert() -> None:
     sweep_s = 1024 * 2 * RULES.sweep_share * RULES.sweep_tokens * token_s
     assert found.sweep_s == pytest.approx(sweep_s)
     coding_s = RULES.codings * model.expert_weights / 1e4
-    assert found.seconds == pytest.approx(sweep_s + RULES.passes * RULES.judged_tokens * token_s + coding_s + 100 + 10)
+    passes_s = (RULES.passes + RULES.training_passes) * RULES.judged_tokens * token_s
+    assert found.seconds == pytest.approx(sweep_s + passes_s + coding_s + 100 + 10)
     assert found.read_bytes == 1000
 
 
