@@ -34,7 +34,8 @@ EXAMPLES: Mapping[str, str] = {
     "dense_bits": '"attention=8,head=8"', "purpose": '"memory"',
     "samples": "2000", "sweep_samples": "400", "heldout_samples": "4000",
     "context": "256", "max_new_tokens": "64", "memory": '"4GB"', "cluster": '"auto"',
-    "layout": '"layer"', "piece_bytes": "4096", "route": '"hash"', "neurons": '"predicted"', "scales": '"fitted"', "seed": "0",
+    "layout": '"layer"', "piece_bytes": "4096", "route": '"hash"', "neurons": '"predicted"', "seed": "0",
+    "scales": '"fitted"',
     "profile_paths": "true", "expect": "{heldout_loss_at_most = 0.05}",
 }  # fmt: skip
 LIMITS: Mapping[str, tuple[str, str]] = {
