@@ -51,5 +51,4 @@ def swept_beside(bench: Bench, account: Account) -> DenseCosts:
 def _samples(bench: Bench) -> int:
     """Returns the number of samples of the ranking text that units are measured on."""
     ranked = bench.material.ranked
-    tokens = max(1, ranked.encoder_tokens + ranked.decoder_tokens)
-    return max(1, min(ranked.samples, -(-ranked.samples * TOKENS // tokens)))
+    return max(1, min(ranked.samples, -(-ranked.samples * TOKENS // max(1, ranked.tokens))))

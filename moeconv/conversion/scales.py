@@ -11,11 +11,11 @@ import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
 import numpy as np
 import torch
+from safetensors import SafetensorError
 from torch import Tensor
 
 from moeconv.artifacts import TrainedReport
@@ -25,7 +25,7 @@ from moeconv.errors import ConversionError, TargetMissed
 from moeconv.measure.metrics import METRICS
 from moeconv.measure.passes import token_bytes
 from moeconv.measure.scorers import Head, ReferenceRows
-from moeconv.measure.scoring import GeneratedScorer, TextScorer, Volume, build_scorer, dealt, volume
+from moeconv.measure.scoring import GeneratedScorer, TextScorer, build_scorer, dealt, volume
 from moeconv.measure.trial import Trial
 from moeconv.measure.workdir import WorkDir, identity
 from moeconv.plan.problem import Plan
@@ -33,7 +33,7 @@ from moeconv.progress import Bar
 from moeconv.quantizers.trained import MOST_GAIN, NOTHING, Trained, norms_of
 from moeconv.source.archs.config import transformers_model
 from moeconv.source.archs.weights import parameter
-from moeconv.source.experts import Call, Product, expert_ffn, linear
+from moeconv.source.experts import Call, expert_ffn, linear
 from moeconv.sweep.fisher import Part, parts_of
 from moeconv.tuned import said
 from moert.pack.model_spec import ExpertKey, LayerKey
@@ -52,8 +52,6 @@ WARM = 5
 BEYOND = 1.3
 """Numbers are trained for a plan that loses this many times as much as the chosen one: about the one that holds with
 them."""
-
-
 _LOGITS = 3
 """Arrays of logits that a token takes."""
 COARSE = 0.03
@@ -72,15 +70,15 @@ def _hindrance(bench: Bench) -> str | None:
     if bench.memory.layered:
         return "the model goes through memory layer by layer"
     seen = volume(spec, material.tokenizer, material.ranking, material.extent(_samples(bench)))
-    if _tokens(seen) < LEAST_TOKENS:
-        return f"they would learn from {_tokens(seen):,} tokens, which are fewer than {LEAST_TOKENS:,}"
+    if seen.tokens < LEAST_TOKENS:
+        return f"they would learn from {seen.tokens:,} tokens, which are fewer than {LEAST_TOKENS:,}"
     at_once = 1 if spec.encoder is not None else material.extent(None).window(spec)
     return "a step takes more memory than the sweep may" if _fitting_tokens(bench) < at_once else None
 
 
 def _batch_tokens(bench: Bench) -> int:
     """Returns the tokens of a step."""
-    return max(1, min(BATCH_TOKENS, JUDGED * _tokens(bench.material.judged) // STEPS))
+    return max(1, min(BATCH_TOKENS, JUDGED * bench.material.judged.tokens // STEPS))
 
 
 def _fitting_tokens(bench: Bench) -> int:
@@ -95,11 +93,7 @@ def _samples(bench: Bench) -> int:
     """Returns the number of samples of the ranking text that are learnt from: each is seen twice, where there are as
     many."""
     ranked = bench.material.ranked
-    return math.ceil(ranked.samples * STEPS * _batch_tokens(bench) / 2 / max(1, _tokens(ranked)))
-
-
-def _tokens(text: Volume) -> int:
-    return text.encoder_tokens + text.decoder_tokens
+    return math.ceil(ranked.samples * STEPS * _batch_tokens(bench) / 2 / max(1, ranked.tokens))
 
 
 def chosen(bench: Bench, choice: Choice, work: WorkDir, account: Account) -> tuple[Plan, TrainedReport | None]:
@@ -146,7 +140,7 @@ def _kept(bench: Bench, plan: Plan, work: WorkDir, account: Account) -> Trained:
     if bench.journal.sealed(path):
         try:
             return Trained.from_bytes(path.read_bytes())
-        except Exception as error:
+        except (OSError, SafetensorError, KeyError, ValueError) as error:
             raise ConversionError(f"{path} can't be read ({error}): delete it, and it is made again") from None
     with account.progress("training scales", STEPS, "step") as bar:
         found = _train(bench, plan, bar)
@@ -164,8 +158,8 @@ def _train(bench: Bench, plan: Plan, bar: Bar) -> Trained:
     trial.assign(plan.assignment)
     batch, piece = _batch_tokens(bench), min(_batch_tokens(bench), _fitting_tokens(bench))
     pieces = max(1, round(batch / piece))  # of a step
-    description, dense, names = trial.checkpoint.description, bench.coding.dense, norms_of(trial.checkpoint.description)
-    gains = _Gains(bench, plan)
+    dense, description = bench.coding.dense, trial.checkpoint.description
+    names, gains = norms_of(description), _Gains(bench, plan)
     with _learning(trial, names) as norms:
         groups = [{"params": [weight], "lr": RATE * rms} for weight, rms in norms]
         optimizer = torch.optim.Adam([*groups, {"params": gains.learning, "lr": RATE}], betas=(0.9, 0.95))
@@ -233,6 +227,11 @@ class _Gains:
                   for weight, bits in zip(self._calls.weights(key), plan.assignment[key], strict=True)]
             for key in keys
         }  # fmt: skip
+        self._of_weight = {
+            id(weight): gain
+            for key, gains in self._gains.items()
+            for weight, gain in zip(self._calls.weights(key), gains, strict=True)
+        }
 
     @property
     def learning(self) -> list[Tensor]:
@@ -245,19 +244,14 @@ class _Gains:
             tokens, choices = (call.chosen == key.expert).nonzero(as_tuple=True)
             if len(tokens):
                 ffn, biases = self.spec.experts[at].ffn, self._calls.supply.biases(key)
-                given = expert_ffn(call.x[tokens], self._calls.weights(key), ffn, biases, self._product(key))
+                given = expert_ffn(call.x[tokens], self._calls.weights(key), ffn, biases, self._product)
                 out = out.index_add(0, tokens, given * call.weights[tokens, choices, None])
         return out
 
-    def _product(self, key: ExpertKey) -> Product:
-        """Returns the product with an expert's matrices, whose rows have gains."""
-        gains = {id(weight): gain for weight, gain in zip(self._calls.weights(key), self._gains[key], strict=True)}
-
-        def product(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-            found: Tensor = _Gained.apply(x, weight, 1 + gains[id(weight)])  # type: ignore[no-untyped-call]
-            return found if bias is None else found + bias
-
-        return product
+    def _product(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        """Returns the product with a matrix of an expert, whose rows have gains."""
+        found: Tensor = _Gained.apply(x, weight, 1 + self._of_weight[id(weight)])  # type: ignore[no-untyped-call]
+        return found if bias is None else found + bias
 
     def found(self) -> dict[tuple[ExpertKey, str, float], np.ndarray]:
         """Returns the gains by expert, projection and width."""
@@ -298,7 +292,7 @@ def _in_turn(batches: Sequence[_Batch], count: int, seed: int) -> Iterator[_Batc
 
 
 def _batches(scorer: TextScorer | GeneratedScorer, tokens: int) -> list[_Batch]:
-    assert scorer.reference is not None
+    assert scorer.reference is not None  # copied: gradients can't go through what was made without them
     reference = ReferenceRows(scorer.reference.mean_row.clone(), scorer.reference.negentropy.clone())
     if isinstance(scorer, TextScorer):
         return list(_of_texts(scorer, reference, tokens))
@@ -309,7 +303,7 @@ def _of_texts(scorer: TextScorer, reference: ReferenceRows, tokens: int) -> Iter
     texts = scorer.texts
     rows = torch.arange(len(texts.ids))
     of_place = rows[:, None].expand_as(texts.scored)[texts.scored]
-    for some in dealt(rows.tolist(), max(1, min(len(rows), texts.ids.numel() // max(1, tokens)))):
+    for some in dealt(rows.tolist(), max(1, min(len(rows), texts.ids.numel() // tokens))):
         chosen = torch.tensor(some)
 
         def states(chosen: Tensor = chosen) -> Tensor:
@@ -323,10 +317,8 @@ def _of_pairs(scorer: GeneratedScorer, reference: ReferenceRows, tokens: int) ->
     of_place = torch.arange(len(lengths)).repeat_interleave(lengths)
     for part in (part for bucket in scorer.buckets for part in parts_of(scorer, bucket, tokens)):
         chosen = torch.isin(of_place, torch.tensor(part.items))
-        yield _Batch(scorer.model.head, partial(_states_of_pairs, scorer, part), reference[chosen])
 
+        def states(part: Part = part) -> Tensor:
+            return part.states(scorer.model)[part.real]
 
-def _states_of_pairs(scorer: GeneratedScorer, part: Part) -> Tensor:
-    encoded = scorer.model.encode({"input_ids": part.inputs}, part.mask)
-    fed = {"input_ids": scorer.model.fed(part.targets)}
-    return scorer.model.decode(fed, part.real, encoded, part.mask)[part.real]
+        yield _Batch(scorer.model.head, states, reference[chosen])

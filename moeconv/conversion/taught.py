@@ -99,7 +99,7 @@ def samples_of(there: Volume, tokens: int) -> int:
 
 def lesson_bytes(spec: ModelSpec, texts: Sequence[Volume], course: Course) -> int:
     """Returns the most bytes that examples and checkpoints take on the disk."""
-    tokens = sum(text.encoder_tokens + text.decoder_tokens for text in texts)
+    tokens = sum(text.tokens for text in texts)
     return tokens * token_bytes(spec) + _COPIES * 4 * _numbers(spec, course.width)
 
 
@@ -191,10 +191,7 @@ def samples_wanted(spec: ModelSpec, learning: Volume, heldout: Volume) -> tuple[
 
 def neuron_lesson_bytes(spec: ModelSpec, texts: Sequence[Volume], limits: Sequence[int], course: NeuronCourse) -> int:
     """Returns the most bytes on the disk of checkpoints and of the firings of `texts`, cut to `limits` samples."""
-    tokens = sum(
-        (text.encoder_tokens + text.decoder_tokens) * limit // text.samples + 1
-        for text, limit in zip(texts, limits, strict=True)
-    )
+    tokens = sum(text.tokens * limit // text.samples + 1 for text, limit in zip(texts, limits, strict=True))
     heads = spec.moe.n * spec.moe.ffn.d_ff * (course.rank + 1)
     numbers = len(spec.moe_layers()) * (heads + course.rank * spec.expert_width)
     return tokens * firing_bytes(spec) + _COPIES * 4 * numbers

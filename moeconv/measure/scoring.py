@@ -617,6 +617,11 @@ class Volume:
     documents: I64
     entropy: float
 
+    @property
+    def tokens(self) -> int:
+        """Of the encoder and the decoder together."""
+        return self.encoder_tokens + self.decoder_tokens
+
 
 def volume(
     spec: ModelSpec,

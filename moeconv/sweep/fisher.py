@@ -14,7 +14,7 @@ from torch import Tensor
 from moeconv.artifacts import Bits, uniform
 from moeconv.measure.passes import LayeredModel, Leaving, Passage, token_bytes
 from moeconv.measure.scorers import Head
-from moeconv.measure.scoring import Bucket, GeneratedScorer, Texts, spread
+from moeconv.measure.scoring import Bucket, GeneratedScorer, Seq2Seq, Texts, spread
 from moeconv.measure.trial import Trial
 from moeconv.measure.workdir import Journal, identity
 from moeconv.progress import Bar
@@ -420,6 +420,11 @@ class Part:
     def real(self) -> Tensor:
         return self.targets >= 0
 
+    def states(self, model: Seq2Seq) -> Tensor:
+        """Returns the decoder's final states [rows, tokens, d_model], as it reads the targets."""
+        encoded = model.encode({"input_ids": self.inputs}, self.mask)
+        return model.decode({"input_ids": model.fed(self.targets)}, self.real, encoded, self.mask)
+
 
 class PairGradients:
     """Costs by a pass forward and back through a model in memory, for as many samples at once as fit `batch_bytes`.
@@ -456,9 +461,7 @@ class PairGradients:
             return given + mark
 
         with torch.enable_grad(), calls.during(answer=answer), transformers_model(self.trial.checkpoint.path):
-            encoded = self.model.encode({"input_ids": part.inputs}, part.mask)
-            fed = {"input_ids": self.model.fed(part.targets)}
-            final = self.model.decode(fed, part.real, encoded, part.mask)
+            final = part.states(self.model)
         marks = [mark for _, mark in asked.values()]
         back = [torch.autograd.grad(final, marks, above, retain_graph=True) for above in self._above(part, final)]
         calls.rows += self.draws * (calls.rows - rows)

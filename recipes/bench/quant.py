@@ -233,7 +233,7 @@ class Progress:
         self._program = digest.hexdigest()
 
     def results(self) -> dict[str, Result]:
-        """Returns the results by name; empties the file where another program has written it."""
+        """Returns the results by name; takes half a line off the file, and all of another program's."""
         *lines, _ = self.path.read_text(encoding="utf-8").split("\n") if self.path.exists() else [""]  # whole ones
         if lines[:1] != [self._program]:
             lines = [self._program]
