@@ -27,6 +27,7 @@ from moert import Engine
 with Engine.open(sys.argv[1], memory=int(4e8), notify=lambda note: None) as engine:
     print(engine.smallest_chat_memory(128, int(sys.argv[2])))
 """
+NEAR_BYTES = 3 * 10**6  # what two processes of one command hold differs by less
 LETTERS = "{% for m in messages %}{{ m.content }}{% endfor %}"
 
 
@@ -81,7 +82,8 @@ def test_a_conversation_runs_in_the_smallest_memory_that_refusals_name(pack: Pat
     ids=["a prefix", "plain", "long"],
 )
 def test_a_first_message_runs_in_the_smallest_memory_that_info_says(pack: Path, template: str) -> None:
-    """Told with the defaults of moert chat; a megabyte less is refused, where that names no more."""
+    """Told with the defaults of moert chat; much less is refused, and names no more: what a process holds differs
+    from one to the next."""
     add_to_pack(pack, Pack.open(pack).manifest, CHAT, dump_chat(ChatFormat(template, {})))
     told = subprocess.run(
         [sys.executable, "-m", "moert", "info", str(pack), "--json"], capture_output=True, check=True, cwd=ROOT
@@ -96,13 +98,13 @@ def test_a_first_message_runs_in_the_smallest_memory_that_info_says(pack: Path, 
     assert answers[0]["prompt_tokens"] == found["prompt_tokens"]
     _, _, errors, _ = chat(pack, template, 20_000_000, 1, "a" * 129, ())
     first = int(errors.splitlines()[-1].split("--memory ")[1].split()[0])
-    assert found["bytes"] <= first <= found["bytes"] + 3 * 10**6, "the first refusal names as much"
+    assert abs(first - found["bytes"]) <= NEAR_BYTES, "the first refusal names as much"
     command = [sys.executable, "-c", BY_PYTHON, str(pack), str(found["new_tokens"])]
     by_python = int(subprocess.run(command, capture_output=True, check=True, cwd=ROOT).stdout)
-    assert abs(by_python - found["bytes"]) <= 10**6
+    assert abs(by_python - found["bytes"]) <= NEAR_BYTES
     status, _, errors, killed = chat(pack, template, found["bytes"] - 18_000_000, 1, "a" * 129, ())
     assert (status, killed) == (2, 0)
-    assert int(errors.splitlines()[-1].split("--memory ")[1].split()[0]) <= found["bytes"] + 10**6
+    assert int(errors.splitlines()[-1].split("--memory ")[1].split()[0]) <= found["bytes"] + NEAR_BYTES
 
 
 def test_a_greedy_template_is_refused_and_the_system_kills_nothing(pack: Path) -> None:
