@@ -96,7 +96,7 @@ class Choice:
         self.question = Question(self.spec, inputs.table, bench.coding.storage, self.settings.signal, allowed, beside)
         self.plans: list[tuple[Plan, MeasuredPlan]] = []
         self._before: list[tuple[Plan, MeasuredPlan]] = []
-        self._flat_ratio = 1.0
+        self._ratio = 1.0
 
     @property
     def judged(self) -> list[MeasuredPlan]:
@@ -132,19 +132,19 @@ class Choice:
 
     def again(self, plan: Plan, before: MeasuredPlan) -> MeasuredPlan:
         """Returns the measurement of a plan after a change of the model that lasts. Plans are measured anew from then
-        on, and the losses of uniform widths are taken to have changed by the same factor."""
+        on, and the losses of all that were measured before are taken to have changed by the same factor."""
         self._before, self.plans = self.plans, []
         after = self._judged(plan)
         if before.loss > 0 < after.loss:
-            self._flat_ratio = after.loss / before.loss
+            self._ratio = after.loss / before.loss
         return after
 
     def back(self) -> None:
         """Takes the last change back: plans that were measured before it count again."""
-        self.plans, self._flat_ratio = self._before, 1.0
+        self.plans, self._before, self._ratio = self._before, [], 1.0
 
     def curve(self, chosen: Plan) -> tuple[CurvePoint, ...]:
-        return curve(self.question.frontier(self.settings.allocation), self.judged, chosen, self._flat())
+        return curve(self.question.frontier(self.settings.allocation), self.judged, chosen, self._known())
 
     def _smallest(self, resolution: float) -> Plan:
         """Returns the smallest plan that was found to hold: the plan of the search, or all experts at the one width
@@ -152,7 +152,7 @@ class Choice:
         flat = self.question.problem.priced(uniform(self.spec, max(self.tried)))
         frontier = self.question.frontier(self.settings.allocation)
         with suppress(TargetMissed):
-            found = search(frontier, self._judged, self.settings.planned_loss, self._flat(), resolution).plan
+            found = search(frontier, self._judged, self.settings.planned_loss, self._guides(), resolution).plan
             if found.nbytes <= flat.nbytes:
                 return found
         if self._judged(flat).decisive > self.settings.planned_loss:
@@ -161,19 +161,23 @@ class Choice:
 
     def points(self) -> list[tuple[float, float]]:
         """Returns (predicted cost, measured loss) of all measured plans."""
-        return [(one.cost, one.loss) for one in (*self._flat(), *self.judged)]
+        return [(one.cost, one.loss) for one in self._guides()]
 
-    def _flat(self) -> list[MeasuredPlan]:
-        """Returns the uniform widths that were tried, measured. Other plans in the journal are left out: the same
-        command ends in the same plan, whatever was measured before."""
-        found = []
+    def _guides(self) -> tuple[MeasuredPlan, ...]:
+        """Returns all that tells of losses: uniform widths and the plans that were measured, before a change and since.
+        Other plans in the journal are left out: the same command ends in the same plan, whatever was measured before.
+        """
+        return (*self._known(), *self.judged)
+
+    def _known(self) -> list[MeasuredPlan]:
+        """Returns the uniform widths that were tried and the plans of before a change, with their losses as the change
+        is taken to have left them."""
+        found = [one for plan, one in self._before if all(plan != after for after, _ in self.plans)]
         for width, evaluation in self.tried.items():
             with suppress(KeyError):  # a width that the problem does not have
                 plan = self.question.problem.priced(uniform(self.spec, width))
-                bound, ratio = self.judge.bound(evaluation), self._flat_ratio
-                upper = None if bound is None else bound * ratio
-                found.append(MeasuredPlan.of(plan, self.judge.loss(evaluation) * ratio, upper))
-        return found
+                found.append(MeasuredPlan.of(plan, self.judge.loss(evaluation), self.judge.bound(evaluation)))
+        return [one.scaled(self._ratio) for one in found]
 
     def _judged(self, plan: Plan) -> MeasuredPlan:
         self.dense.choose(plan.dense)

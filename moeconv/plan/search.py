@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import numpy.typing as npt
@@ -111,6 +111,10 @@ class MeasuredPlan:
     def of(cls, plan: Plan, loss: float, upper: float | None = None) -> MeasuredPlan:
         return cls(plan.nbytes, plan.cost, loss, upper)
 
+    def scaled(self, ratio: float) -> MeasuredPlan:
+        """Returns the same plan with so many times the loss and bound."""
+        return replace(self, loss=self.loss * ratio, upper=None if self.upper is None else self.upper * ratio)
+
     @property
     def decisive(self) -> float:
         """The figure that must not pass the target: the bound, or without one the loss itself."""
@@ -187,7 +191,7 @@ class _Bracket:
         """Returns an index between `low` and `high`."""
         nothing_holds = self.high == len(self.sizes)
         if nothing_holds and len(self.judged) > 1:
-            return self.high - 1  # does any plan hold at all?
+            return self._surely()
         if self.stuck > 1:
             middle = (self._lower_size() + self._upper_size()) / 2
             return self._inside(int(np.searchsorted(self.sizes, middle)))
@@ -220,6 +224,14 @@ class _Bracket:
         nearest = min(measured, key=lambda one: abs(one.loss - self.target))
         growth = np.sqrt(np.maximum(losses, 0) / nearest.loss) if nearest.loss > 0 else np.ones_like(losses)
         return (nearest.decisive - nearest.loss) * growth
+
+    def _surely(self) -> int:
+        """Returns the first plan that is predicted to lose no more than a known one that holds; without one, or where
+        that failed too, the largest: does any plan hold at all?"""
+        costs = [one.cost for one in self.known if one.decisive <= self.target]
+        if len(self.judged) > 2 or not costs or self.costs[self.low] <= max(costs):
+            return len(self.sizes) - 1
+        return self._inside(int(np.argmax(self.costs <= max(costs))))
 
     def _inside(self, index: int) -> int:
         return min(max(index, self.low + 1), self.high - 1)

@@ -309,6 +309,21 @@ def test_the_upper_bound_decides_and_not_the_loss() -> None:
     assert 0.015 < chosen.loss <= 0.02
 
 
+def test_where_a_known_plan_holds_the_largest_is_not_tried() -> None:
+    """Known losses of small plans that are far too low lead two guesses astray."""
+    frontier = hulls(heavy_tailed(64, 3, seed=0, noise=0.02))
+    judge, index = judge_by(frontier, lambda cost: 0.3 * cost), len(frontier) * 3 // 4
+    holds = judge(frontier[index])
+    target = 1.01 * holds.loss
+    low = [replace(judge(frontier[one]), loss=0.5 * target, upper=2 * target) for one in range(1, index, 4)]
+    found = search(frontier, judge, target, known=[holds, *low])
+    check(frontier, found, target)
+    assert found.judged[0].decisive > target < found.judged[1].decisive
+    assert max(one.nbytes for one in found.judged) == holds.nbytes < frontier.sizes[-1]
+    with pytest.raises(TargetMissed):
+        search(frontier, lambda plan: replace(judge(plan), loss=1.0, upper=1.0), target, known=[holds])
+
+
 def test_a_bound_that_is_the_target_meets_it() -> None:
     frontier = hulls(heavy_tailed(64, 3, seed=0, noise=0.02))
     found = search(frontier, judge_by(frontier, lambda cost: TARGET), TARGET)
