@@ -8,9 +8,8 @@ but gives no pack either: it is counted apart.
 
 How to read it: a promise that is kept in exactly 95 of 100 cases passes "19 of 20" in three runs out of four, and the
 splits are drawn from one pool, so they are not independent. TIMID of the target is asked of the median held-out loss,
-where the loss of the widths can be that high at all. With all experts of g2p at 2 bits gptq loses some 0.25% of
-perplexity, so that no target above that binds. Few samples rank the experts, since a poor ranking costs bytes and not
-the promise.
+where the loss of the widths can be that high at all. Few samples rank the experts, since a poor ranking costs bytes and
+not the promise.
 
 A simulation over numbers and sizes of documents (`promise_documents`) stands beside them.
 
@@ -42,7 +41,7 @@ import numpy as np
 from moeconv.artifacts import ConversionReport, Target
 from moeconv.calibration.load import find_entry
 from moeconv.conversion.conversion import Conversion
-from moeconv.conversion.settings import Settings
+from moeconv.conversion.settings import EVERY_WIDTH, Settings
 from moeconv.errors import TargetMissed
 from moeconv.measure.metrics import F64, METRICS
 from moeconv.progress import bar
@@ -164,7 +163,6 @@ class Case:
     model: str
     metric: str
     target: float
-    bits: tuple[int, ...]
     samples: int
     sweep_samples: int
     heldout_samples: int
@@ -181,13 +179,12 @@ CASES = (
         "g2p",
         "perplexity",
         0.003,
-        (2, 4),
         samples=sized(3000, 200),
         sweep_samples=sized(16, 4),
         heldout_samples=sized(4000, 200),
     ),
-    Case("wiki", "perplexity", 0.05, (2, 4), samples=61, sweep_samples=2, heldout_samples=61),
-    Case("wiki", "perplexity", 0.04, (2, 4), samples=61, sweep_samples=2, heldout_samples=61, suffix=".txt"),
+    Case("wiki", "perplexity", 0.05, samples=61, sweep_samples=2, heldout_samples=61),
+    Case("wiki", "perplexity", 0.04, samples=61, sweep_samples=2, heldout_samples=61, suffix=".txt"),
 )
 
 
@@ -231,7 +228,7 @@ def pooled(model: str) -> list[dict[str, Any]]:
 
 def run(case: Case, seed: int, folder: Path, rows: Sequence[dict[str, Any]]) -> Split:
     """One split, from its result if it was finished before with the same settings."""
-    result, about = folder / "result.json", asdict(case) | {"bits": list(case.bits), "confidence": CONFIDENCE}
+    result, about = folder / "result.json", asdict(case) | {"confidence": CONFIDENCE}
     if result.is_file():
         found = json.loads(result.read_text("utf-8"))
         if found["case"] == about:
@@ -265,8 +262,7 @@ def convert(case: Case, seed: int, folder: Path, files: tuple[Path, Path]) -> Sp
     settings = Settings(
         f"recipes/models/{case.model}", pack.absolute(), folder / "work", Target("loss", case.target),
         confidence=CONFIDENCE, calib=str(files[0]), heldout=str(files[1]), metric=case.metric,
-        bits=case.bits, seed=seed, samples=case.samples,
-        sweep_samples=case.sweep_samples, heldout_samples=case.heldout_samples,
+        seed=seed, samples=case.samples, sweep_samples=case.sweep_samples, heldout_samples=case.heldout_samples,
     )  # fmt: skip
     report, refused = None, None
     try:
@@ -284,7 +280,7 @@ def split_of(case: Case, seed: int, report: ConversionReport | None, refused: st
     if report is None:
         return Split(seed, None, None, None, False, seconds, refused, commit)
     assert report.heldout is not None
-    narrowest = set(report.bits_histogram) == {min(case.bits)}
+    narrowest = set(report.bits_histogram) == {min(EVERY_WIDTH)}
     nbytes = report.expert_bytes["pack"]
     return Split(
         seed, report.heldout.loss, report.upper_bound, nbytes, narrowest, seconds, None, commit, report.confidence
