@@ -170,14 +170,17 @@ class Choice:
         return (*self._known(), *self.judged)
 
     def _known(self) -> list[MeasuredPlan]:
-        """Returns the uniform widths that were tried and the plans of before a change, with their losses as the change
-        is taken to have left them."""
-        found = [one for plan, one in self._before if all(plan != after for after, _ in self.plans)]
+        """Returns the plans of before a change, with their losses as the change is taken to have left them; without
+        any, the uniform widths that were tried, which say less, as they leave other matrices as they are."""
+        if self._before:
+            news = [plan for plan, _ in self.plans]
+            return [one.scaled(self._ratio) for plan, one in self._before if plan not in news]
+        found = []
         for width, evaluation in self.tried.items():
             with suppress(KeyError):  # a width that the problem does not have
                 plan = self.question.problem.priced(uniform(self.spec, width))
                 found.append(MeasuredPlan.of(plan, self.judge.loss(evaluation), self.judge.bound(evaluation)))
-        return [one.scaled(self._ratio) for one in found]
+        return found
 
     def _judged(self, plan: Plan) -> MeasuredPlan:
         self.dense.choose(plan.dense)

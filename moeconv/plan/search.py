@@ -144,11 +144,11 @@ def search(
     """Returns the smallest plan whose decisive figure is at most `target`; the next smaller one tried (within
     `resolution` of its bytes) fails.
 
-    `known` were measured before, like all experts at one width; they only serve the first guesses. Each
-    guess is the smallest plan that should hold by the measurements so far; after a guess that did not halve the range
-    of sizes, the next goes beyond, and after two the middle is tried. So the search ends whatever the judge returns,
-    and its plan was accepted. Where the measured loss is not monotone in size, it ends at one of several places where
-    acceptance begins. Raises TargetMissed when the largest plan fails.
+    `known` were measured before, like all experts at one width; they only serve the guesses. Each guess is the smallest
+    plan that should hold by the measurements so far. As long as all judged hold, or none, the steps grow; later, after
+    a guess that did not halve the range of sizes, the next goes beyond, and after two the middle is tried. So the
+    search ends whatever the judge returns, and its plan was accepted. Where the measured loss is not monotone in size,
+    it ends at one of several places where acceptance begins. Raises TargetMissed when the largest plan fails.
     """
     bracket = _Bracket(frontier, target, tuple(known), resolution)
     while not bracket.closed():
@@ -189,9 +189,8 @@ class _Bracket:
 
     def guess(self) -> int:
         """Returns an index between `low` and `high`."""
-        nothing_holds = self.high == len(self.sizes)
-        if nothing_holds and len(self.judged) > 1:
-            return self._surely()
+        if len(self.judged) > 1 and (self.low < 0 or self.high == len(self.sizes)):
+            return self._inside(self._further())
         if self.stuck > 1:
             middle = (self._lower_size() + self._upper_size()) / 2
             return self._inside(int(np.searchsorted(self.sizes, middle)))
@@ -203,10 +202,7 @@ class _Bracket:
 
     def _predicted(self) -> int:
         """Returns the smallest plan that should hold, but no nearer to an end of the range than needed to close it."""
-        points = [(one.cost, one.loss) for one in (*self.known, *self.judged.values())]
-        losses = LossMap(points, float(self.costs[-1]))(self.costs)
-        holds = np.flatnonzero(losses + self._margin(losses) <= self.target)
-        index = int(holds[0]) if len(holds) else len(self.sizes) - 1
+        index = self._should_hold()
         if self.low >= 0:
             close = self.sizes[self.low] * (1 + self.resolution)
             index = max(index, int(np.searchsorted(self.sizes, close, side="right")) - 1)
@@ -215,23 +211,40 @@ class _Bracket:
             index = min(index, int(np.searchsorted(self.sizes, close)))
         return index
 
+    def _should_hold(self) -> int:
+        """Returns the smallest plan that should hold: between two that were judged by their figures alone."""
+        failed, held = self.judged.get(self.low), self.judged.get(self.high)
+        if failed and held and math.inf > failed.decisive > held.decisive:
+            part = (self.target - held.decisive) / (failed.decisive - held.decisive)
+            return int(np.argmax(self.costs <= held.cost + part * (failed.cost - held.cost)))
+        losses = LossMap([(one.cost, one.loss) for one in self._guides()], float(self.costs[-1]))(self.costs)
+        holds = np.flatnonzero(losses + self._margin(losses) <= self.target)
+        return int(holds[0]) if len(holds) else len(self.sizes) - 1
+
     def _margin(self, losses: npt.NDArray[np.float64]) -> npt.NDArray[np.float64]:
         """Returns the distance [plans] from these losses to their bounds: that of the measured plan with the loss
         nearest to the target, which grows with the root of the loss, as the deviation of a count does."""
-        measured = [one for one in (*self.known, *self.judged.values()) if np.isfinite(one.decisive - one.loss)]
+        measured = [one for one in self._guides() if np.isfinite(one.decisive - one.loss)]
         if not measured:
             return np.zeros_like(losses)
         nearest = min(measured, key=lambda one: abs(one.loss - self.target))
         growth = np.sqrt(np.maximum(losses, 0) / nearest.loss) if nearest.loss > 0 else np.ones_like(losses)
         return (nearest.decisive - nearest.loss) * growth
 
-    def _surely(self) -> int:
-        """Returns the first plan that is predicted to lose no more than a known one that holds; without one, or where
-        that failed too, the largest: does any plan hold at all?"""
-        costs = [one.cost for one in self.known if one.decisive <= self.target]
-        if len(self.judged) > 2 or not costs or self.costs[self.low] <= max(costs):
-            return len(self.sizes) - 1
-        return self._inside(int(np.argmax(self.costs <= max(costs))))
+    def _guides(self) -> tuple[MeasuredPlan, ...]:
+        """Returns what tells of losses: two plans of the frontier tell more than all that was known before."""
+        known = self.known if len(self.judged) < 2 else ()
+        return (*known, *self.judged.values())
+
+    def _further(self) -> int:
+        """Returns a plan beyond those judged, none of which held or all of which did: by twice the last step, or by a
+        twentieth of the bytes where that is more, and no nearer than what is predicted."""
+        *_, before, last = self.judged
+        from_bytes = int(self.sizes[last])
+        step = max(2 * abs(from_bytes - int(self.sizes[before])), from_bytes // 20)
+        if self.low >= 0:
+            return max(self._predicted(), int(np.searchsorted(self.sizes, from_bytes + step)))
+        return min(self._predicted(), int(np.searchsorted(self.sizes, from_bytes - step)))
 
     def _inside(self, index: int) -> int:
         return min(max(index, self.low + 1), self.high - 1)

@@ -309,19 +309,19 @@ def test_the_upper_bound_decides_and_not_the_loss() -> None:
     assert 0.015 < chosen.loss <= 0.02
 
 
-def test_where_a_known_plan_holds_the_largest_is_not_tried() -> None:
-    """Known losses of small plans that are far too low lead two guesses astray."""
+@pytest.mark.parametrize("factor", [0.2, 5.0], ids=["too small", "too large"])
+def test_steps_grow_where_guesses_are_all_on_one_side(factor: float) -> None:
+    """Known losses that are far off lead the first guesses astray; later ones neither creep nor jump to an end."""
     frontier = hulls(heavy_tailed(64, 3, seed=0, noise=0.02))
-    judge, index = judge_by(frontier, lambda cost: 0.3 * cost), len(frontier) * 3 // 4
-    holds = judge(frontier[index])
-    target = 1.01 * holds.loss
-    low = [replace(judge(frontier[one]), loss=0.5 * target, upper=2 * target) for one in range(1, index, 4)]
-    found = search(frontier, judge, target, known=[holds, *low])
+    judge = judge_by(frontier, lambda cost: 0.3 * cost)
+    target = 1.01 * judge(frontier[len(frontier) // 2]).loss
+    known = [MeasuredPlan.of(frontier[at], factor * judge(frontier[at]).loss) for at in range(0, len(frontier), 9)]
+    found = search(frontier, judge, target, known=known)
     check(frontier, found, target)
-    assert found.judged[0].decisive > target < found.judged[1].decisive
-    assert max(one.nbytes for one in found.judged) == holds.nbytes < frontier.sizes[-1]
-    with pytest.raises(TargetMissed):
-        search(frontier, lambda plan: replace(judge(plan), loss=1.0, upper=1.0), target, known=[holds])
+    first, second, *_ = found.judged
+    assert (first.decisive > target) == (second.decisive > target) == (factor < 1)
+    assert len(found.judged) <= 7
+    assert max(one.nbytes for one in found.judged) < frontier.sizes[-1]
 
 
 def test_a_bound_that_is_the_target_meets_it() -> None:
@@ -366,7 +366,7 @@ def test_a_hopeless_target_is_said_in_one_line_after_few_measurements() -> None:
 
     with one_line(TargetMissed, r"loss of 7\.00% \(upper bound 8\.00%\), above the target of 5\.00%: allow"):
         search(frontier, judge, TARGET)
-    assert len(asked) <= 3
+    assert len(asked) <= 5
     assert asked[-1].nbytes == frontier.sizes[-1]
 
 
