@@ -27,7 +27,7 @@ from moert import Engine
 with Engine.open(sys.argv[1], memory=int(4e8), notify=lambda note: None) as engine:
     print(engine.smallest_chat_memory(128, int(sys.argv[2])))
 """
-NEAR_BYTES = 3 * 10**6  # what two processes of one command hold differs by less
+NEAR_BYTES = 3 * 10**6  # between the memory of two processes of one command
 LETTERS = "{% for m in messages %}{{ m.content }}{% endfor %}"
 
 
@@ -82,7 +82,7 @@ def test_a_conversation_runs_in_the_smallest_memory_that_refusals_name(pack: Pat
     ids=["a prefix", "plain", "long"],
 )
 def test_a_first_message_runs_in_the_smallest_memory_that_info_says(pack: Path, template: str) -> None:
-    """Told with the defaults of moert chat; much less is refused, and names no more: what a process holds differs
+    """Told with the defaults of moert chat; much less is refused, and names no more: the memory of a process differs
     from one to the next."""
     add_to_pack(pack, Pack.open(pack).manifest, CHAT, dump_chat(ChatFormat(template, {})))
     told = subprocess.run(
