@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from moeconv.errors import ConversionError
     from moert.pack.errors import Error
 
-__version__ = "0.1.0"
+__version__ = "0.2.0"
 _PLACES = {  # imported at their first use: main comes first, which handles Ctrl-C
     "ConversionError": "moeconv.errors", "Error": "moert.pack.errors",
 }  # fmt: skip

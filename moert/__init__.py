@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from moert.errors import RunError
     from moert.pack.errors import Error, PackError
 
-__version__ = "0.1.0"
+__version__ = "0.2.0"
 _PLACES = {  # imported at their first use, since most take numpy
     "Answer": "moert.engine.session", "Conversation": "moert.chat.conversation", "Engine": "moert.engine.engine",
     "EngineSettings": "moert.engine.settings", "Error": "moert.pack.errors",
