@@ -152,7 +152,8 @@ class Choice:
         flat = self.question.problem.priced(uniform(self.spec, max(self.tried)))
         frontier = self.question.frontier(self.settings.allocation)
         with suppress(TargetMissed):
-            found = search(frontier, self._judged, self.settings.planned_loss, self._guides(), resolution).plan
+            target = self.settings.planned_loss
+            found = search(frontier, self._judged, target, self._known(), resolution, self.judged).plan
             if found.nbytes <= flat.nbytes:
                 return found
         if self._judged(flat).decisive > self.settings.planned_loss:
@@ -161,17 +162,12 @@ class Choice:
 
     def points(self) -> list[tuple[float, float]]:
         """Returns (predicted cost, measured loss) of all measured plans."""
-        return [(one.cost, one.loss) for one in self._guides()]
-
-    def _guides(self) -> tuple[MeasuredPlan, ...]:
-        """Returns all that tells of losses: uniform widths and the plans that were measured, before a change and since.
-        Other plans in the journal are left out: the same command ends in the same plan, whatever was measured before.
-        """
-        return (*self._known(), *self.judged)
+        return [(one.cost, one.loss) for one in (*self._known(), *self.judged)]
 
     def _known(self) -> list[MeasuredPlan]:
         """Returns the plans of before a change, with their losses as the change is taken to have left them; without
-        any, the uniform widths that were tried, which say less, as they leave other matrices as they are."""
+        any, the uniform widths that were tried, which say less, as they leave other matrices as they are. Other plans
+        in the journal are left out: the same command ends in the same plan, whatever was measured before."""
         if self._before:
             news = [plan for plan, _ in self.plans]
             return [one.scaled(self._ratio) for plan, one in self._before if plan not in news]

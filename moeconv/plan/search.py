@@ -140,17 +140,20 @@ def search(
     target: float,
     known: Iterable[MeasuredPlan] = (),
     resolution: float = FINE,
+    judged: Iterable[MeasuredPlan] = (),
 ) -> Found:
     """Returns the smallest plan whose decisive figure is at most `target`; the next smaller one tried (within
     `resolution` of its bytes) fails.
 
-    `known` were measured before, like all experts at one width; they only serve the guesses. Each guess is the smallest
-    plan that should hold by the measurements so far. As long as all judged hold, or none, the steps grow; later, after
-    a guess that did not halve the range of sizes, the next goes beyond, and after two the middle is tried. So the
-    search ends whatever the judge returns, and its plan was accepted. Where the measured loss is not monotone in size,
-    it ends at one of several places where acceptance begins. Raises TargetMissed when the largest plan fails.
+    `judged` are what the judge has said of plans of this frontier: it is not asked again. `known` were measured before,
+    like all experts at one width; they only serve the guesses. Each guess is the smallest plan that should hold by the
+    measurements so far. As long as all judged hold, or none, the steps grow; later, after a guess that did not halve
+    the range of sizes, the next goes beyond, and after two the middle is tried. So the search ends whatever the judge
+    returns, and its plan was accepted. Where the measured loss is not monotone in size, it ends at one of several
+    places where acceptance begins. Raises TargetMissed when the largest plan fails.
     """
     bracket = _Bracket(frontier, target, tuple(known), resolution)
+    bracket.begin(judged)
     while not bracket.closed():
         index = bracket.guess()
         measured = judge(frontier[index])
@@ -171,6 +174,18 @@ class _Bracket:
         self.judged: dict[int, MeasuredPlan] = {}
         self.last = -1
         self.stuck = 0  # guesses in a row that did not halve the range
+
+    def begin(self, judged: Iterable[MeasuredPlan]) -> None:
+        """Begins between the smallest of these plans that holds and the largest smaller one that fails."""
+        places = {}
+        for one in judged:
+            same = np.flatnonzero((self.sizes == one.nbytes) & np.isclose(self.costs, one.cost))
+            places.update(dict.fromkeys(map(int, same[:1]), one))
+        holds = [index for index, one in places.items() if one.decisive <= self.target]
+        fails = [index for index in places if index not in holds and index < min(holds, default=len(self.sizes))]
+        for index in sorted(fails)[-1:] + sorted(holds)[:1]:
+            self.add(index, places[index])
+        self.stuck = 0
 
     def closed(self) -> bool:
         if self.high == len(self.sizes):

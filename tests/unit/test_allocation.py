@@ -324,6 +324,29 @@ def test_steps_grow_where_guesses_are_all_on_one_side(factor: float) -> None:
     assert max(one.nbytes for one in found.judged) < frontier.sizes[-1]
 
 
+def test_what_was_judged_before_is_not_asked_again() -> None:
+    frontier = hulls(heavy_tailed(64, 3, seed=0, noise=0.02))
+    judge, tried = judge_by(frontier, lambda cost: 0.3 * cost), []
+
+    def asked(plan: Plan) -> MeasuredPlan:
+        tried.append(plan.nbytes)
+        return judge(plan)
+
+    coarse = search(frontier, asked, TARGET, resolution=0.1)
+    stranger = replace(judge(frontier[3]), nbytes=7, upper=0.0)  # of no plan of this frontier
+    before, noisy = len(tried), replace(judge(frontier[coarse.index + 9]), loss=1.0, upper=1.0)
+    fine = search(frontier, asked, TARGET, judged=[stranger, noisy, *coarse.judged])
+    assert fine.plan == search(frontier, judge, TARGET).plan
+    assert len(tried) - before <= 3
+    assert len(tried) == len(set(tried))
+    assert all(fine.plan.nbytes * 0.8 < nbytes <= coarse.plan.nbytes for nbytes in tried[before:])
+    again = search(frontier, asked, TARGET, judged=fine.judged)
+    assert (again.plan, len(tried)) == (fine.plan, len(set(tried)))
+    failed = MeasuredPlan.of(frontier[len(frontier) - 1], 1.0)
+    with pytest.raises(TargetMissed):
+        search(frontier, lambda plan: MeasuredPlan.of(plan, 1.0), TARGET, judged=[failed])
+
+
 def test_a_bound_that_is_the_target_meets_it() -> None:
     frontier = hulls(heavy_tailed(64, 3, seed=0, noise=0.02))
     found = search(frontier, judge_by(frontier, lambda cost: TARGET), TARGET)
