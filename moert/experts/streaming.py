@@ -301,9 +301,9 @@ class Streaming:
         if self._own is not None:
             self.cache.use(self._own)
             return
-        choice = eviction_for(self._pack, self.eviction, cached_bytes / sum(self.holding.nbytes.values()), notify)
-        self.eviction = choice.name
-        self.cache.use(choice.policy)
+        share = cached_bytes / sum(self.holding.nbytes.values())
+        self.eviction, policy = eviction_for(self._pack, self.eviction, share, notify)
+        self.cache.use(policy)
 
     def headroom(self) -> tuple[int, float]:
         """Returns the number of demands that Belady's rule was tried on, and its hit rate in the present room."""
