@@ -131,7 +131,6 @@ class Worth:
         self._rates = [min(1.0, (at + 0.5) / _BUCKETS) for at in range(_BUCKETS + 1)]
         self._seen = [_PRIOR] * (_BUCKETS + 1)
         self._asked: Sequence[tuple[int, float]] | None = None
-        self._nbytes: Sequence[int] = ()
         self._busy_s = 0.0  # time of all reads since `wanted` was called
 
     def asks(self) -> bool:
@@ -160,7 +159,7 @@ class Worth:
         if not self._switch.on:
             self._asked = None
             return []
-        self._asked, self._nbytes = ranked[:_MOST], nbytes
+        self._asked = ranked[:_MOST]
         self._busy_s = 0.0
         return self._chosen(self._asked, nbytes, self._window_s or 0.0)
 
@@ -215,11 +214,7 @@ class Worth:
         figures.missed += missed
         for expert in started:
             figures.read += 1
-            figures.read_bytes += self._nbytes[expert]
-            if expert in demanded:
-                figures.used += 1
-            else:
-                figures.wasted_bytes += self._nbytes[expert]
+            figures.used += expert in demanded
 
     def drive(self, nbytes: int, seconds: float) -> None:
         """Records reads of `nbytes` bytes that took `seconds`, both summed over the reads."""
