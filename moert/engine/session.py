@@ -262,11 +262,6 @@ class Request:
             noted_bytes=noted_bytes, scored=self._scored, part=self._part,
         )  # fmt: skip
 
-    def _read_on(self, count: int) -> None:
-        """Goes on to the part of its prompt behind the next `count` tokens."""
-        self._read_tokens += count
-        self._unread = [ids[count:] for ids in self._unread]
-
     @property
     def _held(self) -> Load:
         """The same load, with the memory that the request holds now."""
@@ -522,8 +517,9 @@ class Session:
         pieces, row, some_ended = list[tuple[Request, Piece]](), 0, False
         for request in running:
             start, row = row, row + len(request._states)
-            if counts[request] < len(request._unread[0]):
-                request._read_on(counts[request])
+            if (count := counts[request]) < len(request._unread[0]):  # goes on to the next part of its prompt
+                request._read_tokens += count
+                request._unread = [ids[count:] for ids in request._unread]
                 reading = True
                 continue
             if request._prefix is not None:
