@@ -114,7 +114,7 @@ class Prefix:
     @property
     def held_bytes(self) -> int:
         """Bytes of memory for the state, while no request has it."""
-        return 0 if self._state is None else self._state.written_bytes
+        return 0 if self._state is None else written_bytes([self._state])
 
     def take(self, prompt_ids: Sequence[int], expected: int) -> tuple[State | None, int]:
         """Returns the state after the longest beginning of the prompt that it can go back to, and the length of that
