@@ -12,7 +12,7 @@ from moert.experts.ahead import Copying, Lookahead
 from moert.experts.cache import HANDED_OVER_BYTES, ExpertCache, Lease, Store
 from moert.experts.names import eviction_for
 from moert.experts.policy import EVICTION, Demand, EvictionPolicy, Listener, Recorder
-from moert.experts.probe import settings_for
+from moert.experts.probe import drive_of
 from moert.experts.replay import AUTO_EVICTION, DEFAULT, OF_PREFERENCES, belady
 from moert.experts.store import ExpertStore, IoSettings
 from moert.kernels.backend import I32, I64, ROWS, Backend
@@ -293,7 +293,7 @@ class Streaming:
             return
         self._begun = True
         if self._measures_drive:
-            self.holding.reads(settings_for(store.files()))
+            self.holding.reads(drive_of(store.files()).settings)
             self.cache.loaders.most = store.io.threads
         cached_bytes = self.holding.cache_bytes(room_bytes)
         if not cached_bytes:
