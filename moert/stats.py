@@ -57,7 +57,7 @@ class RequestTimes:
 
 @dataclass
 class ReadAhead:
-    """The results of reading ahead, counted in expert reads, but for the bytes and tokens.
+    """The results of reading ahead, counted in expert reads, but for the tokens.
 
     `read` were begun ahead; `used` of them were demanded by the layer that they were read for; `missed` are demanded
     experts that had to be read only then, while predictions were on.
@@ -66,8 +66,6 @@ class ReadAhead:
     read: int = 0
     used: int = 0
     missed: int = 0
-    read_bytes: int = 0
-    wasted_bytes: int = 0
     tokens_on: int = 0
     tokens_off: int = 0
 
@@ -84,26 +82,6 @@ class ReadAhead:
         """Share of the tokens with reading ahead."""
         tokens = self.tokens_on + self.tokens_off
         return self.tokens_on / tokens if tokens else 0.0
-
-
-@dataclass(frozen=True)
-class Room:
-    """The memory limit of the process if it has one, the bytes that experts have of it now, and the bytes of all
-    experts. `smallest_cache_bytes` is the least room that experts had while a request ran; None: always the same."""
-
-    memory_bytes: int | None
-    cache_bytes: int
-    expert_bytes: int
-    smallest_cache_bytes: int | None = None
-
-
-@dataclass(frozen=True)
-class Ways:
-    """The ways of a run, by name: the eviction policy, how experts are read, and the routing."""
-
-    eviction: str
-    io: str
-    routing: str
 
 
 class Shown(Protocol):
@@ -127,10 +105,11 @@ class RunStats:
     `belady_hit_rate` is the hit rate, without reading ahead, of always evicting the expert that is needed again last,
     over the first `belady_demands` requests, with the present room for experts: the highest that eviction can reach
     where all experts have one size. `io` says how experts are read: PAGE_CACHE where files in the system's page cache
-    are read from there. `routing` is exact, hash, or the share of the experts that the cache-aware routing in use is
-    made for. `neurons` is exact, or predicted: then, of all neurons of the experts that tokens went to, `neurons_named`
-    is the share that the predictor named, and `neurons_computed` the share that was computed with the blocks of these;
-    `neurons_fired` is the share of all that gave anything but zero.
+    are read from there. `smallest_cache_bytes` is the least room that experts had while a request ran. `routing` is
+    exact, hash, or the share of the experts that the cache-aware routing in use is made for. `neurons` is exact, or
+    predicted: then, of all neurons of the experts that tokens went to, `neurons_named` is the share that the predictor
+    named, and `neurons_computed` the share that was computed with the blocks of these; `neurons_fired` is the share of
+    all that gave anything but zero.
     """
 
     requests: int
@@ -232,11 +211,10 @@ class RunStats:
 
 
 def run_stats(
-    times: RequestTimes, counters: ExpertCounters, ahead: ReadAhead, room: Room, ways: Ways, best: tuple[int, float],
-    waited_s: float = 0.0, **further: Any,
+    times: RequestTimes, counters: ExpertCounters, ahead: ReadAhead, waited_s: float = 0.0, **further: Any
 ) -> RunStats:  # fmt: skip
-    """Returns the figures of a run. `best`: the number of requests that Belady's rule was tried on, and its hit rate.
-    `waited_s`: for data beside whole experts; `further`: fields of RunStats, of a package beside the core."""
+    """Returns the figures of a run. `waited_s`: for data beside whole experts; `further`: the fields of RunStats that
+    none of these has."""
     later_tokens = times.new_tokens - times.requests
     return RunStats(
         requests=times.requests,
@@ -260,15 +238,6 @@ def run_stats(
         prefetch_recall=ahead.recall,
         prefetch_on=ahead.on,
         peak_rss_bytes=peak_bytes(),
-        memory_bytes=room.memory_bytes,
-        cache_bytes=room.cache_bytes,
-        smallest_cache_bytes=room.cache_bytes if room.smallest_cache_bytes is None else room.smallest_cache_bytes,
-        expert_bytes=room.expert_bytes,
-        eviction=ways.eviction,
-        io=ways.io,
-        routing=ways.routing,
-        belady_demands=best[0],
-        belady_hit_rate=best[1],
         **further,
     )
 

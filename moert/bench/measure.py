@@ -19,7 +19,7 @@ from moert.engine.generation import GenerationSettings
 from moert.engine.regulator import Notify
 from moert.engine.settings import EngineSettings
 from moert.experts.policy import Demand
-from moert.experts.probe import read_for, settings_for
+from moert.experts.probe import drive_of, read_for
 from moert.experts.replay import belady, recorder_of
 from moert.machine import drop_page_cache, machine_memory
 from moert.pack.manifest import BACKBONE
@@ -246,7 +246,8 @@ def measure(
     if disk_bytes_per_s is None and device.startswith("sim:"):
         disk_bytes_per_s = PROFILES[device.removeprefix("sim:")].drive_bytes_per_s
     if disk_bytes_per_s is None:
-        disk_bytes_per_s = read_for(itertools.cycle(files), settings.engine.reading or settings_for(files), _DISK_S)
+        reading = settings.engine.reading or drive_of(files).settings
+        disk_bytes_per_s = read_for(itertools.cycle(files), reading, _DISK_S)
         resident_s = _resident_s(path, settings, prompts)
     room_bytes = max(sample.room_bytes for sample in samples)
     return BenchRun(

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from moert.command.settings import CHAT_NEW_TOKENS
 from moert.engine.budget import Budget, budget_of, share_text
@@ -38,6 +39,7 @@ from moert.pack.reader import Pack, bits_histogram
 from moert.pack.text import load_chat
 from moert.stats import size
 
+T = TypeVar("T")
 _ROOM = 4  # kernels are measured in at most a fourth of the free memory
 
 
@@ -49,7 +51,7 @@ def system_facts(root: Path = ROOT) -> dict[str, Any]:
         "kernel_bytes_per_s": _kernel_speeds(root),
         "trellis_bytes_per_s": _kernel_speeds(root, trellis=True),
         "drive": _drive(root),
-        "devices": _devices(),
+        "devices": {name: asdict(costs) for name, costs in measured_devices().items()},
     }
 
 
@@ -73,10 +75,8 @@ def machine_facts(root: Path = ROOT) -> dict[str, Any]:
 
 def process_facts(root: Path = ROOT) -> dict[str, Any]:
     """Returns the facts that say how much memory is taken before a pack is opened. Measures nothing."""
-    from moert.engine import engine  # noqa: F401 - what it imports takes memory
-
     return {
-        "process": {"held_bytes": held_bytes(root), "thread_bytes": thread_bytes(usable_cores(root), root)},
+        "process": {"held_bytes": _held_by_code(root), "thread_bytes": thread_bytes(usable_cores(root), root)},
         "native_kernels": {"path": str(library.PATH), "missing": library.missing()},
     }
 
@@ -108,19 +108,13 @@ def system_lines(facts: dict[str, Any]) -> list[str]:
 
 
 def _instruction_sets() -> list[dict[str, Any]]:
-    loaded = library.load()
-    if loaded is None:
-        return []
-    chosen = loaded.choose()
-    return [
-        {
-            "name": each.name,
-            "runs": each.runs,
-            "chosen": each.number == chosen,
-            "why": _why(each.number == chosen, each.runs),
-        }
-        for each in loaded.instruction_sets
-    ]
+    loaded, found = library.load(), list[dict[str, Any]]()
+    chosen = None if loaded is None else loaded.choose()
+    for each in () if loaded is None else loaded.instruction_sets:
+        why = "available" if each.runs else "not on this processor"
+        why = "chosen: the best that this processor has" if each.number == chosen else why
+        found.append({"name": each.name, "runs": each.runs, "chosen": each.number == chosen, "why": why})
+    return found
 
 
 def _kernel_speeds(root: Path, trellis: bool = False) -> dict[str, float] | None:
@@ -153,11 +147,6 @@ def _drive(root: Path) -> dict[str, Any] | None:
     }
 
 
-def _devices() -> dict[str, Any]:
-    """Returns the devices that were measured here when moert first used them, with the costs of their work."""
-    return {name: asdict(costs) for name, costs in measured_devices().items()}
-
-
 def _device_lines(devices: dict[str, Any]) -> list[str]:
     found = []
     for name, costs in devices.items():
@@ -186,12 +175,6 @@ def _drive_line(drive: dict[str, Any] | None) -> str:
     return f"{best} here ({drive['io']}), {alone} where one thread reads{pieces}"
 
 
-def _why(chosen: bool, runs: bool) -> str:
-    if chosen:
-        return "chosen: the best that this processor has"
-    return "available" if runs else "not on this processor"
-
-
 def _size(nbytes: int | None) -> str:
     return "unknown" if nbytes is None else size(nbytes)
 
@@ -207,7 +190,7 @@ def describe(pack: Pack) -> dict[str, Any]:
     budget = Budget.of(manifest)
     files = {name: entry.nbytes for name, entry in manifest.files.items()}
     known = (BACKBONE, PATHS, TRACE, HASH, PREDICTOR)
-    function, predictor = _function(pack), _predictor(pack)
+    function, predictor = _fitting(hash_function, pack), _fitting(load_predictor, pack)
     return {
         "pack": str(pack.root),
         "creator": manifest.creator,
@@ -250,7 +233,7 @@ def describe(pack: Pack) -> dict[str, Any]:
         "has_chat": _chat_fault(pack) is None,
         "end_tokens": _end_tokens(pack),
         "smallest_memory": {
-            "bytes": _smallest_memory(pack, function, held),
+            "bytes": _smallest_of(pack, function, held, TYPICAL),
             "prompt_tokens": TYPICAL.prompt_tokens,
             "new_tokens": TYPICAL.max_new_tokens,
         },
@@ -333,12 +316,12 @@ def _neurons(pack: Pack) -> dict[str, Any] | None:
     if how is None:
         return None
     layouts = [pack.neurons(entry.key) for entry in pack.manifest.experts]
-    each = {
-        "blocks": [one.n_blocks for one in layouts],
-        "rows_bytes": [one.rows_bytes for one in layouts],
-        "columns_bytes": [one.columns_bytes for one in layouts],
-    }
-    means = {name: sum(values) / len(layouts) for name, values in each.items()}
+    means = {
+        name: sum(getattr(one, field) for one in layouts) / len(layouts)
+        for name, field in (
+            ("blocks", "n_blocks"), ("rows_bytes", "rows_bytes"), ("columns_bytes", "columns_bytes")
+        )
+    }  # fmt: skip
     return {**asdict(how), "ordered": ORDER in pack.manifest.files, **means}
 
 
@@ -353,22 +336,17 @@ def _neuron_lines(facts: dict[str, Any] | None) -> list[str]:
     ]
 
 
-def _held_by_code() -> int:
+def _held_by_code(root: Path = ROOT) -> int:
     """Returns the memory [bytes] that the process holds once all code is loaded."""
     from moert.engine import engine  # noqa: F401 - what it imports takes memory
 
-    return held_bytes()
-
-
-def _smallest_memory(pack: Pack, function: HashFunction | None, held: int) -> int:
-    """Returns the smallest --memory [bytes] of a usual request, as an engine with the default settings has it. `held`:
-    memory of a process that has opened the pack."""
-    return _smallest_of(pack, function, held, TYPICAL)
+    return held_bytes(root)
 
 
 def smallest_chat_memory(pack: Pack, new_tokens: int, held: int | None = None) -> dict[str, int] | None:
-    """Returns the same of `moert chat`: for a first message as long as a usual prompt, in the pack's template, and a
-    reply of `new_tokens` tokens. None where the pack can't chat, or its template renders no message."""
+    """Returns the smallest --memory of `moert chat`: for a first message as long as a usual prompt, in the pack's
+    template, and a reply of `new_tokens` tokens. None where the pack can't chat, or its template renders no message.
+    `held`: memory [bytes] of a process that has opened the pack."""
     from moert.chat.renderer import (
         Renderer,  # as the engine does it: what `held` counts has not loaded it
         chat_of,
@@ -385,13 +363,14 @@ def smallest_chat_memory(pack: Pack, new_tokens: int, held: int | None = None) -
         return None
     load, held = Load(prompt, new_tokens, marks=True), _held_by_code() if held is None else held
     return {
-        "bytes": _smallest_of(pack, _function(pack), held, load, aside_bytes),
+        "bytes": _smallest_of(pack, _fitting(hash_function, pack), held, load, aside_bytes),
         "prompt_tokens": prompt,
         "new_tokens": new_tokens if left is None else min(left, new_tokens),
     }
 
 
 def _smallest_of(pack: Pack, function: HashFunction | None, held: int, load: Load, aside_bytes: int = 0) -> int:
+    """Returns the smallest --memory [bytes] of a request, as an engine with the default settings has it."""
     widened = library.missing() is not None
     nbytes, foreseeing = hash_memory(pack, function)
     budget = budget_of(pack, widened, thread_bytes(usable_cores()), nbytes)
@@ -400,12 +379,11 @@ def _smallest_of(pack: Pack, function: HashFunction | None, held: int, load: Loa
     return budget.smallest_memory(held - budget.opened_bytes, footprint.request([load]), aside_bytes)
 
 
-def _function(pack: Pack) -> HashFunction | None:
-    """Returns the pack's predictor; None without one, or without one for this model."""
-    try:
-        return hash_function(pack)
-    except (HeaderInvalid, FormatTooNew):
-        return None
+def _fitting(read: Callable[[Pack], T | None], pack: Pack) -> T | None:
+    """Returns an optional part of the pack; None without one, or without one for this model."""
+    with suppress(HeaderInvalid, FormatTooNew):
+        return read(pack)
+    return None
 
 
 def _hash_facts(function: HashFunction) -> dict[str, Any]:
@@ -429,14 +407,6 @@ def _hash_lines(facts: dict[str, Any] | None, chooses: bool) -> list[str]:
         *(f"  {name:<14} {100 * first:.0f}%, {100 * third:.0f}%" for name, (first, third) in facts["hits"].items()),
         f"  instead of the routers: {loss}",
     ]
-
-
-def _predictor(pack: Pack) -> NeuronPredictor | None:
-    """Returns the pack's predictor; None without one, or without one for this model."""
-    try:
-        return load_predictor(pack)
-    except (HeaderInvalid, FormatTooNew):
-        return None
 
 
 def _predictor_facts(predictor: NeuronPredictor) -> dict[str, Any]:

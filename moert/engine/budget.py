@@ -144,7 +144,8 @@ class Budget:
         files: dict[LayerKey, list[int]] = {}
         for entry in manifest.experts:
             files.setdefault(entry.key.at, []).append(entry.file_bytes)
-        found = cls.sized(manifest.model, _stored_bytes(manifest), files, widened, thread_bytes, page_bytes)
+        stored_bytes = manifest.files[BACKBONE].nbytes if BACKBONE in manifest.files else 0
+        found = cls.sized(manifest.model, stored_bytes, files, widened, thread_bytes, page_bytes)
         return replace(found, opened_bytes=found.opened_bytes + beside_bytes)
 
     @classmethod
@@ -156,15 +157,16 @@ class Budget:
         bytes of each expert by layer."""
         demand = {at: sum(sorted(sizes)[-spec.moe.router.top_k :]) for at, sizes in files.items()}
         everything = [nbytes for sizes in files.values() for nbytes in sizes]
+        widened_bytes = 4 * sum(math.prod(tensor.shape) for tensor in spec.tensors.values())
         return cls(
-            backbone_bytes=_widened_bytes(spec) if widened else stored_bytes,
+            backbone_bytes=widened_bytes if widened else stored_bytes,
             scratch_bytes=_UNPACKED * spec.weights_per_expert() if widened else 0,
             layer_bytes=max(demand.values(), default=0),
             token_bytes=sum(nbytes for at, nbytes in demand.items() if at.stack == "decoder"),
             expert_bytes=sum(everything),
             thread_bytes=thread_bytes,
             opened_bytes=_ENTRY_BYTES * len(everything),
-            filled=min((nbytes / _whole(nbytes, page_bytes) for nbytes in everything), default=1.0),
+            filled=min((nbytes / (page_bytes * -(-nbytes // page_bytes)) for nbytes in everything), default=1.0),
         )
 
     def held_as(self, token_bytes: int, all_bytes: int, beside: str = "") -> Budget:
@@ -247,18 +249,6 @@ class Budget:
 def spare_bytes(limit_bytes: int) -> int:
     """Returns the bytes of a limit that nobody is given: malloc, large pages and the kernel keep them."""
     return limit_bytes // _MARGIN_PART + _MARGIN_BYTES
-
-
-def _whole(nbytes: int, page_bytes: int) -> int:
-    return -(-nbytes // page_bytes) * page_bytes
-
-
-def _stored_bytes(manifest: Manifest) -> int:
-    return manifest.files[BACKBONE].nbytes if BACKBONE in manifest.files else 0
-
-
-def _widened_bytes(spec: ModelSpec) -> int:
-    return 4 * sum(math.prod(tensor.shape) for tensor in spec.tensors.values())
 
 
 AUTO_ROUTING, EXACT_ROUTING = "auto", "exact"

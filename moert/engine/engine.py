@@ -54,7 +54,7 @@ from moert.pack.files import sha256
 from moert.pack.manifest import BACKBONE
 from moert.pack.model_spec import ExpertKey
 from moert.pack.reader import MANIFEST, Pack
-from moert.stats import ExpertCounters, ReadAhead, RequestTimes, Room, RunStats, Ways, run_stats, size
+from moert.stats import ExpertCounters, ReadAhead, RequestTimes, RunStats, run_stats, size
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
@@ -525,15 +525,17 @@ class Engine:
     def stats(self, best: bool = True) -> RunStats:
         """Returns the figures of all requests since the engine was opened. `best`: with the hit rate of Belady's rule,
         for which the recorded demands are replayed."""
-        cache_bytes, streaming, holding = self._streaming.capacity_bytes, self._streaming, self.holding
-        least = min(self._admission.smallest_room_bytes, cache_bytes)
-        given = Room(self._regulator.limit_bytes, cache_bytes, self.budget.expert_bytes, least)
-        ahead = ReadAhead() if self.ahead is None else self.ahead.figures
+        streaming, cache_bytes = self._streaming, self._streaming.capacity_bytes
         preferring = EXACT_ROUTING if self.preference is None else share_text(self.preference.share)
-        ways = Ways(streaming.eviction, holding.io, self._routing.name or preferring)
-        ideal = streaming.headroom() if best else (0, 0.0)
-        drafts = None if self._drafts is None else self._drafts.figures
-        return run_stats(self.times, self.counters, ahead, given, ways, ideal, drafts=drafts, **holding.figures())
+        belady_demands, belady_hit_rate = streaming.headroom() if best else (0, 0.0)
+        return run_stats(
+            self.times, self.counters, ReadAhead() if self.ahead is None else self.ahead.figures,
+            memory_bytes=self._regulator.limit_bytes, cache_bytes=cache_bytes,
+            smallest_cache_bytes=min(self._admission.smallest_room_bytes, cache_bytes),
+            expert_bytes=self.budget.expert_bytes, eviction=streaming.eviction, io=self.holding.io,
+            routing=self._routing.name or preferring, belady_demands=belady_demands, belady_hit_rate=belady_hit_rate,
+            drafts=None if self._drafts is None else self._drafts.figures, **self.holding.figures(),
+        )  # fmt: skip
 
     def close(self) -> None:
         """Closes the engine: waits for a session of another thread; a session of this thread ends here."""

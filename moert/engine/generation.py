@@ -563,7 +563,8 @@ class Generation:
         """Chooses the next token from logits [sequences, vocab], which `piece` returns. Raises NotFinite."""
         token = self._choose(logits[0])
         if self.settings.logprobs is not None:
-            self.logprobs.append(self._logprobs(logits[0], token, self.settings.logprobs))
+            named = None if self.detokenizer is None else self.detokenizer.piece
+            self.logprobs.append(logprobs_of(logits[0], token, self.settings.logprobs, named))
         self.tokens.append(token)
         text = "" if self.detokenizer is None else self.detokenizer.push(token)
         reason = self._reason_to_stop(token)
@@ -606,10 +607,6 @@ class Generation:
         if self._generator is None:
             self._generator = np.random.default_rng(self.settings.seed)
         return choose(scores, self.settings, self._generator)
-
-    def _logprobs(self, logits: F32, token: int, count: int) -> Logprobs:
-        named = None if self.detokenizer is None else self.detokenizer.piece
-        return logprobs_of(logits, token, count, named)
 
     def _reason_to_stop(self, token: int) -> StopReason | None:
         if token in self._eos and not self.settings.ignore_eos:

@@ -73,7 +73,11 @@ class Regulator:
         self._measure, self.kept_bytes, self._forget = measure, kept_bytes, forget
         self._held_at_first = self._others_bytes(()) - budget.opened_bytes
         self._idle_at_first: int | None = None
-        self.share = self._usual_share()
+        room_bytes = budget.expert_bytes if self.cache_bytes is None else self.cache_bytes
+        if self.limit_bytes is not None:
+            coming = budget.loading_bytes + budget.tokenizer.kept_bytes + FIRST_BYTES + footprint.request([TYPICAL])
+            room_bytes = budget.left_bytes(self.limit_bytes, self._others_bytes(()), coming)
+        self.share = room_bytes / budget.expert_bytes
         """Share of all experts that a usual request will leave room for."""
         self.tight = self.limit_bytes is not None and self.share < 1
         """Whether memory is scarce: the limit has no room for all experts beside a usual request."""
@@ -109,10 +113,8 @@ class Regulator:
     def _fitting_tokens(self, loads: Loads, held_bytes: int) -> int:
         """Returns the most new tokens with which each of these requests could run, less than they may write now; 0 for
         none."""
-        limit, most = (
-            (self.limit_bytes or 0) - self.promised_bytes,
-            min(max(load.max_new_tokens for load in loads), _MOST_TOKENS),
-        )
+        limit = (self.limit_bytes or 0) - self.promised_bytes
+        most = min(max(load.max_new_tokens for load in loads), _MOST_TOKENS)
 
         def too_many(count: int) -> bool:
             new = [max(load.written, min(count, load.max_new_tokens)) for load in loads]
@@ -168,7 +170,8 @@ class Regulator:
             return nbytes, self._warning(nbytes, said("cache", self._budget.token_bytes))
         machine.return_freed()
         self.check(loads)
-        others = self._others_bytes(loads) + self._first_bytes(loads)
+        first = max(0, FIRST_BYTES - self._settled_bytes(loads))  # that the first request is still to keep for good
+        others = self._others_bytes(loads) + first
         coming = self._footprint.prompt(loads)
         self._resize(others, coming)
         most = max(coming, self._footprint.written(loads))
@@ -240,15 +243,6 @@ class Regulator:
         assert self.limit_bytes is not None
         return self.limit_bytes - self.promised_bytes - self._reserved_bytes
 
-    def _usual_share(self) -> float:
-        if self.limit_bytes is None:
-            room = self._budget.expert_bytes if self.cache_bytes is None else self.cache_bytes
-        else:
-            kept = self._budget.tokenizer.kept_bytes
-            coming = self._budget.loading_bytes + kept + FIRST_BYTES + self._footprint.request([TYPICAL])
-            room = self._budget.left_bytes(self.limit_bytes, self._others_bytes(()), coming)
-        return room / self._budget.expert_bytes
-
     def _others_bytes(self, loads: Loads) -> int:
         """Returns the bytes that the process holds beside the expert cache, and beside the keys and values of these
         requests."""
@@ -268,10 +262,6 @@ class Regulator:
         budget's margin cover it, and counting it twice would refuse a request that has run.
         """
         return self._others_bytes(loads) - min(self._settled_bytes(loads), _SETTLED_BYTES)
-
-    def _first_bytes(self, loads: Loads) -> int:
-        """Returns the bytes that the first request is still to allocate for good."""
-        return max(0, FIRST_BYTES - self._settled_bytes(loads))
 
     def _settled_bytes(self, loads: Loads) -> int:
         """Returns the bytes that have come to stay since the first request was about to run."""

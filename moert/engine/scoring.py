@@ -104,9 +104,7 @@ class Scorer:
             raise InputInvalid("this model reads with an encoder: its input has no log-probabilities")
         ids = self._text.ids(text, self._aside)
         check_ids(self._model.spec, ids)
-        most = self._model.spec.max_positions
-        if most is not None and len(ids) + further > most:
-            raise PromptTooLong(f"the text has {len(ids)} tokens, the model can take {most - further}: shorten it")
+        self._check_length(ids, further)
         names, found = self._text.detokenizer(), list[tuple[int, str, Logprobs | None]]()
 
         def add(token: int, row: F32 | None) -> None:
@@ -136,10 +134,7 @@ class Scorer:
         prompts = [self._text.ids(text, self._aside) for text in texts]
         for ids in prompts:
             check_ids(spec, ids)
-            if spec.max_positions is not None and len(ids) > spec.max_positions:
-                raise PromptTooLong(
-                    f"the text has {len(ids)} tokens, the model can take {spec.max_positions}: shorten it"
-                )
+            self._check_length(ids)
         found: list[F32] = []
         while left := prompts[len(found) :]:
             loads = [Load(len(ids), 1) for ids in left]
@@ -197,9 +192,14 @@ class Scorer:
                                  "tokens that the model can take")  # fmt: skip
         if alone and len(ids) < 2:
             raise InputInvalid("the text has only one token, and no token before it to predict it from: give more text")
-        if most is not None and len(ids) > most and context is None:
+        if context is None:
             advice = f"give {said('context', most)} to score it in windows" if alone else "shorten it"
-            raise PromptTooLong(f"the text has {len(ids)} tokens, the model can take {most}: {advice}")
+            self._check_length(ids, advice=advice)
+
+    def _check_length(self, ids: Sequence[int], further: int = 0, advice: str = "shorten it") -> None:
+        most = self._model.spec.max_positions
+        if most is not None and len(ids) + further > most:
+            raise PromptTooLong(f"the text has {len(ids)} tokens, the model can take {most - further}: {advice}")
 
     @property
     def _rows(self) -> int:
@@ -208,7 +208,6 @@ class Scorer:
 
     @contextmanager
     def _admitted(self, *loads: Load) -> Iterator[None]:
-        self._gate.check(loads)
         try:
             with memory_shortage():
                 self._gate.before(loads)

@@ -114,7 +114,7 @@ class Prefix:
     @property
     def held_bytes(self) -> int:
         """Bytes of memory for the state, while no request has it."""
-        return 0 if self._state is None else self._state.written_bytes
+        return 0 if self._state is None else written_bytes([self._state])
 
     def take(self, prompt_ids: Sequence[int], expected: int) -> tuple[State | None, int]:
         """Returns the state after the longest beginning of the prompt that it can go back to, and the length of that
@@ -261,11 +261,6 @@ class Request:
             prompt, most, generation.written, kept_tokens=self._kept_tokens, marks=marks, beams=beams,
             noted_bytes=noted_bytes, scored=self._scored, part=self._part,
         )  # fmt: skip
-
-    def _read_on(self, count: int) -> None:
-        """Goes on to the part of its prompt behind the next `count` tokens."""
-        self._read_tokens += count
-        self._unread = [ids[count:] for ids in self._unread]
 
     @property
     def _held(self) -> Load:
@@ -522,8 +517,9 @@ class Session:
         pieces, row, some_ended = list[tuple[Request, Piece]](), 0, False
         for request in running:
             start, row = row, row + len(request._states)
-            if counts[request] < len(request._unread[0]):
-                request._read_on(counts[request])
+            if (count := counts[request]) < len(request._unread[0]):  # goes on to the next part of its prompt
+                request._read_tokens += count
+                request._unread = [ids[count:] for ids in request._unread]
                 reading = True
                 continue
             if request._prefix is not None:

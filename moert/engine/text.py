@@ -273,8 +273,7 @@ class Text:
     @cached_property
     def line_breaks(self) -> list[int]:
         """Ids of the tokens that are one or two line breaks and nothing else."""
-        alphabet = ("\n", "\n\n", "Ċ", "ĊĊ", "<0x0A>")
-        return self.numbers(alphabet)
+        return self.numbers(("\n", "\n\n", "Ċ", "ĊĊ", "<0x0A>"))
 
     def token(self, name: str) -> int:
         """Returns the id of a token by its name in the tokenizer. Raises SettingInvalid, too."""
@@ -311,10 +310,7 @@ class Text:
     def detokenizer_with(self, marks: Collection[str]) -> Detokenizer:
         """Returns a detokenizer in which special tokens give no text, but for those that stand in one of these
         marks."""
-        special = {
-            number: each.content for number, each in self.tokenizer.get_added_tokens_decoder().items() if each.special
-        }
-        silent = (number for number, content in special.items() if not any(content in mark for mark in marks))
+        silent = (number for name, number in self.special.items() if not any(name in mark for mark in marks))
         return Detokenizer(self.tokenizer, frozenset(silent))
 
 

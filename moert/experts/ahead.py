@@ -131,7 +131,6 @@ class Worth:
         self._rates = [min(1.0, (at + 0.5) / _BUCKETS) for at in range(_BUCKETS + 1)]
         self._seen = [_PRIOR] * (_BUCKETS + 1)
         self._asked: Sequence[tuple[int, float]] | None = None
-        self._nbytes: Sequence[int] = ()
         self._busy_s = 0.0  # time of all reads since `wanted` was called
 
     def asks(self) -> bool:
@@ -160,7 +159,7 @@ class Worth:
         if not self._switch.on:
             self._asked = None
             return []
-        self._asked, self._nbytes = ranked[:_MOST], nbytes
+        self._asked = ranked[:_MOST]
         self._busy_s = 0.0
         return self._chosen(self._asked, nbytes, self._window_s or 0.0)
 
@@ -215,11 +214,7 @@ class Worth:
         figures.missed += missed
         for expert in started:
             figures.read += 1
-            figures.read_bytes += self._nbytes[expert]
-            if expert in demanded:
-                figures.used += 1
-            else:
-                figures.wasted_bytes += self._nbytes[expert]
+            figures.used += expert in demanded
 
     def drive(self, nbytes: int, seconds: float) -> None:
         """Records reads of `nbytes` bytes that took `seconds`, both summed over the reads."""
@@ -269,67 +264,6 @@ class Further:
     worth: Worth | None = None
 
 
-@dataclass
-class _Question:
-    """The latest question to the predictor: the layer that it was `about`, None when that has run; since `began_s`, at
-    which the model had waited for `stall_s`."""
-
-    about: LayerKey | None = None
-    began_s: float = 0.0
-    stall_s: float = 0.0
-
-
-class _Order:
-    """The layers with experts, in the order that they run in."""
-
-    def __init__(self, spec: ModelSpec) -> None:
-        self.layers = spec.moe_layers()
-        self.places = {at: index for index, at in enumerate(self.layers)}
-        self.first = {at.stack: index for at, index in reversed(self.places.items())}
-
-    def after(self, place: int) -> int:
-        """Returns the place of the layer that runs next: at the end the decoder's first, for its next token."""
-        return place + 1 if place + 1 < len(self.layers) else self.first.get("decoder", 0)
-
-
-class _Passes:
-    """Times of passes, for a Worth: of tokens, of the drive, and of foreseeing."""
-
-    def __init__(self, counters: ExpertCounters) -> None:
-        self._counters, self._read = counters, (0, 0.0)  # bytes and seconds of reading so far
-        self._token_s: float | None = None
-        self._foreseen_s = 0.0
-        self.foreseeing_s = 0.0
-        """The time [s] of the forecast of a pass of one token, for each layer."""
-
-    def forget(self) -> None:
-        """Ends the present request: the next pass does not follow from the last one."""
-        self._token_s = None
-
-    def foresees(self) -> None:
-        """Notes the time at which a forecast begins."""
-        self._foreseen_s = time.perf_counter()
-
-    def foresaw(self, layers: int) -> None:
-        """Notes the time at which a forecast for one token, of this number of layers, is ready."""
-        self.foreseeing_s = (time.perf_counter() - self._foreseen_s) / layers
-
-    def begins(self, stack: StackName, n_tokens: int, worth: Worth) -> None:
-        """Reports to `worth`, when a pass begins, the time of the last one if both have a single token, and the reads
-        since."""
-        now, counters = time.perf_counter(), self._counters
-        if stack == "decoder" and n_tokens == 1:
-            if self._token_s is not None:
-                worth.token(now - self._token_s)
-            self._token_s = now
-        else:
-            self._token_s = None
-        nbytes, seconds = self._read
-        if counters.bytes_read > nbytes:
-            worth.drive(counters.bytes_read - nbytes, counters.read_s - seconds)
-        self._read = (counters.bytes_read, counters.read_s)
-
-
 class Lookahead:
     """Predictions of coming layers, and the reads that they begin. For each layer call `demanded` when its router has
     decided, then `look` to predict the next layer's demand.
@@ -344,11 +278,17 @@ class Lookahead:
     ) -> None:  # fmt: skip
         self._cache, self._counters, self._predictor = cache, counters, predictor
         self._further, self._worth = further, further.worth
-        self._top_k, self._order = spec.moe.router.top_k, _Order(spec)
-        self._nbytes = {at: [nbytes[at.expert(number)] for number in range(spec.moe.n)] for at in self._order.layers}
+        self._top_k, self._layers = spec.moe.router.top_k, spec.moe_layers()
+        self._places = {at: index for index, at in enumerate(self._layers)}
+        self._first = {at.stack: index for at, index in reversed(self._places.items())}
+        self._nbytes = {at: [nbytes[at.expert(number)] for number in range(spec.moe.n)] for at in self._layers}
         self._n_experts = len(nbytes)
         self._history: list[Selected] = []
-        self._question, self._passes = _Question(), _Passes(counters)
+        self._about: LayerKey | None = None  # the layer of the latest prediction, until it has run
+        self._asked = 0.0, 0.0  # when that was made, and the time that the model had waited for experts by then
+        self._token_s: float | None = None  # when the last pass began, if it was of one token of this request
+        self._read = 0, 0.0  # bytes and seconds of reading before the last pass
+        self._foreseen_s = self._foreseeing_s = 0.0  # when the last forecast began; the time of one, for each layer
         self._early: dict[LayerKey, list[int]] = {}  # experts of layers further away whose reading has begun
 
     @property
@@ -357,8 +297,7 @@ class Lookahead:
 
     def forget(self) -> None:
         """Forgets the present request, which is over: the next tokens do not follow from it."""
-        self._question.about = None
-        self._passes.forget()
+        self._about = self._token_s = None
         self._history = []
         self._early.clear()
         self._cache.predict(())
@@ -370,29 +309,28 @@ class Lookahead:
         nbytes, begun = self._nbytes[demand.at], self._begun(demand.at, arrivals)
         came_early = sum(nbytes[expert] for expert in begun if expert in demand.experts)
         self._worth.lacked(came_early + arrivals.missing * nbytes[0])
-        question = self._question
-        if question.about != demand.at:
+        if self._about != demand.at:
             return
-        question.about = None
-        window_s = time.perf_counter() - question.began_s - (self._counters.stall_s - question.stall_s)
+        self._about, (began_s, stall_s) = None, self._asked
+        window_s = time.perf_counter() - began_s - (self._counters.stall_s - stall_s)
         self._worth.observe(demand.experts, begun, arrivals.missing, max(0.0, window_s))
 
     def look(self, present: LayerKey, experts: Selected, x: F32) -> None:
         """Predicts the next layer's demand and begins to read ahead. `experts`: each token's selection in the present
         layer; x [tokens, d_model] as the layer's experts find it. Called once the reads that this layer needs are under
         way."""
-        place = self._order.places[present]
-        if place == self._order.first[present.stack]:
+        place = self._places[present]
+        if place == self._first[present.stack]:
             self._history = []
             if self._worth is not None:
-                self._passes.begins(present.stack, len(experts), self._worth)
+                self._begin_pass(present.stack == "decoder" and len(experts) == 1, self._worth)
         pays, copies = self._pays(), self._further.copies
         if not pays and (copies is None or not copies.wants()):
             return
         started = time.perf_counter()
         self._history = [*self._history[-1:], experts]
-        following = self._order.after(place)
-        at = self._order.layers[following]
+        following = place + 1 if place + 1 < len(self._layers) else self._first.get("decoder", 0)
+        at = self._layers[following]
         if following > place and at.stack == present.stack:
             n_tokens = len(experts)
             situation = Situation(at, self._history, n_tokens, self._top_k, lambda: self._scores(at, x))
@@ -405,24 +343,36 @@ class Lookahead:
         if copies is not None:
             copies.expect(at, prediction, n_tokens)
         if self._worth is not None and len(experts) == 1:
-            self._worth.asked(time.perf_counter() - started + self._passes.foreseeing_s)
+            self._worth.asked(time.perf_counter() - started + self._foreseeing_s)
 
     def needed(self) -> bool:
         """Returns whether a forecast of the pass that is about to begin would be used, and notes the time."""
-        self._passes.foresees()
+        self._foreseen_s = time.perf_counter()
         return self._pays()
 
     def begins(self, stack: StackName, n_tokens: int) -> None:
         """Reads ahead for the first layer of a pass of `n_tokens`, which is to run next and whose demand was
         foreseen."""
         foreseen = self._further.foreseen
-        if foreseen is None or stack not in self._order.first or not self._pays():
+        if foreseen is None or stack not in self._first or not self._pays():
             return
-        place = self._order.first[stack]
+        place = self._first[stack]
         if n_tokens == 1:
-            self._passes.foresaw(sum(at.stack == stack for at in self._order.layers))
+            n_layers = sum(at.stack == stack for at in self._layers)
+            self._foreseeing_s = (time.perf_counter() - self._foreseen_s) / n_layers
         self._history = []
-        self._read_ahead(foreseen(self._order.layers[place]), place, n_tokens)
+        self._read_ahead(foreseen(self._layers[place]), place, n_tokens)
+
+    def _begin_pass(self, of_one_token: bool, worth: Worth) -> None:
+        """Reports to `worth` the time of the last pass, if both are of one token, and the reads since."""
+        now, counters = time.perf_counter(), self._counters
+        if of_one_token and self._token_s is not None:
+            worth.token(now - self._token_s)
+        self._token_s = now if of_one_token else None
+        nbytes, seconds = self._read
+        if counters.bytes_read > nbytes:
+            worth.drive(counters.bytes_read - nbytes, counters.read_s - seconds)
+        self._read = counters.bytes_read, counters.read_s
 
     def _pays(self) -> bool:
         worth = self._worth
@@ -433,7 +383,7 @@ class Lookahead:
         foreseen."""
         keys, keep, foreseen = list[ExpertKey](), list[ExpertKey](), self._further.foreseen
         depth = 1 if foreseen is None else _DEPTH
-        for ahead, at in enumerate(self._order.layers[place : place + depth], 1):
+        for ahead, at in enumerate(self._layers[place : place + depth], 1):
             if ahead > 1 and foreseen is not None:
                 prediction = foreseen(at)
                 if not prediction or (self._worth is not None and self._worth.busy_layers >= ahead):
@@ -451,7 +401,7 @@ class Lookahead:
         if ahead > 1:
             return self._worth.further(ranked, self._nbytes[at], ahead)
         wanted = self._worth.wanted(ranked, self._nbytes[at])
-        self._question = _Question(at, time.perf_counter(), self._counters.stall_s)
+        self._about, self._asked = at, (time.perf_counter(), self._counters.stall_s)
         return wanted
 
     def _absent(self, at: LayerKey, prediction: Prediction) -> Prediction:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import threading
 import time
 from collections import defaultdict, deque
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from operator import attrgetter
 from types import TracebackType
@@ -127,30 +127,6 @@ Arrived = tuple[Expert, U8]
 """An expert, and the bytes that it lies in."""
 
 
-class Moves:
-    """Experts that are to move into their buffers, `waiting` with the bytes that they lie in, in the order in which
-    they came; none moves before `begun` is true."""
-
-    def __init__(self, store: Store) -> None:
-        self.begun = False
-        self._store = store
-        self.waiting: deque[tuple[Slot, U8]] = deque()
-
-    def next(self, slots: Mapping[ExpertKey, Slot]) -> tuple[Slot, U8] | None:
-        """Returns the next slot that is still among `slots`, and the bytes its expert lies in; None if no slot is left,
-        or moves have not begun."""
-        while self.begun and self.waiting:
-            slot, place = self.waiting.popleft()
-            if slots.get(slot.key) is slot:
-                return slot, place
-        return None
-
-    def moved(self, slot: Slot, place: U8) -> Expert:
-        """Copies an expert into its buffer and returns it."""
-        np.copyto(slot.buffer, place)
-        return self._store.expert(slot.key, slot.buffer)
-
-
 _CLOSE_S = 10.0  # for reads under way; the threads are daemons, so a dead disk does not keep the process alive
 
 
@@ -213,7 +189,8 @@ class ExpertCache:
         self._begun: list[ExpertKey] = []  # predicted, and begun to be read
         self._filling = False  # whether what is predicted fills the cache, before anything is known of the next layer
         self._unused: set[ExpertKey] = set()  # those of them that were not demanded yet
-        self._moves = Moves(store)
+        self._to_move: deque[tuple[Slot, U8]] = deque()  # to their buffers, from where the store has left their bytes
+        self._settled = False  # whether experts may move
         self._lock = threading.RLock()  # so that a thread that Ctrl-C hits never releases it for another
         self._work, self._arrived = threading.Condition(self._lock), threading.Condition(self._lock)
         self.loaders = Loaders(loaders, self._serve)
@@ -325,8 +302,8 @@ class ExpertCache:
         """Lets experts that the store left in the page cache move into their buffers, while nothing else is to be
         read."""
         with self._lock:
-            self._moves.begun = True
-            if self._moves.waiting:
+            self._settled = True
+            if self._to_move:
                 self._wake(1)
 
     def close(self) -> None:
@@ -472,7 +449,7 @@ class ExpertCache:
         """Forgets all experts and keeps their buffers, after Ctrl-C has cut a call short."""
         self._predicted.clear()
         self._queue.clear()
-        self._moves.waiting.clear()
+        self._to_move.clear()
         self._wait_for_loaders()
         while self._slots:  # one by one: cut short again, no buffer may be given twice
             self._buffers.give(self._slots.popitem()[1].buffer)
@@ -533,7 +510,7 @@ class ExpertCache:
             return
         slot.expert, place = what
         if place is not slot.buffer:
-            self._moves.waiting.append((slot, place))
+            self._to_move.append((slot, place))
         if not slot.leases:
             self._locked.discard(slot.key)
 
@@ -546,7 +523,7 @@ class ExpertCache:
         with self._lock:
             while not self._closed:
                 slot = self._queue.popleft() if self._queue else self._next_predicted()
-                move = self._moves.next(self._slots) if slot is None else None
+                move = self._next_move() if slot is None else None
                 if slot is None and move is None:
                     self._work.wait()
                     continue
@@ -563,11 +540,20 @@ class ExpertCache:
         self._lend((slot,))  # or its buffer could become another's
         self._lock.release()
         try:
-            slot.expert = self._moves.moved(slot, place)
+            np.copyto(slot.buffer, place)
+            slot.expert = self._store.expert(slot.key, slot.buffer)
         finally:
             self._lock.acquire()
             self._end_leases((slot,))
             self._arrived.notify_all()
+
+    def _next_move(self) -> tuple[Slot, U8] | None:
+        """Returns the next expert that is to move and still there; None while no reads are settled, or without one."""
+        while self._settled and self._to_move:
+            slot, place = self._to_move.popleft()
+            if self._slots.get(slot.key) is slot:
+                return slot, place
+        return None
 
     def _next_predicted(self) -> Slot | None:
         """Returns a slot for the most valuable predicted expert that is left; None while a demanded one is waited for,

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import NamedTuple, Protocol, TypeVar
 
 from moert.errors import PathsMissing, said
@@ -15,26 +15,9 @@ from moert.pack.model_spec import ModelSpec
 from moert.pack.paths import PATHS, TRACE, Trace, TransitionTable
 from moert.pack.reader import Pack
 
-AUTO_PREDICTOR = "auto"
-
-
-PREDICTORS: Mapping[str, Callable[[TransitionTable | None], Predictor | None]] = {
-    AUTO_PREDICTOR: lambda tables: GateAhead(),
-    "gate": lambda tables: GateAhead(),
-    "transitions": lambda tables: Transitions(_needed(tables)),
-    "none": lambda tables: None,
-}
-"""Name → predictor, made of a pack's tables; None where nothing is to be predicted. Packages beside the core have more
-(moert.engine.registry)."""
-
-NEED_TABLES = frozenset({"transitions"})
-
-
-def _needed(tables: TransitionTable | None) -> TransitionTable:
-    if tables is None:
-        raise ValueError(f"{' and '.join(sorted(NEED_TABLES))} needs path tables")
-    return tables
-
+AUTO_PREDICTOR, _TRANSITIONS = "auto", "transitions"
+PREDICTORS = (AUTO_PREDICTOR, "gate", _TRANSITIONS, "none")
+"""Names of predictors. Packages beside the core have more (moert.engine.registry)."""
 
 _F = TypeVar("_F", bound="_OfAModel")
 
@@ -61,16 +44,12 @@ class _OfAModel(Protocol):
     def check(self, spec: ModelSpec) -> None: ...
 
 
-class Choice(NamedTuple):
-    """A policy and its name."""
-
-    name: str
-    policy: EvictionPolicy
-
-
-def eviction_for(pack: Pack, name: str, share: float, notify: Callable[[str], None]) -> Choice:
-    """Returns the policy of that name, which learns from the pack's trace. `auto` is the one that the pack records for
-    `share` of its experts in memory (Trace.eviction_at), or the default where it records none that is known here.
+def eviction_for(
+    pack: Pack, name: str, share: float, notify: Callable[[str], None]
+) -> tuple[str, EvictionPolicy]:  # fmt: skip
+    """Returns the policy of that name, which learns from the pack's trace, and its name. `auto` is the one that the
+    pack records for `share` of its experts in memory (Trace.eviction_at), or the default where it records none that is
+    known here.
 
     `notify` is called where the trace is not one of this model: no answer depends on it, so it is left aside. Raises
     PackError if the trace is damaged, and KeyError for an unknown name.
@@ -79,7 +58,7 @@ def eviction_for(pack: Pack, name: str, share: float, notify: Callable[[str], No
     if name == AUTO_EVICTION:
         recorded = None if trace is None else trace.eviction_at(share)
         name = recorded if recorded is not None and recorded in EVICTION else DEFAULT
-    return Choice(name, EVICTION[name](spec.moe_layers(), None if trace is None else Succession.of(trace, spec)))
+    return name, EVICTION[name](spec.moe_layers(), None if trace is None else Succession.of(trace, spec))
 
 
 def succession_of(pack: Pack, notify: Callable[[str], None]) -> Succession | None:
@@ -112,13 +91,17 @@ def of_this_model(
 
 
 def predictor_for(pack: Pack, name: str) -> Predictor | None:
-    """None if nothing is to be predicted, as of AUTO_PREDICTOR where experts are small: handing their reads to other
-    threads takes longer than reading them. Raises PackError, PathsMissing, and KeyError for an unknown name."""
+    """Returns the predictor of that name, one of PREDICTORS. None if nothing is to be predicted, as of AUTO_PREDICTOR
+    where experts are small: handing their reads to other threads takes longer than reading them. Raises PackError or
+    PathsMissing."""
     check_tables(pack, name)
-    if name == AUTO_PREDICTOR and not reading_ahead_pays(pack):
+    if name == "none" or (name == AUTO_PREDICTOR and not reading_ahead_pays(pack)):
         return None
-    tables = of_this_model(pack, PATHS, TransitionTable.from_bytes) if name in NEED_TABLES else None
-    return PREDICTORS[name](tables)
+    if name != _TRANSITIONS:
+        return GateAhead()
+    tables = TransitionTable.from_bytes(pack.read_file(PATHS))
+    tables.check(pack.manifest.model)
+    return Transitions(tables)
 
 
 def reading_ahead_pays(pack: Pack) -> bool:
@@ -128,7 +111,7 @@ def reading_ahead_pays(pack: Pack) -> bool:
 
 def check_tables(pack: Pack, name: str) -> None:
     """Raises PathsMissing where the pack lacks what a predictor needs."""
-    if name in NEED_TABLES and PATHS not in pack.manifest.files:
+    if name == _TRANSITIONS and PATHS not in pack.manifest.files:
         raise PathsMissing(
             f"{said('predict', name)} needs path tables, and the pack at {pack.root} has no {PATHS} (moeconv "
             f"profile-paths adds it); or use {said('predict', DEFAULT_PREDICTOR)}"

@@ -104,10 +104,6 @@ class Recorder:
         if self.demands <= self._most:
             self._codes.extend(map((place_of(demand.at) << 16).__or__, demand.experts))
 
-    def __len__(self) -> int:
-        """Returns the number of demanded experts that were recorded."""
-        return len(self._codes)
-
     def codes(self) -> npt.NDArray[np.uint32]:
         """Returns `code_of` each expert [demands], in order."""
         return np.array(self._codes, dtype=np.uint32)

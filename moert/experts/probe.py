@@ -43,14 +43,8 @@ Measure = Callable[[Iterator[Path], IoSettings, float], float]
 """Reads some of the files with these settings for about that many seconds; returns bytes/s, 0 if none can be read."""
 
 
-def settings_for(files: Sequence[Path]) -> IoSettings:
-    """Returns the best settings for the drive that the expert files lie on: remembered, or measured now and
-    remembered."""
-    return drive_of(files).settings
-
-
 def drive_of(files: Sequence[Path], cache: Path | None = None, root: Path = ROOT) -> Drive:
-    """Returns the measurement of the files' drive: remembered, or measured now and remembered.
+    """Returns the measurement of the drive that the expert files lie on: remembered, or measured now and remembered.
 
     `cache` is the file to remember it in, by default one in the user's cache folder; `root` is where /proc and /sys
     are. Never fails: without a cache it measures each time.

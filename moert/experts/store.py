@@ -100,9 +100,6 @@ class OpenFiles:
         self._files: dict[tuple[str, bool], OpenFile] = {}
         self._lock, self._epoch = threading.Lock(), 0
 
-    def __len__(self) -> int:
-        return len(self._files)
-
     def expect(self) -> None:
         """Has each file looked up again before its next read: it may have changed since the last one."""
         self._epoch += 1

@@ -12,7 +12,7 @@ from moert.experts.ahead import Copying, Lookahead
 from moert.experts.cache import HANDED_OVER_BYTES, ExpertCache, Lease, Store
 from moert.experts.names import eviction_for
 from moert.experts.policy import EVICTION, Demand, EvictionPolicy, Listener, Recorder
-from moert.experts.probe import settings_for
+from moert.experts.probe import drive_of
 from moert.experts.replay import AUTO_EVICTION, DEFAULT, OF_PREFERENCES, belady
 from moert.experts.store import ExpertStore, IoSettings
 from moert.kernels.backend import I32, I64, ROWS, Backend
@@ -293,7 +293,7 @@ class Streaming:
             return
         self._begun = True
         if self._measures_drive:
-            self.holding.reads(settings_for(store.files()))
+            self.holding.reads(drive_of(store.files()).settings)
             self.cache.loaders.most = store.io.threads
         cached_bytes = self.holding.cache_bytes(room_bytes)
         if not cached_bytes:
@@ -301,9 +301,9 @@ class Streaming:
         if self._own is not None:
             self.cache.use(self._own)
             return
-        choice = eviction_for(self._pack, self.eviction, cached_bytes / sum(self.holding.nbytes.values()), notify)
-        self.eviction = choice.name
-        self.cache.use(choice.policy)
+        share = cached_bytes / sum(self.holding.nbytes.values())
+        self.eviction, policy = eviction_for(self._pack, self.eviction, share, notify)
+        self.cache.use(policy)
 
     def headroom(self) -> tuple[int, float]:
         """Returns the number of demands that Belady's rule was tried on, and its hit rate in the present room."""

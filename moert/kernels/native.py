@@ -12,6 +12,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from ctypes import Structure, addressof, c_int32, c_int64, c_void_p
 from dataclasses import replace
+from functools import partial
 from itertools import accumulate
 from operator import attrgetter
 from typing import Any, NamedTuple, TypeVar
@@ -128,10 +129,6 @@ def _attention(weights: AttentionWeights[NativeMatrix], with_keys: bool) -> libr
     )  # fmt: skip
     matrices = ("q", "k", "v", "o", "gate") if with_keys else ("q", "o", "gate")
     return _fill(block, weights, ("q", "k", "v", "after"), matrices)
-
-
-def _with_keys(weights: AttentionWeights[NativeMatrix]) -> library.Attention:
-    return _attention(weights, with_keys=True)
 
 
 _OF_LATENT = ("q_a", "q", "q_turn", "kv_a", "k_turn", "keys", "values", "o", "gate")
@@ -268,7 +265,7 @@ class NativeBackend:
         self._kinds: dict[int, _Kind] = {}  # of experts, by their projections; used by several threads at once
         self._norms, self._routers = _placed(_norm), _placed(_router)
         self._attending = _Made(_attending)
-        self._keeping = _placed(_with_keys)
+        self._keeping = _placed(partial(_attention, with_keys=True))
         self._networks: dict[int, _Network] = {}
         self._layouts: dict[tuple[object, ...], library.Neurons] = {}
         self._positions = Positions(), library.Positions()  # of the last call

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from functools import cache, reduce
+from functools import reduce
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -24,7 +24,7 @@ from moert.kernels.backend import (
     Stored,
 )
 from moert.kernels.pages import KEYS, KeptPage, Page, PageLayout
-from moert.pack.codec import F32, U8, Mxfp4Matrix, QuantizedMatrix, TrellisMatrix, dequantize_trellis, times_two
+from moert.pack.codec import F32, U8, Mxfp4Matrix, QuantizedMatrix, TrellisMatrix, dequantize, dequantize_trellis
 from moert.pack.layout import MatrixPlace, NeuronLayout, group_of
 from moert.pack.parts import Act, Attention, Ffn, Latent, Router
 
@@ -111,62 +111,10 @@ def activated(act: Act, x: F32) -> F32:
 
 
 def weights(stored: Stored | Mxfp4Matrix) -> F32:
-    """Returns a matrix as float32 [out, in], bit for bit as `moert.pack.codec.dequantize` does."""
+    """Returns a matrix as float32 [out, in]."""
     if isinstance(stored, TrellisMatrix):
         return dequantize_trellis(stored)
-    return times_two(_dequantize(stored), stored.power) if isinstance(stored, QuantizedMatrix) else stored.widened()
-
-
-def _dequantize(matrix: QuantizedMatrix) -> F32:
-    out_features, n, group = matrix.qweight.shape[0], matrix.in_features, matrix.group_size
-    values = _codes(matrix)  # [out, in] float32
-    scale, minimum = matrix.scale.astype(np.float32), matrix.minimum.astype(np.float32)
-    if n % group == 0:
-        grouped = values.reshape(out_features, n // group, group)
-        np.multiply(grouped, scale[:, :, None], out=grouped)
-        np.add(grouped, minimum[:, :, None], out=grouped)
-        return values
-    values *= np.repeat(scale, group, axis=1)[:, :n]
-    values += np.repeat(minimum, group, axis=1)[:, :n]
-    return values
-
-
-def _codes(matrix: QuantizedMatrix) -> F32:
-    """Returns codes [out, in] as a fresh float32 array, looked up a byte at a time."""
-    packed, bits, n = matrix.qweight, matrix.bits, matrix.in_features
-    if bits != 3:
-        return _plane(packed, bits, n, 1.0)
-    low_bytes = (2 * n + 7) // 8
-    values = _plane(packed[:, :low_bytes], 2, n, 1.0)
-    values += _plane(packed[:, low_bytes:], 1, n, 4.0)
-    return values
-
-
-_AT_ONCE = 1 << 18
-"""Bytes of codes whose numbers are looked up in one call."""
-
-
-def _plane(packed: npt.NDArray[np.uint8], width: int, n: int, unit: float) -> F32:
-    """Returns the codes of a packed plane [out, bytes], [out, n] in float32, each times `unit`."""
-    if width == 8:
-        return packed[:, :n].astype(np.float32)
-    table, bytes_each = _table(width, unit), packed.shape[1]
-    wide = np.empty((len(packed), bytes_each, 8 // width), np.float32)
-    rows = max(1, _AT_ONCE // max(1, bytes_each))
-    for first in range(0, len(packed), rows):  # numpy makes an index of 8 bytes of each byte
-        taken = slice(first, first + rows)
-        np.take(table, packed[taken], axis=0, out=wide[taken], mode="clip")  # six times as fast as table[packed]
-    values = wide.reshape(len(packed), -1)
-    return values if values.shape[1] == n else np.ascontiguousarray(values[:, :n])
-
-
-@cache
-def _table(width: int, unit: float) -> F32:
-    """Returns [256, 8 // width]: the codes that each byte holds, lowest bits first, times `unit`."""
-    shifts = np.arange(8 // width) * width
-    codes = (np.arange(256)[:, None] >> shifts) & ((1 << width) - 1)
-    table: F32 = codes.astype(np.float32) * np.float32(unit)
-    return table
+    return dequantize(stored) if isinstance(stored, QuantizedMatrix) else stored.widened()
 
 
 def mixed(weights: AttentionWeights[Plain], query: F32, kept: tuple[F32, F32], start: int, positions: Positions) -> F32:

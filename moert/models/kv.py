@@ -89,11 +89,6 @@ class Kept:
     def nbytes(self) -> int:
         return self.layout.nbytes * (len(self.pages) + len(self._room))
 
-    @property
-    def written_bytes(self) -> int:
-        """Returns the bytes of the pages with tokens: the system gives memory when it is written."""
-        return self.layout.nbytes * len(self.pages)
-
     def _part_ways(self, at: int, within: int) -> None:
         """Moves the cache to pages of its own for all further tokens; the first page may begin with a copy."""
         if within:
@@ -213,10 +208,6 @@ class Fixed:
     def nbytes(self) -> int:
         marked = () if self._marked is None else self._marked[1]
         return sum(each.nbytes for each in (*self.arrays, *marked, *self.pools))
-
-    @property
-    def written_bytes(self) -> int:
-        return self.nbytes
 
 
 def pools_of(part: object) -> list[tuple[int, int]]:
@@ -393,10 +384,6 @@ class State:
         return sum(kept.nbytes for kept in (*self.own, *self.cross)) + self._beside_bytes
 
     @property
-    def written_bytes(self) -> int:
-        return sum(kept.written_bytes for kept in (*self.own, *self.cross)) + self._beside_bytes
-
-    @property
     def _beside_bytes(self) -> int:
         return sum(kept.nbytes for kept in self.recent) + (0 if self.heard is None else self.heard.nbytes)
 
@@ -428,7 +415,8 @@ def forked(states: list[State], parents: Sequence[int]) -> list[State]:
 
 
 def written_bytes(states: Iterable[State]) -> int:
-    """Returns the written bytes of several states together: pages that they share count once."""
+    """Returns the bytes of several states together, but for pages without tokens: the system gives memory when it is
+    written. Pages that they share count once."""
     states = list(states)
     kept = [each for state in states for each in (*state.own, *state.cross)]
     pages = {id(page): page.nbytes for each in kept if isinstance(each, Kept) for page in each.pages}

@@ -520,12 +520,8 @@ class Model:
 
     def step(self, state: State, token: int) -> F32:
         """Appends one token to the state; returns the logits [vocab] of the token after it."""
-        logits: F32 = self.step_many([state], [token])[0]
+        logits: F32 = self.read([state], [[token]])[0]
         return logits
-
-    def step_many(self, states: Sequence[State], tokens: Sequence[int]) -> F32:
-        """Appends one token to each of several states; returns logits [sequences, vocab]."""
-        return self.read(states, [[token] for token in tokens])
 
     def forward_all(self, ids: Sequence[int], target_ids: Sequence[int] | None = None) -> F32:
         """Returns the logits [n, vocab] of `rows`, all at once."""

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import cache, lru_cache
 from typing import Literal
 
 import numpy as np
@@ -97,14 +97,6 @@ def _pack_plane(codes: U8, width: int) -> U8:
     return packed
 
 
-def _unpack_plane(packed: U8, width: int, n: int) -> U8:
-    per_byte = 8 // width
-    shifts = (np.arange(per_byte, dtype=np.uint8) * width).astype(np.uint8)
-    codes = (packed[:, :, None] >> shifts) & np.uint8((1 << width) - 1)
-    flat: U8 = codes.reshape(packed.shape[0], -1)[:, :n]
-    return flat
-
-
 def pack_codes(codes: U8, bits: int) -> U8:
     """Returns bytes [out, row_bytes(in, bits)] for codes [out, in]. Raises ValueError for a code of 2**bits or more."""
     if codes.size and int(codes.max()) >> bits:
@@ -118,27 +110,59 @@ def pack_codes(codes: U8, bits: int) -> U8:
 
 def unpack_codes(packed: U8, bits: int, in_features: int) -> U8:
     """Returns codes [out, in] for bytes [out, row_bytes]: the inverse of pack_codes."""
-    codes = np.zeros((packed.shape[0], in_features), dtype=np.uint8)
-    start, shift = 0, 0
-    for width in _PLANES[bits]:
-        stop = start + (in_features * width + 7) // 8
-        codes |= _unpack_plane(packed[:, start:stop], width, in_features) << np.uint8(shift)
-        start, shift = stop, shift + width
-    return codes
+    return _codes(packed, bits, in_features).astype(np.uint8)
 
 
 def dequantize(matrix: QuantizedMatrix) -> F32:
     """Returns the weights [out, in] in float32, computed in float32 from the float16 scale and minimum."""
-    codes = unpack_codes(matrix.qweight, matrix.bits, matrix.in_features).astype(np.float32)
-    scale = _per_input(matrix.scale, matrix.group_size, matrix.in_features)
-    minimum = _per_input(matrix.minimum, matrix.group_size, matrix.in_features)
-    weights: F32 = codes * scale + minimum
-    return times_two(weights, matrix.power)
+    values, n, group = _codes(matrix.qweight, matrix.bits, matrix.in_features), matrix.in_features, matrix.group_size
+    scale, minimum = matrix.scale.astype(np.float32), matrix.minimum.astype(np.float32)
+    if n % group == 0:
+        grouped = values.reshape(len(values), n // group, group)
+        grouped *= scale[:, :, None]
+        grouped += minimum[:, :, None]
+    else:
+        values *= np.repeat(scale, group, axis=1)[:, :n]
+        values += np.repeat(minimum, group, axis=1)[:, :n]
+    return times_two(values, matrix.power)
 
 
-def _per_input(per_group: F16, group_size: int, in_features: int) -> F32:
-    wide: F32 = np.repeat(per_group.astype(np.float32), group_size, axis=1)[:, :in_features]
-    return wide
+_AT_ONCE = 1 << 18
+"""Bytes of codes whose numbers are looked up in one call."""
+
+
+def _codes(packed: U8, bits: int, n: int) -> F32:
+    """Returns codes [out, n] as a fresh float32 array, looked up a byte at a time."""
+    values, start, shift = None, 0, 0
+    for width in _PLANES[bits]:
+        stop = start + (n * width + 7) // 8
+        plane = _plane(packed[:, start:stop], width, n, float(1 << shift))
+        values = plane if values is None else np.add(values, plane, out=values)
+        start, shift = stop, shift + width
+    assert values is not None
+    return values
+
+
+def _plane(packed: U8, width: int, n: int, unit: float) -> F32:
+    """Returns the codes of a packed plane [out, bytes], [out, n] in float32, each times `unit`."""
+    if width == 8:
+        return packed[:, :n].astype(np.float32)
+    table, bytes_each = _table(width, unit), packed.shape[1]
+    wide = np.empty((len(packed), bytes_each, 8 // width), np.float32)
+    rows = max(1, _AT_ONCE // max(1, bytes_each))
+    for first in range(0, len(packed), rows):  # numpy makes an index of 8 bytes of each byte
+        taken = slice(first, first + rows)
+        np.take(table, packed[taken], axis=0, out=wide[taken], mode="clip")  # six times as fast as table[packed]
+    return np.ascontiguousarray(wide.reshape(len(packed), -1)[:, :n])
+
+
+@cache
+def _table(width: int, unit: float) -> F32:
+    """Returns [256, 8 // width]: the codes that each byte holds, lowest bits first, times `unit`."""
+    shifts = np.arange(8 // width) * width
+    codes = (np.arange(256)[:, None] >> shifts) & ((1 << width) - 1)
+    table: F32 = codes.astype(np.float32) * np.float32(unit)
+    return table
 
 
 E2M1 = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6], dtype=np.float32)

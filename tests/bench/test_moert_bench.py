@@ -32,6 +32,7 @@ from moert.engine.generation import GenerationSettings
 from moert.engine.session import Request, Session
 from moert.errors import InputInvalid, PathsMissing
 from moert.experts.policy import EVICTION, Demand
+from moert.experts.probe import Drive
 from moert.experts.store import IoSettings
 from moert.machine import usable_cores
 from moert.pack.errors import ManifestMissing, PackError
@@ -121,11 +122,11 @@ def test_the_first_request_has_the_look_at_the_drive_in_its_time(pack: Path, mon
     clock = [0.0]
     monkeypatch.setattr("time.perf_counter", lambda: clock[0])
 
-    def looks(files: Sequence[Path]) -> IoSettings:
+    def looks(files: Sequence[Path]) -> Drive:
         clock[0] += 100.0
-        return IoSettings(False, 1)
+        return Drive(IoSettings(False, 1), {})
 
-    monkeypatch.setattr("moert.experts.streaming.settings_for", looks)
+    monkeypatch.setattr("moert.experts.streaming.drive_of", looks)
     found = measure(pack, but(io=None), ["hello"], disk_bytes_per_s=1e9)
     assert found.first_request_s == 100.0
     assert [sample.first_s for sample in found.samples] == [0.0]

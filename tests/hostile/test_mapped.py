@@ -194,8 +194,8 @@ from moert.experts import cache
 from moert.experts import store
 store.MAPPED_BYTES, store.TOGETHER_BYTES = 1, 0
 pack, moves, early = sys.argv[1], sys.argv[2], sys.argv[3]
-move = cache.Moves.next
-cache.Moves.next = lambda self, slots: move(self, slots) if moves == "soon" and taken[0] >= int(early) else None
+move = cache.ExpertCache._next_move
+cache.ExpertCache._next_move = lambda self: move(self) if moves == "soon" and taken[0] >= int(early) else None
 inner, taken = store.ExpertStore.check, [0]
 def cut_then(self):
     inner(self)

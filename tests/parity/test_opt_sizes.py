@@ -75,7 +75,7 @@ def together(model: Model) -> list[list[int]]:
     begun = model.prefill_many(prompts())
     states, found = [state for state, _ in begun], [[int(logits.argmax())] for _, logits in begun]
     for _ in range(NEW - 1):
-        logits = model.step_many(states, [tokens[-1] for tokens in found])
+        logits = model.read(states, [tokens[-1:] for tokens in found])
         for tokens, row in zip(found, logits, strict=True):
             tokens.append(int(row.argmax()))
     return [ended(tokens) for tokens in found]

@@ -64,7 +64,7 @@ def test_logits_are_those_of_each_prompt_alone(tmp_path, name, capacity, kernels
             else:
                 assert np.array_equal(many, one)
             tokens = one.argmax(-1).tolist()
-            many = engine.model.step_many([state for state, _ in together], tokens)
+            many = engine.model.read([state for state, _ in together], [[token] for token in tokens])
             steps = zip([state for state, _ in alone], tokens, strict=True)
             one = np.stack([engine.model.step(state, token) for state, token in steps])
         assert [state.length for state, _ in together] == [state.length for state, _ in alone]

@@ -9,7 +9,7 @@ import pytest
 from memory_store import ORDER, PATIENCE_S, Model, begin, key, make, mark, use, wait_until
 
 from moert.experts import cache as cache_module
-from moert.experts.cache import ExpertCache, Moves, Slot
+from moert.experts.cache import ExpertCache
 from moert.experts.policy import EVICTION, Demand
 from moert.kernels.backend import Expert
 from moert.pack.codec import U8
@@ -338,13 +338,13 @@ def test_what_moves_stays_meanwhile(monkeypatch: pytest.MonkeyPatch) -> None:
     use(cache, 0, [2])
     reached, go_on = threading.Event(), threading.Event()
 
-    def held(slot: Slot, place: U8) -> Expert:
+    def held(key: ExpertKey, buffer: U8) -> Expert:
         reached.set()
         assert go_on.wait(PATIENCE_S)
-        return moved(cache._moves, slot, place)
+        return moved(key, buffer)
 
-    moved = Moves.moved
-    monkeypatch.setattr(cache._moves, "moved", held)
+    moved = store.expert
+    monkeypatch.setattr(store, "expert", held)
     cache.settle()
     assert reached.wait(PATIENCE_S)
     use(cache, 0, [2])
@@ -368,6 +368,6 @@ def test_what_has_left_does_not_move() -> None:
     cache.settle()
     wait_until(lambda: in_its_buffer(cache, key(1, 2)))
     use(cache, 1, [2])
-    wait_until(lambda: not cache._moves.waiting)
+    wait_until(lambda: not cache._to_move)
     assert cache.resident() == [key(1, 2)]
     cache.close()

@@ -21,7 +21,6 @@ from moert.experts.probe import (
     known_drives,
     probe,
     read_for,
-    settings_for,
 )
 from moert.experts.store import DEFAULT_THREADS, IoSettings
 
@@ -245,7 +244,7 @@ def test_where_nothing_can_be_written_it_measures_each_time(files, tmp_path, mon
     for _ in range(2):
         assert drive_of(files, tmp_path / "file" / "drives.json").settings == DIRECT[1]
     monkeypatch.setattr(module, "cache_file", lambda: None)
-    assert settings_for(files) == DIRECT[1]
+    assert drive_of(files).settings == DIRECT[1]
     assert len(probes) == 3
 
 

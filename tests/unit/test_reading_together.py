@@ -236,7 +236,7 @@ def test_few_descriptors_are_enough(original: Path) -> None:
         assert os.pread(file.fd, 8, 0)
         assert descriptors() == before + 3  # the one more that is opened waits for another to be closed
         files.give(file)
-    assert len(files) == 3
+    assert len(files._files) == 3
     assert descriptors() == before + 3
     file = files.take(paths[0], False)
     files.close()

@@ -14,8 +14,8 @@ from hypothesis import strategies as st
 from native_problems import ACTIVATION, FLOATS, Dtype, floats, normal
 
 from moert.kernels.backend import ExpertView, Floats, Positions, ProjectionView, Stored
-from moert.kernels.reference import Plain, ReferenceBackend, activated, ffn, product, weights
-from moert.pack.codec import INT_WIDTHS, QuantizedMatrix, dequantize, n_groups, pack_codes
+from moert.kernels.reference import Plain, ReferenceBackend, activated, ffn, product
+from moert.pack.codec import QuantizedMatrix, dequantize, n_groups, pack_codes
 from moert.pack.parts import Act, Ffn
 from tests.pairs import thinned
 
@@ -30,19 +30,6 @@ def random_matrix(seed: int, bits: int, out_features: int, in_features: int, gro
     scale = chance.uniform(0.001, 0.1, (out_features, groups)).astype(np.float16)
     minimum = chance.normal(0, 0.1, (out_features, groups)).astype(np.float16)
     return QuantizedMatrix(bits, in_features, group_size, pack_codes(codes, bits), scale, minimum)
-
-
-@given(
-    seed=st.integers(0, 1 << 20), bits=st.sampled_from(INT_WIDTHS), out_features=st.integers(1, 9),
-    in_features=st.integers(1, 70), group_size=st.sampled_from([1, 3, 32, 64]), whole=st.booleans(),
-)  # fmt: skip
-def test_weights_equal_the_codec_bit_for_bit(
-    seed: int, bits: int, out_features: int, in_features: int, group_size: int, whole: bool
-) -> None:
-    matrix = random_matrix(seed, bits, out_features, in_features, in_features if whole else group_size)
-    found = weights(matrix)
-    assert found.dtype == np.float32
-    assert np.array_equal(found, dequantize(matrix))
 
 
 @pytest.mark.parametrize("dtype", FLOATS)

@@ -143,9 +143,9 @@ def test_a_recorder_stops_at_a_whole_step_and_counts_on() -> None:
     recorder = Recorder(5)
     for _ in range(3):
         recorder.add(Demand(decoder(2), (0, 3)))
-    assert (len(recorder), recorder.demands) == (4, 6)
+    assert (len(recorder.codes()), recorder.demands) == (4, 6)
     recorder.add(Demand(decoder(2), (1,)))
-    assert (len(recorder), recorder.demands) == (4, 7), "a window without holes"
+    assert (len(recorder.codes()), recorder.demands) == (4, 7), "a window without holes"
     found, _ = belady(recorder, dict.fromkeys(KEYS, 1), 2)
     assert (found.demands, found.hits) == (4, 2)
     with pytest.raises(ValueError, match="more than the budget of 0"):

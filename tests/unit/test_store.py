@@ -198,7 +198,7 @@ def test_answers_do_not_depend_on_where_experts_lie(
         with Engine.open(originals["decoder"], predict="none", notify=str) as engine:
             tokens = [engine.generate(prompt, settings).result.tokens for prompt in ("abc", "zig", "abc")]
             slots = engine.cache._slots.values()
-            wait_until(lambda: not engine.cache._moves.waiting and not engine.cache._reading)
+            wait_until(lambda: not engine.cache._to_move and not engine.cache._reading)
             assert all(slot.expert is not None for slot in slots)
             return [*tokens, engine.generate("abc", settings).result.tokens]
 
