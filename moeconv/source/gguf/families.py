@@ -97,6 +97,21 @@ def gemma3(facts: Facts) -> Settings:
 
 
 _LARGEST_GEMMA3 = 62  # layers of the model whose scores have a scale of their own
+_LARGEST_GEMMA2 = 46
+
+
+def gemma(facts: Facts) -> Settings:
+    return biases_of(facts)
+
+
+def gemma2(facts: Facts) -> Settings:
+    hidden, largest = facts.count("embedding_length"), facts.layers == _LARGEST_GEMMA2
+    return {
+        **windows_of(facts, 2), **biases_of(facts),
+        "query_pre_attn_scalar": hidden // facts.heads if largest else facts.head_dim,
+        "final_logit_softcapping": facts.number("final_logit_softcapping", 30.0),
+        "attn_logit_softcapping": facts.number("attn_logit_softcapping", 50.0),
+    }  # fmt: skip
 
 
 def cohere2(facts: Facts) -> Settings:
@@ -409,6 +424,11 @@ def dots1(facts: Facts) -> Settings:
     return {**shared_experts(facts), **first_dense(facts), **biases_of(facts), **windows_of(facts)}
 
 
+def exaone4(facts: Facts) -> Settings:
+    windows = windows_of(facts, 4 if facts.count("attention.sliding_window", 0) else 1)
+    return {**windows, **with_llama3(facts)}
+
+
 def exaone(facts: Facts) -> Settings:
     return {
         **shared_experts(facts, "num_experts", "num_shared_experts"), **windows_of(facts), **with_llama3(facts),
@@ -457,6 +477,23 @@ def ernie(facts: Facts) -> Settings:
     }  # fmt: skip
 
 
+def ernie_dense(facts: Facts) -> Settings:
+    return biases_of(facts, "use_bias")
+
+
+def seed(facts: Facts) -> Settings:
+    of_networks, of_o = (facts.some(f"{name}.bias") for name in ("ffn_up", "attn_output"))
+    return {**biases_of(facts), "attention_out_bias": of_o, "mlp_bias": of_networks}
+
+
+def starcoder2(facts: Facts) -> Settings:
+    return {**biases_of(facts, "use_bias"), "norm_epsilon": norm_eps(facts), "rms_norm_eps": None}
+
+
+def hunyuan_dense(facts: Facts) -> Settings:
+    return {**biases_of(facts), "head_dim": facts.head_dim}
+
+
 def hunyuan(facts: Facts) -> Settings:
     return {
         **experts_of(facts, top_k="moe_topk"), **biases_of(facts), "head_dim": facts.head_dim,
@@ -477,6 +514,10 @@ def hy(facts: Facts) -> Settings:
 
 def granite(facts: Facts) -> Settings:
     return {**experts_of(facts, "num_local_experts"), **_granite_factors(facts), **with_llama3(facts)}
+
+
+def granite_dense(facts: Facts) -> Settings:
+    return {**_granite_factors(facts), "mlp_bias": facts.some("ffn_up.bias"), **with_llama3(facts)}
 
 
 def granite_swa(facts: Facts) -> Settings:
