@@ -35,6 +35,7 @@ ARCHS = {
     "qwen4_exp_text": "QWEN35MOE", "mellum": "QWEN3MOE", "ministral3": "MISTRAL3",
     "gemma": "GEMMA", "gemma2": "GEMMA2", "granite": "GRANITE", "exaone4": "EXAONE4", "ernie4_5": "ERNIE4_5",
     "seed_oss": "SEED_OSS", "hunyuan_v1_dense": "HUNYUAN_DENSE", "starcoder2": "STARCODER2",
+    "lfm2": "LFM2", "cohere": "COMMAND_R", "phi": "PHI2", "stablelm": "STABLELM", "olmo": "OLMO",
 }  # fmt: skip
 """model_type → the architecture's name in the package."""
 NEWER = {
@@ -131,6 +132,7 @@ AS_LLAMA_CPP: Mapping[str, dict[str, Any]] = {
         "compress_rates": {"compressed_sparse_attention": 4, "heavily_compressed_attention": 128},
     },
     "lfm2_moe": {"routed_scaling_factor": 1.0}, "nemotron_h": {"head_dim": 8},
+    "lfm2": {"block_auto_adjust_ff_dim": False},
 }  # fmt: skip
 """Settings of tiny models that llama.cpp takes for granted, so that no file says them."""
 _ALWAYS_F32 = (
@@ -436,6 +438,11 @@ def _turning(c: Config) -> Config:
     return {"rope.dimension_count": int(c["head_dim"] * share)}
 
 
+def _in_part(c: Config) -> Config:
+    dim = c["hidden_size"] // c["num_attention_heads"]
+    return {**_turning({**c, "head_dim": dim}), "attention.layer_norm_epsilon": c["layer_norm_eps"]}
+
+
 def _granite(c: Config) -> Config:
     names = {"attention.scale": "attention", "embedding_scale": "embedding", "residual_scale": "residual"}
     found = {key: c[f"{name}_multiplier"] for key, name in names.items()}
@@ -557,6 +564,10 @@ _OF_FAMILY: Mapping[str, Callable[[Config], Config]] = {
                        "attention.sliding_window": c["sliding_window"] or 0},
     "gemma3_text": lambda c: {"attention.sliding_window": c["sliding_window"],
                               "final_logit_softcapping": c["final_logit_softcapping"]},
+    "cohere": lambda c: {"attention.layer_norm_epsilon": c["layer_norm_eps"], "logit_scale": c["logit_scale"]},
+    "phi": _in_part, "stablelm": lambda c: {**_in_part(c), "use_parallel_residual": c["use_parallel_residual"]},
+    "olmo": lambda c: {"attention.layer_norm_epsilon": 1e-5, "attention.clamp_kqv": c["clip_qkv"]},
+    "lfm2": lambda c: {**_kv(c), "shortconv.l_cache": c["conv_L_cache"]},
     "cohere2": lambda c: {"attention.layer_norm_rms_epsilon": None, "attention.layer_norm_epsilon": c["layer_norm_eps"],
                           "attention.sliding_window": c["sliding_window"], "logit_scale": c["logit_scale"]},
     "gemma2": lambda c: {"attention.sliding_window": c["sliding_window"],
@@ -594,7 +605,7 @@ _OF_FAMILY: Mapping[str, Callable[[Config], Config]] = {
 
 _PERMUTED = (
     "mixtral", "llama", "ministral3", "smollm3", "granitemoe", "granitemoeshared", "granitemoehybrid", "nemotron_h",
-    "granite", "granite_swa", "granitemoe_swa",
+    "granite", "granite_swa", "granitemoe_swa", "olmo",
 )  # fmt: skip
 _PARTS = {"gate_proj": "gate", "up_proj": "up", "down_proj": "down", "w1": "gate", "w3": "up", "w2": "down"}
 

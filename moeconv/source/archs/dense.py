@@ -70,6 +70,10 @@ class Dense(Family):
         """Returns a layer with its norms, which are all of one kind."""
         return Layer(norm, attention, None, alone(network))
 
+    def norm(self, config: Config) -> Norm:
+        """Returns the norm of all layers. Raises UnsupportedModel."""
+        return Norm(config.get("rms_norm_eps"))
+
     def ropes(self, config: Config, dim: int) -> list[tuple[Rope, F32]]:
         """Returns the ropes and their frequencies, for heads of `dim` features. Raises UnsupportedModel."""
         return [config.rope(dim)]
@@ -85,8 +89,7 @@ class Dense(Family):
 
     def describe(self, config: Config, tokens: Tokens) -> Description:
         network = config.network("intermediate_size", bias=self.has_biases(config))
-        norm = Norm(config.get("rms_norm_eps"))
-        attentions = self.attentions(config)
+        norm, attentions = self.norm(config), self.attentions(config)
         layers = [self.layer(norm, attention, network) for attention in attentions]
         names, ropes = self.names(config, attentions[0], network), self.ropes(config, attentions[0].dim)
         return decoder(self.model_type, config, tokens, layers, names, ropes)
@@ -202,6 +205,24 @@ class SmolLM3(Dense):
             config.attention(biases=biases, window=window, rope=0 if turns else None)
             for window, turns in zip(config.windows(), turned, strict=True)
         ]
+
+
+class Olmo(Dense):
+    """OLMo 1: LayerNorms without weights, bounded queries, keys and values."""
+
+    model_type = "olmo"
+    model_class = "OlmoForCausalLM"
+
+    def norm(self, config: Config) -> Norm:
+        return Norm(1e-5, "layer")  # transformers has no setting for it
+
+    def attentions(self, config: Config) -> Sequence[Attention]:
+        biases = config.biases("attention_bias", "qkvo")
+        return _in_all_layers(config, config.attention(biases=biases, clip=config.get("clip_qkv")))
+
+    def names(self, config: Config, attention: Attention, network: Ffn) -> Names:
+        found = super().names(config, attention, network)
+        return replace(found, ones=("norm.weight",), zeros=(*found.zeros, "norm.bias"))
 
 
 class Olmo2(Dense):

@@ -114,11 +114,24 @@ def gemma2(facts: Facts) -> Settings:
     }  # fmt: skip
 
 
+def _layer_norms(facts: Facts) -> Settings:
+    return {"rms_norm_eps": None, "layer_norm_eps": norm_eps(facts)}
+
+
+def cohere(facts: Facts) -> Settings:
+    return {**biases_of(facts), **_layer_norms(facts), "logit_scale": facts.number("logit_scale", 1.0)}
+
+
 def cohere2(facts: Facts) -> Settings:
-    return {
-        **windows_of(facts, 4), **biases_of(facts), "rms_norm_eps": None, "layer_norm_eps": norm_eps(facts),
-        "logit_scale": facts.number("logit_scale", 1.0),
-    }  # fmt: skip
+    return {**cohere(facts), **windows_of(facts, 4)}
+
+
+def phi2(facts: Facts) -> Settings:
+    return {**_layer_norms(facts), "rope_parameters": in_part(facts)}
+
+
+def stablelm(facts: Facts) -> Settings:
+    return {**biases_of(facts, "use_qkv_bias"), **_layer_norms(facts), "rope_parameters": in_part(facts)}
 
 
 def cohere2_moe(facts: Facts) -> Settings:
@@ -148,9 +161,16 @@ def olmo_type(facts: Facts) -> str:
     return "olmo3" if facts.count("attention.sliding_window", 0) else "olmo2"
 
 
+def olmo(facts: Facts) -> Settings:
+    return {**_clip(facts), "rms_norm_eps": None}
+
+
 def olmoe(facts: Facts) -> Settings:
-    clip = facts.number("attention.clamp_kqv") if facts.said("attention.clamp_kqv") else None
-    return {**experts_of(facts), "norm_topk_prob": False, "clip_qkv": clip}
+    return {**experts_of(facts), "norm_topk_prob": False, **_clip(facts)}
+
+
+def _clip(facts: Facts) -> Settings:
+    return {"clip_qkv": facts.number("attention.clamp_kqv") if facts.said("attention.clamp_kqv") else None}
 
 
 def qwen2(facts: Facts) -> Settings:
@@ -628,12 +648,22 @@ def mimo(facts: Facts) -> Settings:
     }  # fmt: skip
 
 
-def lfm2(facts: Facts) -> Settings:
+def lfm2_dense(facts: Facts) -> Settings:
+    return {**_convolutions(facts), "block_auto_adjust_ff_dim": False}  # a file has the width as it is
+
+
+def _convolutions(facts: Facts) -> Settings:
     kinds = ["full_attention" if attends else "conv" for attends in facts.has("attn_q.weight")]
     return {
-        **experts_of(facts), **widths_of(facts), "layer_types": kinds, "rms_norm_eps": None,
-        "norm_eps": norm_eps(facts), "conv_L_cache": facts.count("shortconv.l_cache"),
-        "num_dense_layers": facts.count("leading_dense_block_count", 0), "conv_bias": facts.some("shortconv.conv.bias"),
+        "layer_types": kinds, "rms_norm_eps": None, "norm_eps": norm_eps(facts),
+        "conv_L_cache": facts.count("shortconv.l_cache"), "conv_bias": facts.some("shortconv.conv.bias"),
+    }  # fmt: skip
+
+
+def lfm2(facts: Facts) -> Settings:
+    return {
+        **experts_of(facts), **widths_of(facts), **_convolutions(facts),
+        "num_dense_layers": facts.count("leading_dense_block_count", 0),
         "use_expert_bias": facts.some("exp_probs_b.bias"), "norm_topk_prob": facts.flag("expert_weights_norm", True),
         "routed_scaling_factor": facts.number("expert_weights_scale", 1.0),
     }  # fmt: skip

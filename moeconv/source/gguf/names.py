@@ -96,6 +96,10 @@ _TOGETHER = {
     **{f"ngrams.{name}_norm": f"ple_norm_{called}"
        for name, called in (("key", "key"), ("stream", "query"), ("conv", "conv"))},
 }  # fmt: skip
+_CONVOLUTIONS = {
+    "mixer.in": "shortconv.in_proj", "mixer.conv": "shortconv.conv", "mixer.out": "shortconv.out_proj",
+    "decoder.norm": "token_embd_norm",
+}  # fmt: skip
 _ONE_BY_ONE = {**_DELTA, "mixer.a": "ssm_alpha", "mixer.b": "ssm_beta"}
 _Q = frozenset({"attn_q", "attn_k"})
 _IN = frozenset({"ssm_in"})
@@ -110,11 +114,15 @@ ARCHS: Mapping[str, Arch] = {
     "gemma": Arch("gemma", families.gemma),
     "gemma2": Arch("gemma2", families.gemma2, _BEHIND),
     "gemma3": Arch("gemma3_text", families.gemma3, _BEHIND),
+    "phi2": Arch("phi", families.phi2, {"ffn_norm": "attn_norm"}),
+    "stablelm": Arch("stablelm", families.stablelm),
+    "command-r": Arch("cohere", families.cohere, {"ffn_norm": "attn_norm"}, whole=_Q),
     "cohere2": Arch("cohere2", families.cohere2, {"ffn_norm": "attn_norm"}, whole=_Q),
     "cohere2moe": Arch("cohere2_moe", families.cohere2_moe, {"ffn_norm": "attn_norm"}, whole=_Q),
     "starcoder2": Arch("starcoder2", families.starcoder2),
     "seed_oss": Arch("seed_oss", families.seed, {"ffn_norm": "post_attention_norm"}),
     "exaone4": Arch("exaone4", families.exaone4, _BEHIND),
+    "olmo": Arch("olmo", families.olmo, turned=True),
     "olmo2": Arch(families.olmo_type, families.olmo2, _BEHIND),
     "olmoe": Arch("olmoe", families.olmoe),
     "qwen2moe": Arch("qwen2_moe", families.qwen2),
@@ -155,10 +163,8 @@ ARCHS: Mapping[str, Arch] = {
     "exaone-moe": Arch("exaone_moe", families.exaone),
     "mimo2": Arch("mimo_v2_flash", families.mimo, whole=frozenset({"attn_v", "attn_output"})),
     "llama4": Arch("llama4_text", families.llama4, whole=_Q),
-    "lfm2moe": Arch("lfm2_moe", families.lfm2, {
-        "mixer.in": "shortconv.in_proj", "mixer.conv": "shortconv.conv", "mixer.out": "shortconv.out_proj",
-        "decoder.norm": "token_embd_norm",
-    }),
+    "lfm2": Arch("lfm2", families.lfm2_dense, _CONVOLUTIONS),
+    "lfm2moe": Arch("lfm2_moe", families.lfm2, _CONVOLUTIONS),
     "jamba": Arch("jamba", families.jamba),
     "qwen3next": Arch("qwen3_next", families.qwen3_next, {**_DELTA, "mixer.a": "ssm_ba", "mixer.b": "ssm_ba"},
                       frozenset({"attn_q", "ssm_ba"})),
