@@ -36,6 +36,7 @@ ARCHS = {
     "gemma": "GEMMA", "gemma2": "GEMMA2", "granite": "GRANITE", "exaone4": "EXAONE4", "ernie4_5": "ERNIE4_5",
     "seed_oss": "SEED_OSS", "hunyuan_v1_dense": "HUNYUAN_DENSE", "starcoder2": "STARCODER2",
     "lfm2": "LFM2", "cohere": "COMMAND_R", "phi": "PHI2", "stablelm": "STABLELM", "olmo": "OLMO",
+    "nemotron": "NEMOTRON", "arcee": "ARCEE",
 }  # fmt: skip
 """model_type → the architecture's name in the package."""
 NEWER = {
@@ -566,6 +567,8 @@ _OF_FAMILY: Mapping[str, Callable[[Config], Config]] = {
                               "final_logit_softcapping": c["final_logit_softcapping"]},
     "cohere": lambda c: {"attention.layer_norm_epsilon": c["layer_norm_eps"], "logit_scale": c["logit_scale"]},
     "phi": _in_part, "stablelm": lambda c: {**_in_part(c), "use_parallel_residual": c["use_parallel_residual"]},
+    "nemotron": lambda c: {**_turning(c), "attention.layer_norm_epsilon": c["norm_eps"],
+                           "attention.layer_norm_rms_epsilon": None},
     "olmo": lambda c: {"attention.layer_norm_epsilon": 1e-5, "attention.clamp_kqv": c["clip_qkv"]},
     "lfm2": lambda c: {**_kv(c), "shortconv.l_cache": c["conv_L_cache"]},
     "cohere2": lambda c: {"attention.layer_norm_rms_epsilon": None, "attention.layer_norm_epsilon": c["layer_norm_eps"],
@@ -605,7 +608,7 @@ _OF_FAMILY: Mapping[str, Callable[[Config], Config]] = {
 
 _PERMUTED = (
     "mixtral", "llama", "ministral3", "smollm3", "granitemoe", "granitemoeshared", "granitemoehybrid", "nemotron_h",
-    "granite", "granite_swa", "granitemoe_swa", "olmo",
+    "granite", "granite_swa", "granitemoe_swa", "olmo", "arcee",
 )  # fmt: skip
 _PARTS = {"gate_proj": "gate", "up_proj": "up", "down_proj": "down", "w1": "gate", "w3": "up", "w2": "down"}
 
@@ -727,6 +730,7 @@ def _changed(config: Config, name: str, tensor: Tensor) -> Tensor:
         "qwen3_5_text",
         "gemma",
         "gemma2",
+        "nemotron",
         "gemma3_text",
         "step3p5",
         "minimax_m3_vl",

@@ -143,6 +143,8 @@ FEATURES = {
         "a head with a bias",
     ],
     "StableLM-2-1.6B": ["rotary positions of 16 of 64 features", "biases of q, k, v", "LayerNorms"],
+    "Minitron-4B": ["rotary positions of 64 of 128 features", "relu2 experts without gates", "LayerNorms"],
+    "AFM-4.5B": ["relu2 experts without gates"],
     "Gemma-2-9b": ["windows of 4096 tokens in 21 of 42 layers", "norms after attention and experts"],
     "granite-3.3-8b": ["factors of the stream", "a factor of the embedding", "a tied head"],
     "EXAONE-4.0-32B": ["windows of 4096 tokens in 48 of 64 layers", "no positions in 16 of 64 layers"],

@@ -55,6 +55,7 @@ from moeconv.source.archs.llama4 import Llama4, Llama4Text
 from moeconv.source.archs.longcat import LongcatFlash
 from moeconv.source.archs.mimo import MiMoV2Flash
 from moeconv.source.archs.mistral3 import Mistral3
+from moeconv.source.archs.nemotron import Arcee, Nemotron
 from moeconv.source.archs.nllb_moe import NllbMoe
 from moeconv.source.archs.opt import Opt
 from moeconv.source.archs.phi import Phi
@@ -105,7 +106,7 @@ FAMILIES: Mapping[str, Family] = {
         Qwen3Vl(), Qwen35(), Qwen35Text(), KimiLinear(), BailingHybrid(), Glm5Next(), LongcatFlash(),
         GraniteMoeSwa(), GraniteSwa(), DeepseekV4(), Qwen4Exp(), Qwen4ExpText(), Mellum(), Ministral3(), Mistral3(),
         Gemma(), Gemma2(), Granite(), Exaone4(), Ernie45(), SeedOss(), HunyuanV1Dense(), Starcoder2(), Flint(), Axk1(),
-        Lfm2(), Cohere(), Phi(), StableLm(), Olmo(),
+        Lfm2(), Cohere(), Phi(), StableLm(), Olmo(), Nemotron(), Arcee(),
     )
 }  # fmt: skip
 """model_type of config.json → its family."""

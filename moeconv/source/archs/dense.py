@@ -87,8 +87,12 @@ class Dense(Family):
         """Returns whether the matrices of networks have biases."""
         return self.biased and bool(config.get("mlp_bias"))
 
+    def network(self, config: Config) -> Ffn:
+        """Returns the network of each layer. Raises UnsupportedModel."""
+        return config.network("intermediate_size", bias=self.has_biases(config))
+
     def describe(self, config: Config, tokens: Tokens) -> Description:
-        network = config.network("intermediate_size", bias=self.has_biases(config))
+        network = self.network(config)
         norm, attentions = self.norm(config), self.attentions(config)
         layers = [self.layer(norm, attention, network) for attention in attentions]
         names, ropes = self.names(config, attentions[0], network), self.ropes(config, attentions[0].dim)

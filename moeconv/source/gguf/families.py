@@ -130,6 +130,17 @@ def phi2(facts: Facts) -> Settings:
     return {**_layer_norms(facts), "rope_parameters": in_part(facts)}
 
 
+def arcee(facts: Facts) -> Settings:
+    return {**biases_of(facts), "mlp_bias": facts.some("ffn_up.bias")}
+
+
+def nemotron_dense(facts: Facts) -> Settings:
+    return {
+        **arcee(facts), "rms_norm_eps": None, "norm_eps": norm_eps(facts), "head_dim": facts.head_dim,
+        "rope_parameters": in_part(facts),
+    }  # fmt: skip
+
+
 def stablelm(facts: Facts) -> Settings:
     return {**biases_of(facts, "use_qkv_bias"), **_layer_norms(facts), "rope_parameters": in_part(facts)}
 

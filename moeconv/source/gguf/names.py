@@ -115,6 +115,8 @@ ARCHS: Mapping[str, Arch] = {
     "gemma2": Arch("gemma2", families.gemma2, _BEHIND),
     "gemma3": Arch("gemma3_text", families.gemma3, _BEHIND),
     "phi2": Arch("phi", families.phi2, {"ffn_norm": "attn_norm"}),
+    "nemotron": Arch("nemotron", families.nemotron_dense),
+    "arcee": Arch("arcee", families.arcee, turned=True),
     "stablelm": Arch("stablelm", families.stablelm),
     "command-r": Arch("cohere", families.cohere, {"ffn_norm": "attn_norm"}, whole=_Q),
     "cohere2": Arch("cohere2", families.cohere2, {"ffn_norm": "attn_norm"}, whole=_Q),
