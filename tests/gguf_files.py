@@ -33,6 +33,10 @@ ARCHS = {
     "cohere2_moe": "GLM4_MOE", "minimax_m3_vl": "MINIMAXM2", "bailing_hybrid": "KIMI_LINEAR",
     "glm5_next": "KIMI_LINEAR", "granite_swa": "GRANITE", "granitemoe_swa": "GRANITE_MOE",
     "qwen4_exp_text": "QWEN35MOE", "mellum": "QWEN3MOE", "ministral3": "MISTRAL3",
+    "gemma": "GEMMA", "gemma2": "GEMMA2", "granite": "GRANITE", "exaone4": "EXAONE4", "ernie4_5": "ERNIE4_5",
+    "seed_oss": "SEED_OSS", "hunyuan_v1_dense": "HUNYUAN_DENSE", "starcoder2": "STARCODER2",
+    "lfm2": "LFM2", "cohere": "COMMAND_R", "phi": "PHI2", "stablelm": "STABLELM", "olmo": "OLMO",
+    "nemotron": "NEMOTRON", "arcee": "ARCEE",
 }  # fmt: skip
 """model_type → the architecture's name in the package."""
 NEWER = {
@@ -117,7 +121,7 @@ AS_LLAMA_CPP: Mapping[str, dict[str, Any]] = {
     "qwen3_moe": {"norm_topk_prob": True}, "dots1": {"sliding_window": None, "max_window_layers": 2},
     "llama4_text": {"no_rope_layer_interval": 4, "attention_chunk_size": 8192, "floor_scale": 8192},
     "gemma3_text": {"sliding_window_pattern": 6, "query_pre_attn_scalar": 8, "num_hidden_layers": 7},
-    "cohere2": {"sliding_window_pattern": 4, "num_hidden_layers": 5},
+    "cohere2": {"sliding_window_pattern": 4, "num_hidden_layers": 5}, "gemma2": {"query_pre_attn_scalar": 8},
     "glm5_next": {"linear_num_heads": 4}, "qwen4_exp_text": {"ple_layer_ids": [1], "output_gate_type": "sigmoid"},
     **{name: {"layer_rope_theta": [0, 500.0, 500.0]} for name in ("granite_swa", "granitemoe_swa")},
     "cohere2_moe": {"expert_selection_fn": "sigmoid", "num_shared_experts": 2},
@@ -129,6 +133,7 @@ AS_LLAMA_CPP: Mapping[str, dict[str, Any]] = {
         "compress_rates": {"compressed_sparse_attention": 4, "heavily_compressed_attention": 128},
     },
     "lfm2_moe": {"routed_scaling_factor": 1.0}, "nemotron_h": {"head_dim": 8},
+    "lfm2": {"block_auto_adjust_ff_dim": False},
 }  # fmt: skip
 """Settings of tiny models that llama.cpp takes for granted, so that no file says them."""
 _ALWAYS_F32 = (
@@ -434,6 +439,11 @@ def _turning(c: Config) -> Config:
     return {"rope.dimension_count": int(c["head_dim"] * share)}
 
 
+def _in_part(c: Config) -> Config:
+    dim = c["hidden_size"] // c["num_attention_heads"]
+    return {**_turning({**c, "head_dim": dim}), "attention.layer_norm_epsilon": c["layer_norm_eps"]}
+
+
 def _granite(c: Config) -> Config:
     names = {"attention.scale": "attention", "embedding_scale": "embedding", "residual_scale": "residual"}
     found = {key: c[f"{name}_multiplier"] for key, name in names.items()}
@@ -555,14 +565,27 @@ _OF_FAMILY: Mapping[str, Callable[[Config], Config]] = {
                        "attention.sliding_window": c["sliding_window"] or 0},
     "gemma3_text": lambda c: {"attention.sliding_window": c["sliding_window"],
                               "final_logit_softcapping": c["final_logit_softcapping"]},
+    "cohere": lambda c: {"attention.layer_norm_epsilon": c["layer_norm_eps"], "logit_scale": c["logit_scale"]},
+    "phi": _in_part, "stablelm": lambda c: {**_in_part(c), "use_parallel_residual": c["use_parallel_residual"]},
+    "nemotron": lambda c: {**_turning(c), "attention.layer_norm_epsilon": c["norm_eps"],
+                           "attention.layer_norm_rms_epsilon": None},
+    "olmo": lambda c: {"attention.layer_norm_epsilon": 1e-5, "attention.clamp_kqv": c["clip_qkv"]},
+    "lfm2": lambda c: {**_kv(c), "shortconv.l_cache": c["conv_L_cache"]},
     "cohere2": lambda c: {"attention.layer_norm_rms_epsilon": None, "attention.layer_norm_epsilon": c["layer_norm_eps"],
                           "attention.sliding_window": c["sliding_window"], "logit_scale": c["logit_scale"]},
+    "gemma2": lambda c: {"attention.sliding_window": c["sliding_window"],
+                         "attn_logit_softcapping": c["attn_logit_softcapping"],
+                         "final_logit_softcapping": c["final_logit_softcapping"]},
+    "exaone4": lambda c: {} if c["sliding_window"] is None else {
+        "attention.sliding_window": c["sliding_window"],
+        "attention.sliding_window_pattern": [kind == "sliding_attention" for kind in c["layer_types"]]},
+    "starcoder2": lambda c: {"attention.layer_norm_epsilon": c["norm_epsilon"]},
     "ministral3": lambda c: {
         "rope.scaling.yarn_log_multiplier": c["rope_parameters"]["mscale_all_dim"],
         "attention.temperature_scale": c["rope_parameters"]["llama_4_scaling_beta"],
     },
     "olmo3": _windows, "mellum": lambda c: {**_qwen(c), **_windows(c)},
-    "granitemoe": _granite, "granitemoeshared": _granite,
+    "granite": _granite, "granitemoe": _granite, "granitemoeshared": _granite,
     "granitemoehybrid": lambda c: {
         **_granite(c), **_mamba2(c, *(f"mamba_{n}" for n in ("n_heads", "d_head", "d_state", "n_groups", "d_conv"))),
         "rope.scaling.finetuned": False},
@@ -585,7 +608,7 @@ _OF_FAMILY: Mapping[str, Callable[[Config], Config]] = {
 
 _PERMUTED = (
     "mixtral", "llama", "ministral3", "smollm3", "granitemoe", "granitemoeshared", "granitemoehybrid", "nemotron_h",
-    "granite_swa", "granitemoe_swa",
+    "granite", "granite_swa", "granitemoe_swa", "olmo", "arcee",
 )  # fmt: skip
 _PARTS = {"gate_proj": "gate", "up_proj": "up", "down_proj": "down", "w1": "gate", "w3": "up", "w2": "down"}
 
@@ -705,6 +728,9 @@ def _changed(config: Config, name: str, tensor: Tensor) -> Tensor:
         "qwen3_next",
         "qwen3_5_moe_text",
         "qwen3_5_text",
+        "gemma",
+        "gemma2",
+        "nemotron",
         "gemma3_text",
         "step3p5",
         "minimax_m3_vl",

@@ -2,12 +2,13 @@
 
 Each in published.json is the file without what names people, places and versions. That of switch-xxl-128 says 48 and 12
 layers, and networks without gates; the factors of Phi-3.5-MoE's and Phi-4-mini's positions are made up: as many numbers
-of that size. Those of Solar Open, Hy3, Ling 3.0, GLM-5.3-Flash, DeepSeek-V4-Flash, Mistral Small 4, Ministral 3 and
-granite-swash-2b are the defaults of transformers' classes; MiniMax-M3's is put together from its text model's, North
-Mini Code's from what other programs say that run it; those of SmolLM2 and 3, Mistral 7B, Qwen2.5, Phi-4, Gemma 3,
-OLMo 2 and 3, FlexOlmo, Command R7B, Command A Vision, ERNIE 4.5 VL, GLM-4.5V, Kimi Linear, LongCat-Flash,
-granite-swash-3b, Nemotron Nano 9B, Gemma 4 31B, Qwen3.8-Flash-Next, Mellum 2, and Step 3.5 and 3.7 Flash were written
-without the file at hand.
+of that size. Those of Solar Open, Hy3, Ling 3.0, GLM-5.3-Flash, DeepSeek-V4-Flash, Mistral Small 4, Ministral 3, Flint,
+A.X K1 and granite-swash-2b are the defaults of transformers' classes; MiniMax-M3's is put together from its text
+model's, North Mini Code's from what other programs say that run it; those of SmolLM2 and 3, Mistral 7B, Qwen2.5, Phi-4,
+Gemma 1 to 3, Granite 3.3, EXAONE 4, ERNIE 4.5 0.3B, Seed-OSS, Hunyuan 7B, StarCoder2, LFM2 1.2B and 350M, Aya Expanse,
+Command R, Phi-2, StableLM 2, Minitron 4B, AFM 4.5B, OLMo 1 to 3, FlexOlmo, Command R7B, Command A Vision, ERNIE 4.5 VL,
+GLM-4.5V, Kimi Linear, LongCat-Flash, granite-swash-3b, Nemotron Nano 9B, Gemma 4 31B, Qwen3.8-Flash-Next, Mellum 2, and
+Step 3.5 and 3.7 Flash were written without the file at hand.
 """
 
 from __future__ import annotations

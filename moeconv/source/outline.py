@@ -219,8 +219,9 @@ def _stream(spec: ModelSpec, layers: Sequence[Layer]) -> Iterator[str]:
         yield "attention and feed-forward side by side"
     if any(layer.norm is None and not isinstance(layer.streams, GatedStreams) for layer in layers):
         yield "no norms before attention and experts"
-    if any(layer.mixer_join.after is not None or layer.ffn_join.after is not None for layer in layers):
-        yield "norms after attention and experts"
+    of_mixers = any(layer.mixer_join.after is not None for layer in layers)
+    if of_mixers or any(layer.ffn_join.after is not None for layer in layers):
+        yield "norms after attention and experts" if of_mixers else "norms after experts"
     if any(layer.scaled or (layer.mixer_join.add, layer.ffn_join.add) != (1, 1) for layer in layers):
         yield "factors of the stream"
     if spec.embed_scale != 1:

@@ -46,6 +46,9 @@ RESTING: dict[str, set[str]] = {
     "ernie4_5_moe": {"moe_layer_end_index", "moe_norm_min"},
     "deepseek_v3": {"rope_interleave"},  # it says where the numbers of a matrix go, which is compared elsewhere
     "kimi_k2": {"rope_interleave"},
+    "axk1": {"rope_interleave"},
+    "gemma": {"use_bidirectional_attention"},  # false is as none
+    "gemma2": {"use_bidirectional_attention"},
     "cohere2_moe": {"norm_topk_prob", "rope_theta"},
     "deepseek_v4": {"partial_rotary_factor", "qk_rope_head_dim", "rope_theta", "compress_rope_theta"},  # of each rope
     "kimi_linear": {"moe_renormalize"},  # all numbers but 0 are true

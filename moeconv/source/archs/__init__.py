@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from moeconv.source.archs.cohere import Cohere2, Cohere2Moe, Cohere2Vision
+from moeconv.source.archs.cohere import Cohere, Cohere2, Cohere2Moe, Cohere2Vision
 from moeconv.source.archs.config import UnsupportedModel
 from moeconv.source.archs.deepseek import (
+    Axk1,
     DeepseekV2,
     DeepseekV3,
     DeepseekV32,
@@ -24,32 +25,40 @@ from moeconv.source.archs.deepseek import (
 )
 from moeconv.source.archs.deepseek_v4 import DeepseekV4
 from moeconv.source.archs.dense import (
+    Ernie45,
+    Exaone4,
     Gemma3,
     Gemma3Text,
+    HunyuanV1Dense,
     Llama,
     Ministral3,
     Mistral,
+    Olmo,
     Olmo2,
     Olmo3,
     Phi3,
     Qwen2,
     Qwen3,
+    SeedOss,
     SmolLM3,
 )
 from moeconv.source.archs.description import Description
 from moeconv.source.archs.family import Family
+from moeconv.source.archs.gemma import Gemma, Gemma2
 from moeconv.source.archs.gemma4 import Gemma4, Gemma4Text
 from moeconv.source.archs.gpt_oss import GptOss
 from moeconv.source.archs.gptsan_japanese import GptsanJapanese
-from moeconv.source.archs.granite import GraniteMoe, GraniteMoeShared, GraniteMoeSwa, GraniteSwa
-from moeconv.source.archs.hybrids import GraniteMoeHybrid, Jamba, Lfm2Moe, NemotronH
+from moeconv.source.archs.granite import Granite, GraniteMoe, GraniteMoeShared, GraniteMoeSwa, GraniteSwa
+from moeconv.source.archs.hybrids import GraniteMoeHybrid, Jamba, Lfm2, Lfm2Moe, NemotronH
 from moeconv.source.archs.kda import BailingHybrid, Glm5Next, KimiLinear
 from moeconv.source.archs.llama4 import Llama4, Llama4Text
 from moeconv.source.archs.longcat import LongcatFlash
 from moeconv.source.archs.mimo import MiMoV2Flash
 from moeconv.source.archs.mistral3 import Mistral3
+from moeconv.source.archs.nemotron import Arcee, Nemotron
 from moeconv.source.archs.nllb_moe import NllbMoe
 from moeconv.source.archs.opt import Opt
+from moeconv.source.archs.phi import Phi
 from moeconv.source.archs.plain import (
     Afmoe,
     Ernie45Moe,
@@ -63,6 +72,7 @@ from moeconv.source.archs.plain import (
     Phimoe,
 )
 from moeconv.source.archs.qwen import (
+    Flint,
     Mellum,
     Qwen2Moe,
     Qwen3Moe,
@@ -75,6 +85,8 @@ from moeconv.source.archs.qwen import (
     Qwen35Text,
 )
 from moeconv.source.archs.qwen4 import Qwen4Exp, Qwen4ExpText
+from moeconv.source.archs.stablelm import StableLm
+from moeconv.source.archs.starcoder2 import Starcoder2
 from moeconv.source.archs.step import Step3p5, Step3p7
 from moeconv.source.archs.switch import SwitchTransformers
 
@@ -93,6 +105,8 @@ FAMILIES: Mapping[str, Family] = {
         DeepseekV32(), GlmMoeDsa(), MiMoV2Flash(), MiniMaxM3Vl(), Cohere2(), Cohere2Moe(),
         Qwen3Vl(), Qwen35(), Qwen35Text(), KimiLinear(), BailingHybrid(), Glm5Next(), LongcatFlash(),
         GraniteMoeSwa(), GraniteSwa(), DeepseekV4(), Qwen4Exp(), Qwen4ExpText(), Mellum(), Ministral3(), Mistral3(),
+        Gemma(), Gemma2(), Granite(), Exaone4(), Ernie45(), SeedOss(), HunyuanV1Dense(), Starcoder2(), Flint(), Axk1(),
+        Lfm2(), Cohere(), Phi(), StableLm(), Olmo(), Nemotron(), Arcee(),
     )
 }  # fmt: skip
 """model_type of config.json → its family."""

@@ -84,6 +84,28 @@ class Cohere2Moe(Family):
         )
 
 
+class Cohere(Dense):
+    """Command R and Aya: rotary positions in all layers."""
+
+    model_type = "cohere"
+    model_class = "CohereForCausalLM"
+
+    def describe(self, config: Config, tokens: Tokens) -> Description:
+        config.must_be("use_qk_norm", False, "LayerNorms with weights for each head (Command R+) can't be packed")
+        config.without_effect("model_max_length")
+        norm, network = Norm(config.get("layer_norm_eps"), "layer"), config.network("intermediate_size")
+        attention = _attention(config, None, True)
+        layer = Layer(norm, attention, None, alone(network), parallel=True)
+        names = Names(
+            _inside(config, attention), expert=named("mlp.{projection}", self.projections),
+            zeros=(*NO_ROUTERS, *_NO_BIASES),
+        )  # fmt: skip
+        return decoder(
+            self.model_type, config, tokens, [layer] * config.count("num_hidden_layers"), names,
+            [config.rope(attention.dim)], head=_head(config),
+        )  # fmt: skip
+
+
 class Cohere2(Dense):
     """Command R7B and Command A: layers with windows and rotary positions, and between them layers with neither."""
 

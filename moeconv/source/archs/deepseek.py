@@ -25,7 +25,7 @@ from moeconv.source.archs.description import (
 )
 from moeconv.source.archs.family import Family
 from moert.pack.codec import F32
-from moert.pack.model_spec import Layer, Tokens
+from moert.pack.model_spec import Join, Layer, Tokens
 from moert.pack.parts import Experts, Ffn, Groups, Latent, Norm, Rope, Router
 
 if TYPE_CHECKING:
@@ -156,6 +156,9 @@ class DeepseekV3(Family):
     model_class = "DeepseekV3ForCausalLM"
     root, head = "model.", "lm_head"
     left_out: Mapping[str, str] = {}
+    inside: Mapping[str, str | Place] = {}
+    """More names of tensors in a layer."""
+    in_memory: Mapping[str, str | Place] = {}
     in_one = False
     """True if checkpoints have all experts of a layer in one tensor."""
 
@@ -179,16 +182,36 @@ class DeepseekV3(Family):
         """Returns the feed-forward part of each layer. Raises UnsupportedModel."""
         return dense_first(config, dense, routed)
 
+    def layer(self, norm: Norm, attention: Latent, ffn: Ffn | Experts) -> Layer:
+        """Returns a layer with its norms."""
+        return Layer(norm, attention, None, ffn)
+
     def describe(self, config: Config, tokens: Tokens) -> Description:
         config.without_effect("ep_size", "seq_aux", "aux_loss_alpha")
         routed, dense = experts(config, self.router(config)), config.network("intermediate_size")
         norm, attention = Norm(config.get("rms_norm_eps")), self.attention(config)
-        layers = [Layer(norm, attention, None, ffn) for ffn in self.networks(config, dense, routed)]
-        inside = latent_names(config, self.pairs(config))
+        layers = [self.layer(norm, attention, ffn) for ffn in self.networks(config, dense, routed)]
+        inside = {**latent_names(config, self.pairs(config)), **self.inside}
         left_out = {**no_more_predicted(config, self.root), **self.left_out}
         of_expert = joined("mlp.experts", routed.ffn.d_ff, config.count("hidden_size")) if self.in_one else None
-        names = Names(inside, expert=of_expert, left_out=left_out, root=self.root, head=self.head)
+        names = Names(inside, self.in_memory, of_expert, left_out=left_out, root=self.root, head=self.head)
         return decoder(self.model_type, config, tokens, layers, names, self.ropes(config))
+
+
+class Axk1(DeepseekV3):
+    """A.X K1: DeepSeek-V3 with a norm behind the experts, whose layers mlp_layer_types names."""
+
+    model_type = "axk1"
+    model_class = "AXK1ForCausalLM"
+    inside: Mapping[str, str | Place] = {"ffn_after": "post_mlp_layernorm"}
+    in_memory: Mapping[str, str | Place] = {"ffn_after": "mlp.post_mlp_layernorm"}
+
+    def networks(self, config: Config, dense: Ffn, routed: Experts) -> list[Ffn | Experts]:
+        config.only(first_k_dense_replace=(config.get("mlp_layer_types").count("dense"),))
+        return config.of_layers("mlp_layer_types", {"dense": dense, "sparse": routed})
+
+    def layer(self, norm: Norm, attention: Latent, ffn: Ffn | Experts) -> Layer:
+        return Layer(norm, attention, None, ffn, ffn_join=Join(norm) if isinstance(ffn, Experts) else Join())
 
 
 class KimiK2(DeepseekV3):

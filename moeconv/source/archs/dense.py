@@ -6,11 +6,22 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
-from moeconv.source.archs.config import Config
+from moeconv.source.archs.config import Config, UnsupportedModel
 from moeconv.source.archs.deepseek import SHARPER, before_sharper
-from moeconv.source.archs.description import Description, Names, Place, Source, decoder, in_one, limited, named, rows
+from moeconv.source.archs.description import (
+    Description,
+    Names,
+    Place,
+    Source,
+    decoder,
+    in_one,
+    in_pairs,
+    limited,
+    named,
+    rows,
+)
 from moeconv.source.archs.family import Family
-from moeconv.source.archs.plain import NORMS_BEHIND
+from moeconv.source.archs.plain import HUNYUAN_IDLE, HUNYUAN_NORMS, NORMS_BEHIND, hunyuan_rope
 from moert.pack.codec import F32
 from moert.pack.model_spec import ExpertKey, Head, Join, Layer, StackName, Tokens
 from moert.pack.parts import Attention, Experts, Ffn, Norm, Rope, Router
@@ -59,6 +70,10 @@ class Dense(Family):
         """Returns a layer with its norms, which are all of one kind."""
         return Layer(norm, attention, None, alone(network))
 
+    def norm(self, config: Config) -> Norm:
+        """Returns the norm of all layers. Raises UnsupportedModel."""
+        return Norm(config.get("rms_norm_eps"))
+
     def ropes(self, config: Config, dim: int) -> list[tuple[Rope, F32]]:
         """Returns the ropes and their frequencies, for heads of `dim` features. Raises UnsupportedModel."""
         return [config.rope(dim)]
@@ -68,10 +83,17 @@ class Dense(Family):
         expert, biases = (named("mlp.{projection}", self.projections, last) for last in ("weight", "bias"))
         return Names(expert=expert, bias=biases if network.bias else None, zeros=NO_ROUTERS)
 
+    def has_biases(self, config: Config) -> bool:
+        """Returns whether the matrices of networks have biases."""
+        return self.biased and bool(config.get("mlp_bias"))
+
+    def network(self, config: Config) -> Ffn:
+        """Returns the network of each layer. Raises UnsupportedModel."""
+        return config.network("intermediate_size", bias=self.has_biases(config))
+
     def describe(self, config: Config, tokens: Tokens) -> Description:
-        bias = self.biased and bool(config.get("mlp_bias"))
-        norm, network = Norm(config.get("rms_norm_eps")), config.network("intermediate_size", bias=bias)
-        attentions = self.attentions(config)
+        network = self.network(config)
+        norm, attentions = self.norm(config), self.attentions(config)
         layers = [self.layer(norm, attention, network) for attention in attentions]
         names, ropes = self.names(config, attentions[0], network), self.ropes(config, attentions[0].dim)
         return decoder(self.model_type, config, tokens, layers, names, ropes)
@@ -189,6 +211,24 @@ class SmolLM3(Dense):
         ]
 
 
+class Olmo(Dense):
+    """OLMo 1: LayerNorms without weights, bounded queries, keys and values."""
+
+    model_type = "olmo"
+    model_class = "OlmoForCausalLM"
+
+    def norm(self, config: Config) -> Norm:
+        return Norm(1e-5, "layer")  # transformers has no setting for it
+
+    def attentions(self, config: Config) -> Sequence[Attention]:
+        biases = config.biases("attention_bias", "qkvo")
+        return _in_all_layers(config, config.attention(biases=biases, clip=config.get("clip_qkv")))
+
+    def names(self, config: Config, attention: Attention, network: Ffn) -> Names:
+        found = super().names(config, attention, network)
+        return replace(found, ones=("norm.weight",), zeros=(*found.zeros, "norm.bias"))
+
+
 class Olmo2(Dense):
     """OLMo 2: queries and keys normed as a whole, norms behind attention and network, and none before."""
 
@@ -217,6 +257,79 @@ class Olmo3(Olmo2):
 
     def ropes(self, config: Config, dim: int) -> list[tuple[Rope, F32]]:
         return [config.rope(dim, of=kind) for kind in kinds_of(config)]
+
+
+class Exaone4(Olmo2):
+    """EXAONE 4: as OLMo 2, with heads of queries and keys normed one by one. Layers with a window turn, and those
+    without one turn where no layer has one."""
+
+    model_type = "exaone4"
+    model_class = "Exaone4ForCausalLM"
+
+    def attentions(self, config: Config) -> Sequence[Attention]:
+        config.without_effect("sliding_window_pattern")  # layer_types says it
+        windows, all_turn = config.windows(), config.get("sliding_window") is None
+        return [
+            config.attention(qk_norm="head", window=window, rope=0 if all_turn or window is not None else None)
+            for window in windows
+        ]
+
+    def ropes(self, config: Config, dim: int) -> list[tuple[Rope, F32]]:
+        return [config.rope(dim)]
+
+
+class SeedOss(Dense):
+    """Seed-OSS: as Llama, with a setting of its own for the bias of what attention gives."""
+
+    model_type = "seed_oss"
+    model_class = "SeedOssForCausalLM"
+    biased = True
+
+    def attentions(self, config: Config) -> Sequence[Attention]:
+        config.without_effect("residual_dropout")
+        biases = config.biases("attention_bias", "qkv")
+        if config.get("attention_out_bias"):
+            config.must_be("attention_bias", True, "a bias of o alone, without those of q, k and v, can't be packed")
+            biases = "qkvo"
+        return _in_all_layers(config, config.attention(biases=biases))
+
+
+class Ernie45(Dense):
+    """ERNIE 4.5 without experts: rotary positions of pairs, one setting for all biases."""
+
+    model_type = "ernie4_5"
+    model_class = "Ernie4_5ForCausalLM"
+
+    def attentions(self, config: Config) -> Sequence[Attention]:
+        return _in_all_layers(config, config.attention(biases=config.biases("use_bias", "qkvo")))
+
+    def has_biases(self, config: Config) -> bool:
+        return bool(config.get("use_bias"))
+
+    def names(self, config: Config, attention: Attention, network: Ffn) -> Names:
+        inside = in_pairs(attention, config.count("hidden_size"))
+        return replace(super().names(config, attention, network), inside=inside)
+
+
+class HunyuanV1Dense(Dense):
+    """Hunyuan 0.5B to 7B: heads of queries and keys are normed after they turn."""
+
+    model_type = "hunyuan_v1_dense"
+    model_class = "HunYuanDenseV1ForCausalLM"
+
+    def attentions(self, config: Config) -> Sequence[Attention]:
+        config.only(use_qk_norm=(True,), use_cla=(False,), mlp_bias=(False,), position_embedding_xdrope=(False,))
+        config.without_effect("use_rotary_pos_emb", *HUNYUAN_IDLE)
+        if config.get("head_dim") is None:
+            raise UnsupportedModel("config.json has no head_dim, which transformers wants for this family")
+        biases = config.biases("attention_bias", "qkvo")
+        return _in_all_layers(config, config.attention(qk_norm="head", norm_turned=True, biases=biases))
+
+    def ropes(self, config: Config, dim: int) -> list[tuple[Rope, F32]]:
+        return [hunyuan_rope(config, dim)]
+
+    def names(self, config: Config, attention: Attention, network: Ffn) -> Names:
+        return replace(super().names(config, attention, network), inside=HUNYUAN_NORMS)
 
 
 class Phi3(Dense):
@@ -260,11 +373,18 @@ class Phi3(Dense):
         return gate if projection == "gate" else up
 
 
-_NORMS = {
+NORMS_AROUND = {
     "mixer_norm": "input_layernorm", "mixer_after": "post_attention_layernorm",
     "ffn_norm": "pre_feedforward_layernorm", "ffn_after": "post_feedforward_layernorm",
-    "attn.q_norm": "self_attn.q_norm", "attn.k_norm": "self_attn.k_norm",
 }  # fmt: skip
+_NORMS_OF_HEADS = {"attn.q_norm": "self_attn.q_norm", "attn.k_norm": "self_attn.k_norm"}
+
+
+def scale_of(config: Config) -> float:
+    """Returns the factor of attention's scores, from the features that a setting states. Raises UnsupportedModel."""
+    if (stated := config.number("query_pre_attn_scalar")) < 0:
+        raise UnsupportedModel(f"config.json sets query_pre_attn_scalar {stated!r}: it should be above 0")
+    return float(stated**-0.5)
 
 
 class Gemma3Text(Dense):
@@ -283,9 +403,9 @@ class Gemma3Text(Dense):
         config.without_effect("rope_local_base_freq", "cache_implementation")  # the first is in rope_parameters
         norm, network = Norm(config.get("rms_norm_eps")), config.network("intermediate_size", "hidden_activation")
         biases = config.biases("attention_bias", "qkvo")
-        usual = config.attention(qk_norm="head", biases=biases, scale=config.number("query_pre_attn_scalar") ** -0.5)
+        usual = config.attention(qk_norm="head", biases=biases, scale=scale_of(config))
         layers = [Layer(norm, each, None, alone(network), Join(norm), Join(norm)) for each in by_kind(config, usual)]
-        plus = {name: Place(called, plus=1.0) for name, called in _NORMS.items()}
+        plus = {name: Place(called, plus=1.0) for name, called in {**NORMS_AROUND, **_NORMS_OF_HEADS}.items()}
         names = Names(
             plus, expert=named("mlp.{projection}", self.projections), zeros=NO_ROUTERS, left_out=self.left_out,
             root=self.root, other_root=self.other_root, head=self.head,

@@ -150,7 +150,8 @@ _OUTSIDE = {"embed": "embed_tokens", "decoder.norm": "norm"}
 
 
 class Place(NamedTuple):
-    """A part of a tensor, with the fields of Source. `name` lacks the source's last word if that is weight or bias."""
+    """A part of a tensor, with the fields of Source. `name` lacks the source's last word if that is weight or bias, and
+    `plus` is not added to a bias."""
 
     name: str
     view: View | None = None
@@ -163,8 +164,9 @@ class Place(NamedTuple):
     def source(self, before: str, suffix: str) -> Source:
         shape = self.shape[:1] if self.shape is not None and suffix == ".bias" else self.shape
         name, *behind = (f"{before}{name}{suffix}" for name in (self.name, *self.behind))
+        plus = 0.0 if suffix == ".bias" else self.plus
         return Source(
-            name, None, self.view, shape, self.factor, self.plus, room=self.room, behind=tuple(behind)
+            name, None, self.view, shape, self.factor, plus, room=self.room, behind=tuple(behind)
         )  # fmt: skip
 
 

@@ -1,5 +1,5 @@
 """Granite 3 MoE: factors of embedding, attention, stream and logits; with a shared expert, GraniteMoeShared; with sinks
-and windows, and a base of positions for each layer, GraniteMoeSWA, and GraniteSWA without experts."""
+and windows, and a base of positions for each layer, GraniteMoeSWA; and Granite and GraniteSWA without experts."""
 
 from __future__ import annotations
 
@@ -126,21 +126,38 @@ class GraniteMoeSwa(GraniteMoeShared):
         return _of_bases(config)
 
 
-class GraniteSwa(_Multiplied, Dense):
-    """The same without experts."""
+class Granite(_Multiplied, Dense):
+    """Granite 3 without experts."""
 
-    model_type = "granite_swa"
-    model_class = "GraniteSWAForCausalLM"
+    model_type = "granite"
+    model_class = "GraniteForCausalLM"
+
+    def attentions(self, config: Config) -> Sequence[Attention]:
+        return [granite_attention(config)] * config.count("num_hidden_layers")
 
     def describe(self, config: Config, tokens: Tokens) -> Description:
         norm, join = Norm(config.get("rms_norm_eps")), Join(add=config.number("residual_multiplier"))
         network = config.network("intermediate_size", bias=bool(config.get("mlp_bias")))
-        attentions = _with_windows(config)
+        attentions = self.attentions(config)
         layers = [Layer(norm, attention, None, alone(network), join, join) for attention in attentions]
+        names, ropes = self.names(config, attentions[0], network), self.ropes(config, attentions[0].dim)
         return decoder(
-            self.model_type, config, tokens, layers, self.names(config, attentions[0], network), _of_bases(config),
-            head=_head(config), embed_scale=config.number("embedding_multiplier"),
+            self.model_type, config, tokens, layers, names, ropes, head=_head(config),
+            embed_scale=config.number("embedding_multiplier"),
         )  # fmt: skip
+
+
+class GraniteSwa(Granite):
+    """Granite with sinks, windows and bases of positions by layer, without experts."""
+
+    model_type = "granite_swa"
+    model_class = "GraniteSWAForCausalLM"
+
+    def attentions(self, config: Config) -> Sequence[Attention]:
+        return _with_windows(config)
+
+    def ropes(self, config: Config, dim: int) -> list[tuple[Rope, F32]]:
+        return _of_bases(config)
 
 
 def granite_attention(config: Config, rope: int | None = 0) -> Attention:

@@ -6,10 +6,10 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from moeconv.source.archs.config import Config, UnsupportedModel
+from moeconv.source.archs.config import Config, UnsupportedModel, count_of
 from moeconv.source.archs.deepseek import MORE_PREDICTED, sigmoid_router
-from moeconv.source.archs.dense import NO_ROUTERS, alone, of_network, put_alone
-from moeconv.source.archs.description import Description, Inside, Names, Place, decoder, named, rows
+from moeconv.source.archs.dense import NO_ROUTERS, Dense, alone, of_network, put_alone
+from moeconv.source.archs.description import Description, Inside, Names, OfExpert, Place, decoder, named, rows
 from moeconv.source.archs.family import Family
 from moeconv.source.archs.granite import GraniteMoe, granite_attention
 from moert.pack.mixers import FixedState, Mamba, Mamba2, ShortConv
@@ -67,11 +67,7 @@ class Lfm2Moe(Family):
 
     def describe(self, config: Config, tokens: Tokens) -> Description:
         config.get("tie_word_embeddings", "tie_embedding")
-        norm, d_model, act = Norm(config.get("norm_eps")), config.count("hidden_size"), Act("silu")
-        conv = ShortConv(config.count("conv_L_cache"), bool(config.get("conv_bias")))
-        mixers: Mapping[str, ShortConv | Attention] = {
-            "conv": conv, "full_attention": config.attention(qk_norm="head"),
-        }  # fmt: skip
+        norm, act = Norm(config.get("norm_eps")), Act("silu")
         router = config.router(
             bool(config.get("norm_topk_prob")), "sigmoid",
             choice_bias=bool(config.get("use_expert_bias")), factor=config.number("routed_scaling_factor"),
@@ -79,14 +75,63 @@ class Lfm2Moe(Family):
         experts = Experts(config.count("num_experts"), Ffn(config.count("moe_intermediate_size"), act, True), router)
         dense, first = Ffn(config.count("intermediate_size"), act, True), config.count("num_dense_layers", least=0)
         layers = [
-            Layer(norm, mixer, None, dense if at < first else experts)
-            for at, mixer in enumerate(config.of_layers("layer_types", mixers))
+            Layer(norm, mixer, None, dense if at < first else experts) for at, mixer in enumerate(_lfm2_mixers(config))
         ]
-        taps = Place("conv.conv", shape=(d_model, 1, conv.taps))
-        names = Names(
-            {**_LFM2_INSIDE, "mixer.conv": taps}, expert=_LFM2_EXPERT, outside={"decoder.norm": "embedding_norm"}
-        )
+        return decoder(self.model_type, config, tokens, layers, _lfm2_names(config, _LFM2_EXPERT))
+
+
+def _lfm2_mixers(config: Config) -> list[ShortConv | Attention]:
+    """Returns the mixer of each layer. Raises UnsupportedModel."""
+    conv = ShortConv(config.count("conv_L_cache"), bool(config.get("conv_bias")))
+    mixers: Mapping[str, ShortConv | Attention] = {
+        "conv": conv, "full_attention": config.attention(qk_norm="head"),
+    }  # fmt: skip
+    return config.of_layers("layer_types", mixers)
+
+
+def _lfm2_names(config: Config, of_expert: OfExpert, zeros: tuple[str, ...] = ()) -> Names:
+    taps = Place("conv.conv", shape=(config.count("hidden_size"), 1, config.count("conv_L_cache")))
+    inside = {**_LFM2_INSIDE, "mixer.conv": taps}
+    return Names(inside, expert=of_expert, outside={"decoder.norm": "embedding_norm"}, zeros=zeros)
+
+
+_LFM2_IDLE = (
+    "full_attn_idxs", "block_dim", "block_mlp_init_scale", "block_norm_eps", "block_out_init_scale",
+    "block_use_xavier_init", "conv_dim", "conv_dim_out", "conv_use_xavier_init", "num_heads", "theta", "use_pos_enc",
+)  # fmt: skip
+"""Of these, the first says no more than layer_types, and others repeat what transformers reads elsewhere."""
+
+
+class Lfm2(Dense):
+    """LFM2 without experts."""
+
+    model_type = "lfm2"
+    model_class = "Lfm2ForCausalLM"
+    experts: Mapping[StackName, str] = {"decoder": "model.layers.{layer}.feed_forward.experts"}
+    projections: Mapping[str, str] = {"gate": "w1", "up": "w3", "down": "w2"}
+
+    def describe(self, config: Config, tokens: Tokens) -> Description:
+        config.get("tie_word_embeddings", "tie_embedding")
+        config.without_effect(*_LFM2_IDLE)
+        config.only(block_use_swiglu=(True,))
+        norm, network = Norm(config.get("norm_eps")), Ffn(self._width(config), Act("silu"), gated=True)
+        layers = [Layer(norm, mixer, None, alone(network)) for mixer in _lfm2_mixers(config)]
+        names = _lfm2_names(config, named("feed_forward.{projection}", self.projections), NO_ROUTERS)
         return decoder(self.model_type, config, tokens, layers, names)
+
+    def _width(self, config: Config) -> int:
+        """Returns the width of a network: two thirds of the stated one times a factor, rounded up, unless a setting
+        says that it is the stated one. Raises UnsupportedModel."""
+        width, part = config.count("intermediate_size", "block_ff_dim"), config.count("block_multiple_of")
+        factor = config.number("block_ffn_dim_multiplier")
+        if not config.get("block_auto_adjust_ff_dim"):
+            return width
+        found = part * ((int(factor * int(2 * width / 3)) + part - 1) // part)
+        return count_of(f"intermediate_size {width} and block_ffn_dim_multiplier", found)
+
+    def prepared(self, model: nn.Module) -> nn.Module:
+        put_alone(self.layers(model), "feed_forward")
+        return model
 
 
 _JAMBA_INSIDE: dict[str, str | Place] = {

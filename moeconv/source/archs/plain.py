@@ -253,11 +253,12 @@ def multiplied(factor: float, _module: Any, _given: Any, routed: tuple[Tensor, T
     return numbers, weights * factor, chosen
 
 
+HUNYUAN_NORMS = {"attn.q_norm": "self_attn.query_layernorm", "attn.k_norm": "self_attn.key_layernorm"}
 _HUNYUAN_INSIDE = {
-    "attn.q_norm": "self_attn.query_layernorm", "attn.k_norm": "self_attn.key_layernorm", "router": "mlp.gate.wg",
+    **HUNYUAN_NORMS, "router": "mlp.gate.wg",
     **{f"shared.{name}": f"mlp.shared_mlp.{name}_proj" for name in ("gate", "up", "down")},
 }  # fmt: skip
-_NEVER_LOOKED_AT = (
+HUNYUAN_IDLE = (
     "attention_head_dim", "moe_drop_tokens", "moe_random_routing_dropped_token", "capacity_factor", "norm_type",
     "org_vocab_size", "add_classification_head", "class_num", "pool_type", "eod_token_id", "cla_share_factor",
     "anyres_pooling_size", "anyres_vit_max_image_size", "anyres_vit_two_views", "dense_list", "pad_id", "im_start_id",
@@ -279,7 +280,7 @@ class HunyuanV1Moe(Family):
             moe_intermediate_size=(width, [width] * layers), group_limited_greedy=(False,),
             routed_scaling_factor=(1, False), norm_topk_prob=(True,),
         )  # fmt: skip
-        config.without_effect(*_NEVER_LOOKED_AT)
+        config.without_effect(*HUNYUAN_IDLE)
         if config.get("head_dim") is None:
             raise UnsupportedModel("config.json has no head_dim, which transformers wants for this family")
         attention = config.attention(qk_norm="head", norm_turned=True, biases=config.biases("attention_bias", "qkvo"))
@@ -288,7 +289,7 @@ class HunyuanV1Moe(Family):
             config.count("num_experts", "num_local_experts"), network, Router(_top_k(config), True, None), network
         )  # fmt: skip
         layer = Layer(Norm(config.get("rms_norm_eps")), attention, None, experts)
-        ropes = [_hunyuan_rope(config, attention.dim)]
+        ropes = [hunyuan_rope(config, attention.dim)]
         return decoder(self.model_type, config, tokens, [layer] * layers, Names(_HUNYUAN_INSIDE), ropes)
 
 
@@ -300,7 +301,7 @@ def _top_k(config: Config) -> int:
     return int(each.pop())
 
 
-def _hunyuan_rope(config: Config, dim: int) -> tuple[Rope, F32]:
+def hunyuan_rope(config: Config, dim: int) -> tuple[Rope, F32]:
     """Returns the rope and its frequencies; with `alpha`, a larger base that does not depend on the text stretches
     positions."""
     parameters = config.rope_parameters()

@@ -1,4 +1,4 @@
-"""The families of Qwen, from 1.5 to 3.6, and Mellum 2, whose layers are those of Qwen3-MoE."""
+"""The families of Qwen, from 1.5 to 3.6, and Mellum 2 and Flint, whose layers are those of Qwen3-MoE."""
 
 from __future__ import annotations
 
@@ -27,10 +27,8 @@ from moert.pack.mixers import GatedDelta
 from moert.pack.model_spec import Layer, Tokens
 from moert.pack.parts import Act, Attention, Experts, Ffn, Norm
 
-_QWEN2_INSIDE = {
-    "shared_gate": "mlp.shared_expert_gate",
-    **{f"shared.{name}": f"mlp.shared_expert.{name}_proj" for name in ("gate", "up", "down")},
-}
+_SHARED: Inside = {f"shared.{name}": f"mlp.shared_expert.{name}_proj" for name in ("gate", "up", "down")}
+_QWEN2_INSIDE: Inside = {"shared_gate": "mlp.shared_expert_gate", **_SHARED}
 SEES = frozenset({"vision_config", "image_token_id", "video_token_id", "vision_start_token_id", "vision_end_token_id"})
 """Settings of models for text and images that do not touch the text."""
 _VL_DEFAULTS = {"rope_theta": 500000.0, "head_dim": None, "norm_topk_prob": True}  # where Qwen3-MoE has others
@@ -132,6 +130,28 @@ class Mellum(Family):
         layers = [Layer(norm, attention, None, ffn) for attention, ffn in zip(attentions, ffns, strict=True)]
         ropes = [config.rope(attentions[0].dim, of=kind) for kind in kinds_of(config)]
         return decoder(self.model_type, config, tokens, layers, Names(left_out={r"mtp\.": MORE_PREDICTED}), ropes)
+
+
+class Flint(Family):
+    """Flint: as Qwen3-MoE, with sinks; layers with windows and rotary positions, and between them layers with neither;
+    sigmoid routers, and a shared expert without a gate."""
+
+    model_type = "flint"
+    model_class = "FlintForCausalLM"
+
+    def describe(self, config: Config, tokens: Tokens) -> Description:
+        norm, biases = Norm(config.get("rms_norm_eps")), config.biases("attention_bias", "qkvo")
+        experts = Experts(
+            config.count("num_experts"), config.network("moe_intermediate_size"),
+            config.router(bool(config.get("norm_topk_prob")), score="sigmoid"),
+            config.network("shared_expert_intermediate_size"),
+        )  # fmt: skip
+        usual = config.attention(qk_norm="head", biases=biases, sinks=True)
+        attentions = [replace(usual, window=window, rope=None if window is None else 0) for window in config.windows()]
+        ffns = _every_step(config, config.network("intermediate_size"), experts)
+        layers = [Layer(norm, attention, None, ffn) for attention, ffn in zip(attentions, ffns, strict=True)]
+        names = Names({**_SHARED, "attn.sinks": "self_attn.softmax_offset"}, {"attn.sinks": "self_attn.sinks"})
+        return decoder(self.model_type, config, tokens, layers, names, [config.rope(usual.dim)])
 
 
 _NEXT_INSIDE: Inside = {

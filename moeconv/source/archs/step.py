@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from moeconv.source.archs.config import Config, UnsupportedModel
 from moeconv.source.archs.deepseek import IMAGES_LEFT_OUT, no_more_predicted
+from moeconv.source.archs.dense import scale_of
 from moeconv.source.archs.description import LESS_ONE, ROUTED, Description, Inside, Names, Place, Source, decoder
 from moeconv.source.archs.family import Family
 from moeconv.source.archs.plain import multiplied
@@ -80,12 +81,10 @@ class Step3p5(Family):
         return decoder(self.model_type, config, tokens, layers, names, ropes)
 
     def _attentions(self, config: Config, kinds: list[str], turning: list[str]) -> list[Attention]:
-        scale, n = config.number("query_pre_attn_scalar"), config.count("num_sliding_attention_heads")
-        if scale < 0:
-            raise UnsupportedModel(f"config.json sets query_pre_attn_scalar {scale!r}: it should be above 0")
+        n = config.count("num_sliding_attention_heads")
         usual = config.attention(
             qk_norm="head", biases=config.biases("attention_bias", "qkvo"), gate=True, gate_by_head=True,
-            scale=scale**-0.5,
+            scale=scale_of(config),
         )  # fmt: skip
         dim, kv = usual.dim, config.get("num_key_value_heads", "num_attention_groups")
         own = {str(at): {"num_attention_heads": n} for at, kind in enumerate(kinds) if kind == _SLIDING}

@@ -97,13 +97,52 @@ def gemma3(facts: Facts) -> Settings:
 
 
 _LARGEST_GEMMA3 = 62  # layers of the model whose scores have a scale of their own
+_LARGEST_GEMMA2 = 46
+
+
+def gemma(facts: Facts) -> Settings:
+    return biases_of(facts)
+
+
+def gemma2(facts: Facts) -> Settings:
+    hidden, largest = facts.count("embedding_length"), facts.layers == _LARGEST_GEMMA2
+    return {
+        **windows_of(facts, 2), **biases_of(facts),
+        "query_pre_attn_scalar": hidden // facts.heads if largest else facts.head_dim,
+        "final_logit_softcapping": facts.number("final_logit_softcapping", 30.0),
+        "attn_logit_softcapping": facts.number("attn_logit_softcapping", 50.0),
+    }  # fmt: skip
+
+
+def _layer_norms(facts: Facts) -> Settings:
+    return {"rms_norm_eps": None, "layer_norm_eps": norm_eps(facts)}
+
+
+def cohere(facts: Facts) -> Settings:
+    return {**biases_of(facts), **_layer_norms(facts), "logit_scale": facts.number("logit_scale", 1.0)}
 
 
 def cohere2(facts: Facts) -> Settings:
+    return {**cohere(facts), **windows_of(facts, 4)}
+
+
+def phi2(facts: Facts) -> Settings:
+    return {**_layer_norms(facts), "rope_parameters": in_part(facts)}
+
+
+def arcee(facts: Facts) -> Settings:
+    return {**biases_of(facts), "mlp_bias": facts.some("ffn_up.bias")}
+
+
+def nemotron_dense(facts: Facts) -> Settings:
     return {
-        **windows_of(facts, 4), **biases_of(facts), "rms_norm_eps": None, "layer_norm_eps": norm_eps(facts),
-        "logit_scale": facts.number("logit_scale", 1.0),
+        **arcee(facts), "rms_norm_eps": None, "norm_eps": norm_eps(facts), "head_dim": facts.head_dim,
+        "rope_parameters": in_part(facts),
     }  # fmt: skip
+
+
+def stablelm(facts: Facts) -> Settings:
+    return {**biases_of(facts, "use_qkv_bias"), **_layer_norms(facts), "rope_parameters": in_part(facts)}
 
 
 def cohere2_moe(facts: Facts) -> Settings:
@@ -133,9 +172,16 @@ def olmo_type(facts: Facts) -> str:
     return "olmo3" if facts.count("attention.sliding_window", 0) else "olmo2"
 
 
+def olmo(facts: Facts) -> Settings:
+    return {**_clip(facts), "rms_norm_eps": None}
+
+
 def olmoe(facts: Facts) -> Settings:
-    clip = facts.number("attention.clamp_kqv") if facts.said("attention.clamp_kqv") else None
-    return {**experts_of(facts), "norm_topk_prob": False, "clip_qkv": clip}
+    return {**experts_of(facts), "norm_topk_prob": False, **_clip(facts)}
+
+
+def _clip(facts: Facts) -> Settings:
+    return {"clip_qkv": facts.number("attention.clamp_kqv") if facts.said("attention.clamp_kqv") else None}
 
 
 def qwen2(facts: Facts) -> Settings:
@@ -409,6 +455,11 @@ def dots1(facts: Facts) -> Settings:
     return {**shared_experts(facts), **first_dense(facts), **biases_of(facts), **windows_of(facts)}
 
 
+def exaone4(facts: Facts) -> Settings:
+    windows = windows_of(facts, 4 if facts.count("attention.sliding_window", 0) else 1)
+    return {**windows, **with_llama3(facts)}
+
+
 def exaone(facts: Facts) -> Settings:
     return {
         **shared_experts(facts, "num_experts", "num_shared_experts"), **windows_of(facts), **with_llama3(facts),
@@ -457,6 +508,23 @@ def ernie(facts: Facts) -> Settings:
     }  # fmt: skip
 
 
+def ernie_dense(facts: Facts) -> Settings:
+    return biases_of(facts, "use_bias")
+
+
+def seed(facts: Facts) -> Settings:
+    of_networks, of_o = (facts.some(f"{name}.bias") for name in ("ffn_up", "attn_output"))
+    return {**biases_of(facts), "attention_out_bias": of_o, "mlp_bias": of_networks}
+
+
+def starcoder2(facts: Facts) -> Settings:
+    return {**biases_of(facts, "use_bias"), "norm_epsilon": norm_eps(facts), "rms_norm_eps": None}
+
+
+def hunyuan_dense(facts: Facts) -> Settings:
+    return {**biases_of(facts), "head_dim": facts.head_dim}
+
+
 def hunyuan(facts: Facts) -> Settings:
     return {
         **experts_of(facts, top_k="moe_topk"), **biases_of(facts), "head_dim": facts.head_dim,
@@ -477,6 +545,10 @@ def hy(facts: Facts) -> Settings:
 
 def granite(facts: Facts) -> Settings:
     return {**experts_of(facts, "num_local_experts"), **_granite_factors(facts), **with_llama3(facts)}
+
+
+def granite_dense(facts: Facts) -> Settings:
+    return {**_granite_factors(facts), "mlp_bias": facts.some("ffn_up.bias"), **with_llama3(facts)}
 
 
 def granite_swa(facts: Facts) -> Settings:
@@ -587,12 +659,22 @@ def mimo(facts: Facts) -> Settings:
     }  # fmt: skip
 
 
-def lfm2(facts: Facts) -> Settings:
+def lfm2_dense(facts: Facts) -> Settings:
+    return {**_convolutions(facts), "block_auto_adjust_ff_dim": False}  # a file has the width as it is
+
+
+def _convolutions(facts: Facts) -> Settings:
     kinds = ["full_attention" if attends else "conv" for attends in facts.has("attn_q.weight")]
     return {
-        **experts_of(facts), **widths_of(facts), "layer_types": kinds, "rms_norm_eps": None,
-        "norm_eps": norm_eps(facts), "conv_L_cache": facts.count("shortconv.l_cache"),
-        "num_dense_layers": facts.count("leading_dense_block_count", 0), "conv_bias": facts.some("shortconv.conv.bias"),
+        "layer_types": kinds, "rms_norm_eps": None, "norm_eps": norm_eps(facts),
+        "conv_L_cache": facts.count("shortconv.l_cache"), "conv_bias": facts.some("shortconv.conv.bias"),
+    }  # fmt: skip
+
+
+def lfm2(facts: Facts) -> Settings:
+    return {
+        **experts_of(facts), **widths_of(facts), **_convolutions(facts),
+        "num_dense_layers": facts.count("leading_dense_block_count", 0),
         "use_expert_bias": facts.some("exp_probs_b.bias"), "norm_topk_prob": facts.flag("expert_weights_norm", True),
         "routed_scaling_factor": facts.number("expert_weights_scale", 1.0),
     }  # fmt: skip

@@ -96,6 +96,10 @@ _TOGETHER = {
     **{f"ngrams.{name}_norm": f"ple_norm_{called}"
        for name, called in (("key", "key"), ("stream", "query"), ("conv", "conv"))},
 }  # fmt: skip
+_CONVOLUTIONS = {
+    "mixer.in": "shortconv.in_proj", "mixer.conv": "shortconv.conv", "mixer.out": "shortconv.out_proj",
+    "decoder.norm": "token_embd_norm",
+}  # fmt: skip
 _ONE_BY_ONE = {**_DELTA, "mixer.a": "ssm_alpha", "mixer.b": "ssm_beta"}
 _Q = frozenset({"attn_q", "attn_k"})
 _IN = frozenset({"ssm_in"})
@@ -107,9 +111,20 @@ ARCHS: Mapping[str, Arch] = {
     "qwen3": Arch("qwen3", families.qwen3_dense),
     "smollm3": Arch("smollm3", families.qwen3_dense, turned=True),
     "phi3": Arch("phi3", families.phi3),
+    "gemma": Arch("gemma", families.gemma),
+    "gemma2": Arch("gemma2", families.gemma2, _BEHIND),
     "gemma3": Arch("gemma3_text", families.gemma3, _BEHIND),
+    "phi2": Arch("phi", families.phi2, {"ffn_norm": "attn_norm"}),
+    "nemotron": Arch("nemotron", families.nemotron_dense),
+    "arcee": Arch("arcee", families.arcee, turned=True),
+    "stablelm": Arch("stablelm", families.stablelm),
+    "command-r": Arch("cohere", families.cohere, {"ffn_norm": "attn_norm"}, whole=_Q),
     "cohere2": Arch("cohere2", families.cohere2, {"ffn_norm": "attn_norm"}, whole=_Q),
     "cohere2moe": Arch("cohere2_moe", families.cohere2_moe, {"ffn_norm": "attn_norm"}, whole=_Q),
+    "starcoder2": Arch("starcoder2", families.starcoder2),
+    "seed_oss": Arch("seed_oss", families.seed, {"ffn_norm": "post_attention_norm"}),
+    "exaone4": Arch("exaone4", families.exaone4, _BEHIND),
+    "olmo": Arch("olmo", families.olmo, turned=True),
     "olmo2": Arch(families.olmo_type, families.olmo2, _BEHIND),
     "olmoe": Arch("olmoe", families.olmoe),
     "qwen2moe": Arch("qwen2_moe", families.qwen2),
@@ -134,11 +149,14 @@ ARCHS: Mapping[str, Arch] = {
     "glm4moe": Arch("glm4_moe", families.glm4, {"ffn_norm": "post_attention_norm"}),
     "minimax-m2": Arch("minimax_m2", families.minimax),
     "minimax-m3": Arch("minimax_m3_vl", families.minimax_m3, inside=True, left_out=_INDEXERS),
+    "ernie4_5": Arch("ernie4_5", families.ernie_dense, whole=_Q),
     "ernie4_5-moe": Arch("ernie4_5_moe", families.ernie, whole=_Q),
+    "hunyuan-dense": Arch("hunyuan_v1_dense", families.hunyuan_dense),
     "hunyuan-moe": Arch("hunyuan_v1_moe", families.hunyuan),
     "hy_v3": Arch("hy_v3", families.hy, {"router.choice_bias": "exp_probs_b"}),
     "dots1": Arch("dots1", families.dots1),
     "granitemoe": Arch(families.granite_type, families.granite, turned=True),
+    "granite": Arch("granite", families.granite_dense, turned=True),
     "granite_swa": Arch(families.granite_swa_type, families.granite_swa, {"shared.gate": "ffn_up_shexp"},
                         frozenset({"ffn_up_shexp"}), turned=True),
     "granitehybrid": Arch("granitemoehybrid", families.granite_hybrid, whole=_IN, turned=True),
@@ -147,10 +165,8 @@ ARCHS: Mapping[str, Arch] = {
     "exaone-moe": Arch("exaone_moe", families.exaone),
     "mimo2": Arch("mimo_v2_flash", families.mimo, whole=frozenset({"attn_v", "attn_output"})),
     "llama4": Arch("llama4_text", families.llama4, whole=_Q),
-    "lfm2moe": Arch("lfm2_moe", families.lfm2, {
-        "mixer.in": "shortconv.in_proj", "mixer.conv": "shortconv.conv", "mixer.out": "shortconv.out_proj",
-        "decoder.norm": "token_embd_norm",
-    }),
+    "lfm2": Arch("lfm2", families.lfm2_dense, _CONVOLUTIONS),
+    "lfm2moe": Arch("lfm2_moe", families.lfm2, _CONVOLUTIONS),
     "jamba": Arch("jamba", families.jamba),
     "qwen3next": Arch("qwen3_next", families.qwen3_next, {**_DELTA, "mixer.a": "ssm_ba", "mixer.b": "ssm_ba"},
                       frozenset({"attn_q", "ssm_ba"})),
