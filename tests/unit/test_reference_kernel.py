@@ -184,6 +184,11 @@ STEEP = make_latent(
     bias=True, layer=False, after=True, add=1.0, bits=16,
 )  # fmt: skip
 """Whose scores are so large that some processors' sums are off by more than usual."""
+STEEP_IN_ONE_DIRECTION = make_latent(
+    seed=31, kind=8, n=1, q_rank=None, kv_rank=32, nope=1, turning=8, v=12, d_model=31, scale=1.0, turns=False,
+    bias=False, layer=False, after=True, add=1.0, bits=8, gate=False,
+)  # fmt: skip
+"""The same, where not every direction of the tokens shows it."""
 
 
 @settings(max_examples=100)
@@ -192,6 +197,7 @@ STEEP = make_latent(
     pieces=st.lists(st.sampled_from([1, 1, 5, 60, 70]), min_size=1, max_size=3),
 )
 @example(STEEP, [60, 60, 60])
+@example(STEEP_IN_ONE_DIRECTION, [60, 60])
 def test_attention_is_its_formula(problem: Problem, pieces: list[int]) -> None:
     backend, x = ReferenceBackend(), problem.tokens(sum(pieces))
     out, kept = read(backend, problem, problem.on(backend), x, pieces)
