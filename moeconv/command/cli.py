@@ -258,10 +258,14 @@ def recipe_run(
     as_json: Json = False,
 ) -> None:  # fmt: skip
     """Convert each recipe, reusing earlier measurements, and fail if an expectation does not hold."""
-    from moeconv.command.recipe import Recipe
+    from moeconv.command.recipe import Recipe, check_apart, named
 
-    loaded = [Recipe.load(path, out, allow_code, overwrite) for path in recipes]
-    failures = [line for recipe in loaded for line in _run_recipe(recipe, as_json)]
+    check_apart(recipes)
+    loaded = {path: Recipe.load(path, out, allow_code, overwrite) for path in recipes}
+    failures = list[str]()
+    for path, recipe in loaded.items():
+        with named(path):
+            failures += [f"{recipe.name}: {line}" for line in _run_recipe(recipe, as_json)]
     for line in failures:
         say(f"moeconv: {line}")
     if failures:
@@ -269,20 +273,38 @@ def recipe_run(
 
 
 def _run_recipe(recipe: Recipe, as_json: bool) -> list[str]:
+    """Converts a recipe and prints its result; returns a line for each limit that does not hold."""
     from moeconv.command.present import conversion_table
+    from moeconv.command.recipe import as_keys
     from moeconv.conversion.additions import profile_paths as profile
     from moeconv.conversion.conversion import Conversion
+    from moeconv.errors import TargetMissed
     from moert.pack.reader import Pack
 
-    _, report = Conversion(recipe.settings, say, bar, profiled_next=recipe.paths).run()
+    try:
+        _, report = Conversion(recipe.settings, say, bar, profiled_next=recipe.paths).run()
+    except TargetMissed as error:  # the other recipes run nevertheless
+        failures = [as_keys(str(error))]
+        if as_json:
+            print(shown(json.dumps(_outcome(recipe, failures))))
+        return failures
     out = recipe.settings.out
     failures = recipe.failures(report)
-    outcome = {"recipe": recipe.name, "passed": not failures, "failures": failures, **_missed("; ".join(failures))}
-    print(shown(json.dumps({**outcome, **_as_json(report)}) if as_json else conversion_table(report, str(out))))
+    print(
+        shown(json.dumps({**_outcome(recipe, failures), **_as_json(report)}))
+        if as_json
+        else conversion_table(report, str(out))
+    )
     if recipe.paths:
         profile(Pack.open(out), calib=None, heldout=None, seed=None, samples=recipe.settings.samples, context=None,
                 say=say, show=bar, memory_bytes=recipe.settings.memory_bytes)  # fmt: skip
-    return [f"{recipe.name}: {line}" for line in failures]
+    return failures
+
+
+def _outcome(recipe: Recipe, failures: list[str]) -> dict[str, object]:
+    """Returns the entries of JSON that say whether a recipe passed."""
+    missed = _missed("; ".join(failures))
+    return {"recipe": recipe.name, "passed": not failures, "failures": failures, **missed}
 
 
 def _convert(settings: Settings, as_json: bool) -> bool:

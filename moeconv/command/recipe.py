@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import re
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -10,8 +13,9 @@ from moeconv.artifacts import ConversionReport
 from moeconv.calibration.load import names, read_toml
 from moeconv.command.present import missed_target
 from moeconv.conversion.settings import ENTRIES, Settings, as_entries, settings_of, table
-from moeconv.errors import SettingsError
+from moeconv.errors import ConversionError, SettingsError
 from moeconv.measure.metrics import is_module
+from moert.pack.errors import PackError
 from moert.pack.messages import unknown
 
 
@@ -72,10 +76,8 @@ class Recipe:
         for name, option in (("out", "out"), ("work", "out"), ("overwrite", "overwrite")):
             if name in document:
                 raise SettingsError(f"{path}: {name} is not a key of recipes: give --{option} to the command")
-        try:
+        with named(path):
             recipe = cls._of(path.stem, _placed(document, path.parent), out)
-        except SettingsError as error:
-            raise SettingsError(f"{path}: {as_entries(str(error))}") from None
         if not allow_code and is_module(recipe.settings.metric or ""):
             raise SettingsError(
                 f"{path}: metric = {document['metric']!r} is a program, which would run with all your rights: read "
@@ -97,6 +99,37 @@ class Recipe:
         for entry in sorted(set(document) - {*known, "target"}):
             raise SettingsError(f"{entry} {unknown(entry, known)}")
         return cls(name, settings_of(document, out / f"{name}.pack", out / f"{name}.work"), expect, paths)
+
+
+@contextmanager
+def named(path: Path) -> Iterator[None]:
+    """Puts the path of a recipe before the errors of a with block, whose messages name keys in place of options."""
+    try:
+        yield
+    except (ConversionError, PackError) as error:
+        error.args = (f"{path}: {as_keys(str(error))}", *error.args[1:])
+        raise
+
+
+def as_keys(message: str) -> str:
+    """Returns a message with options of `moeconv quantize` by the names of keys. Those that the command has too stay
+    as they are, and its --out is the place of work directories."""
+    parts = re.split(r"--(out|work|overwrite)\b", message)
+    kept = {"work": "--out"}
+    return "".join(kept.get(part, f"--{part}") if at % 2 else as_entries(part) for at, part in enumerate(parts))
+
+
+def check_apart(paths: Sequence[Path]) -> None:
+    """Raises SettingsError for two recipes of one name, since the second would take the place of the first one's
+    pack."""
+    names = dict[str, Path]()
+    for path in paths:
+        if path.stem in names:
+            raise SettingsError(
+                f"{names[path.stem]} and {path} would both write {path.stem}.pack: rename one, or run them with --out "
+                "of their own"
+            )
+        names[path.stem] = path
 
 
 def _placed(document: dict[str, Any], folder: Path) -> dict[str, Any]:

@@ -612,11 +612,11 @@ def _number(name: str, value: Any, parse: Parse) -> float | str | Mapping[str, i
 
 def as_entries(message: str) -> str:
     """Returns a message with options by the names that they have in a recipe: --dense-bits is dense_bits there, --for
-    purpose, and --tune group-size=64 group_size 64."""
+    purpose, and --tune group-size=64 group_size 64. Paths such as models--owner--name stay as they are."""
     plain = (
         re.sub(r"--tune ([a-z][a-z-]*)=", r"--\1 ", message).replace("--tune ", "--").replace("--for ", "--purpose ")
     )
-    return re.sub(r"--([a-z][a-z-]*)", lambda option: option[1].replace("-", "_"), plain)
+    return re.sub(r"(?<![\w/.-])--([a-z][a-z-]*)", lambda option: option[1].replace("-", "_"), plain)
 
 
 def table(values: Any, kind: Any, where: str) -> Any:

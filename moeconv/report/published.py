@@ -13,6 +13,7 @@ from moeconv.report.writer import read_report
 from moert.pack.manifest import Quality
 from moert.pack.reader import MANIFEST, Pack, bits_histogram
 
+_REFUSED = (401, 403)
 _NAME = re.compile(r"[A-Za-z0-9][\w.-]{0,95}/[A-Za-z0-9][\w.-]{0,95}", re.ASCII)
 CARD = "README.md"
 _CARD = """\
@@ -44,6 +45,7 @@ def push(pack: Pack, name: str, private: bool, overwrite: bool, say: Callable[[s
     """Writes a pack and its card to the repository `name`, which is made if it is missing, in one commit; returns the
     commit's address. Files that only an earlier pack had go. Raises ConversionError."""
     from huggingface_hub import CommitOperationAdd, CommitOperationDelete, HfApi
+    from huggingface_hub.errors import LocalTokenNotFoundError
 
     if _NAME.fullmatch(name) is None or ".." in name:
         raise ConversionError(f"{name[:200]!r} is no repository of a hub: give owner/name")
@@ -67,10 +69,15 @@ def push(pack: Pack, name: str, private: bool, overwrite: bool, say: Callable[[s
             CommitOperationAdd(CARD, text.encode()),
         ]
         return str(api.create_commit(name, operations, commit_message="A pack for moert").commit_url)
-    except (OSError, ValueError) as error:
+    except ConversionError:
+        raise
+    except Exception as error:  # huggingface_hub raises those of the libraries below it too
         reason = " ".join(str(error).split())[:300]
-        token = "is the token one that may write (HF_TOKEN)?"
-        raise ConversionError(f"{name} can't be written ({reason}): {token}") from None
+        refused = getattr(getattr(error, "response", None), "status_code", None) in _REFUSED
+        if refused or isinstance(error, LocalTokenNotFoundError):
+            token = "is the token one that may write (HF_TOKEN)?"
+            raise ConversionError(f"{name} can't be written ({reason}): {token}") from None
+        raise ConversionError(f"{name} can't be written ({reason}): run the same again later") from None
 
 
 def card(pack: Pack, report: ConversionReport | None, name: str) -> str:

@@ -31,6 +31,7 @@ from moeconv.source.outline import (
     stray,
 )
 from moert.machine import cache_folder
+from moert.pack.reader import is_pack
 
 _GGUF_OF_HUB = re.compile(rf"([\w-][\w.-]*/[\w-][\w.-]*)[:/]([\w-][\w./-]*{re.escape(GGUF)})")
 _SETTINGS = (CONFIG, GENERATION_CONFIG, CODED)
@@ -51,6 +52,11 @@ def find(path_or_hub_id: str, weights: bool = True) -> Path:
     if path.is_dir():
         if (link := stray(path)) is not None:
             raise CheckpointError(f"{link} is a link that leads out of {path}: put the file itself there")
+        if is_pack(path):
+            raise CheckpointError(
+                f"{path} is a pack, and no model: give the model that it was made from (moert info says what is in a "
+                "pack)"
+            )
         return path
     if path.suffix.lower() == GGUF:
         return _gguf(path_or_hub_id)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import re
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -20,6 +21,8 @@ if TYPE_CHECKING:
 
 _MOST_KEY_BYTES = 4096
 _USUAL_SIZE = "2GB"
+_ORIGIN = re.compile(r"[a-z][a-z0-9+.-]*://(\[[0-9a-f:]+\]|[a-z0-9_.-]+)(:[1-9][0-9]{0,4})?")
+_USUAL_PORT = re.compile(r"http://.*:80|https://.*:443")
 
 
 def run_server(
@@ -34,6 +37,7 @@ def run_server(
 ) -> None:
     """Runs a server until a signal ends it. Raises RunError, or the errors of Engine.open."""
     names = names_of(packs)
+    check_origins(origins)
     key = None if key_file is None else _key(key_file)
     try:
         from moert.serve.host import ServerSettings
@@ -57,6 +61,17 @@ def names_of(packs: Sequence[Path]) -> dict[str, Path]:
             raise RunError(f"{found[name]} and {pack} have the same name {name}: rename the folder of one")
         found[name] = pack
     return found
+
+
+def check_origins(origins: Sequence[str]) -> None:
+    """Raises RunError for an origin that no browser sends, so that no page would be let in."""
+    for each in origins:
+        sent = each in ("*", "null") or (_ORIGIN.fullmatch(each) and not _USUAL_PORT.fullmatch(each))
+        if not sent:
+            raise RunError(
+                f"--origin {each!r} is no origin: give one as browsers send it, such as https://example.org or "
+                "http://localhost:3000 (small letters, no path, no usual port), or *"
+            )
 
 
 def folder_of(path: Path | None, most: str | None) -> Folder | None:

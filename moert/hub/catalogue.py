@@ -15,7 +15,7 @@ from urllib.parse import quote, unquote
 from moert.errors import RunError
 from moert.hub.client import Hub, PackId, parse_id
 from moert.machine import locked
-from moert.pack.errors import HashMismatch
+from moert.pack.errors import HashMismatch, PackError
 from moert.pack.files import write_atomically
 from moert.pack.manifest import parse_manifest
 from moert.pack.reader import MANIFEST, Pack
@@ -83,7 +83,11 @@ def pull(asked: PackId, say: Say) -> Pulled:
     folder = _folder(asked)
     part = folder.with_name(folder.name + _PART)
     text = hub.manifest(commit, most_of_a_manifest())
-    pack = Pack(part, parse_manifest(text))
+    try:
+        pack = Pack(part, parse_manifest(text))
+    except PackError as error:
+        error.args = (f"{asked}, as {hub.endpoint} gives it: {error}", *error.args[1:])
+        raise
     sizes = pack.sizes()
     _make_room(part, sizes)
     with _alone(part, asked):

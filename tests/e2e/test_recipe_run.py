@@ -33,6 +33,25 @@ def test_the_json_names_the_recipe_and_says_whether_it_passed(
     assert err.splitlines()[-1] == f"moeconv: bad: {failure}"
 
 
+def test_a_target_that_no_width_meets_is_a_result_and_the_next_recipe_runs(
+    sources: dict[str, Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    entries = f'model = "{sources["olmoe"]}"\nprofile_paths = false\n'
+    (tmp_path / "small.toml").write_text(f'{entries}size = "1kB"\n')
+    (tmp_path / "four.toml").write_text(f"{entries}bits = 4\n")
+    recipes = [str(tmp_path / name) for name in ("small.toml", "four.toml")]
+    assert _exit_code(["recipe", "run", *recipes, "--out", str(tmp_path / "out"), "--json"]) == 3
+    out, err = capsys.readouterr()
+    small, four = map(json.loads, out.splitlines())
+    assert (small["recipe"], small["passed"], four["recipe"], four["passed"]) == ("small", False, "four", True)
+    (failure,) = small["failures"]
+    assert small["error"] == {"code": 3, "kind": "TargetMissed", "message": failure}
+    assert "size " in failure
+    assert "--" not in failure
+    assert err.splitlines()[-1] == f"moeconv: small: {failure}"
+    assert (tmp_path / "out" / "four.pack").is_dir()
+
+
 def test_a_recipe_that_profiles_again_does_not_say_that_paths_are_gone(
     sources: dict[str, Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

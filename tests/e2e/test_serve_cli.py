@@ -140,6 +140,7 @@ def test_mistakes_are_one_line(pack: Path, tmp_path: Path) -> None:
             (pack, "--api-key-file", tmp_path / "none"): "can't be read",
             (pack, "--memory", "10MB"): "is too small",
             (pack, "--most-waiting", "0"): "most-waiting",
+            (pack, "--origin", "https://example.org/"): "is no origin",
             (): "PACK",
         }
         for arguments, words in mistakes.items():

@@ -213,8 +213,9 @@ def test_a_manifest_that_names_places_outside_is_refused(path: str, hub: FakeHub
     manifest = json.loads((hub.pack / "manifest.json").read_text())
     manifest["files"][path] = next(iter(manifest["files"].values()))
     (hub.pack / "manifest.json").write_text(json.dumps(manifest))
-    with pytest.raises(PackError):
+    with pytest.raises(PackError) as caught:
         pull(ASKED, quiet)
+    assert str(caught.value).startswith(f"{ASKED}, as {hub.address} gives it: manifest.json ")
     assert hub.asked == ["manifest.json"]
 
 

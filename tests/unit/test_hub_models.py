@@ -197,3 +197,10 @@ def test_gguf_files_too(hub: ModelHub, tmp_path: Path) -> None:
     hub.wrong = {}
     [path] = find(hub, tmp_path, "owner/name/small.gguf")
     assert Path(path).read_bytes() == b"many bytes"
+
+
+def test_a_pack_is_no_model() -> None:
+    pack = Path(__file__).resolve().parents[1] / "golden" / "tiny.pack"
+    for weights in (True, False):
+        with pytest.raises(CheckpointError, match=r"tiny\.pack is a pack, and no model: give the model that it was"):
+            hub_module.find(str(pack), weights)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 import huggingface_hub
@@ -94,6 +95,30 @@ def test_a_repository_of_something_else_stays(pack: Pack, monkeypatch: pytest.Mo
         with pytest.raises(ConversionError, match=r"holds 'model.safetensors' and no pack"):
             push(pack, "me/pack", private=False, overwrite=overwrite, say=quiet)
     assert api.commits == 0
+
+
+class Unreachable(Exception):
+    """An error as of a library below huggingface_hub, which is neither an OSError nor a ValueError."""
+
+
+class Forbidden(OSError):
+    response = SimpleNamespace(status_code=403)
+
+
+@pytest.mark.parametrize(
+    ("error", "advice"),
+    [
+        (Unreachable("[Errno 111] Connection refused"), "run the same again later"),
+        (Forbidden("403 Forbidden"), "is the token one that may write (HF_TOKEN)?"),
+    ],
+)
+def test_a_hub_that_takes_nothing_is_one_line(
+    error: Exception, advice: str, pack: Pack, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with_api(monkeypatch, error=error)
+    with pytest.raises(ConversionError) as caught:
+        push(pack, "me/pack", private=False, overwrite=False, say=quiet)
+    assert str(caught.value) == f"me/pack can't be written ({error}): {advice}"
 
 
 def test_refusals(pack: Pack, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -10,7 +11,7 @@ import pytest
 
 from moeconv.artifacts import Target
 from moeconv.command.cli import _exit_code
-from moeconv.command.recipe import Expectations, Recipe
+from moeconv.command.recipe import Expectations, Recipe, as_keys
 from moeconv.conversion.settings import Settings
 from moeconv.errors import SettingsError
 from moeconv.measure.metrics import find_metric
@@ -219,3 +220,37 @@ def test_the_recipes_of_the_repository_load() -> None:
     assert all(recipe.settings.target == Target("loss", 0.05) for recipe in found)
     assert all((Path(recipe.settings.model) / "config.json").is_file() for recipe in found)
     assert [find_metric(recipe.settings.metric).generates for recipe in found] == [True, True, False, False]
+
+
+def test_two_recipes_of_one_name_are_refused_before_the_first_one_runs(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    paths = [tmp_path / folder / "model.toml" for folder in "ab"]
+    for path in paths:
+        path.parent.mkdir()
+        path.write_text('model = "m"\ncalib = "wiki"\n')
+    assert _exit_code(["recipe", "run", *map(str, paths), "--out", str(tmp_path / "out"), "--json"]) == 2
+    message = json.loads(capsys.readouterr().out)["error"]["message"]
+    assert message.startswith(f"{paths[0]} and {paths[1]} would both write model.pack")
+    assert not (tmp_path / "out").exists()
+
+
+def test_an_error_of_a_run_names_the_recipe_and_its_keys(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = tmp_path / "a.toml"
+    path.write_text('model = "models--owner--m"\ncalib = "wiki"\n')
+    (tmp_path / "models--owner--m").mkdir()
+    assert _exit_code(["recipe", "run", str(path), "--out", str(tmp_path / "out")]) == 2
+    last = capsys.readouterr().err.splitlines()[-1]
+    assert last.startswith(f"moeconv: {path}: {tmp_path / 'models--owner--m'} ")
+
+
+@pytest.mark.parametrize(
+    ("message", "says"),
+    [
+        ("give another --work, or --dense-bits 8", "give another --out, or dense_bits 8"),
+        ("choose another --out, or give --overwrite", "choose another --out, or give --overwrite"),
+        ("/c/models--a--b/x: no --tune group-size=64", "/c/models--a--b/x: no group_size 64"),
+    ],
+)
+def test_messages_name_keys_and_options_of_the_command(message: str, says: str) -> None:
+    assert as_keys(message) == says
