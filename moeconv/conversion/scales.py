@@ -8,9 +8,12 @@ and a norm's weight scales one feature of all matrices that read it.
 from __future__ import annotations
 
 import math
+import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
+from itertools import islice
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -22,6 +25,7 @@ from moeconv.artifacts import TrainedReport
 from moeconv.conversion.choosing import Choice
 from moeconv.conversion.measuring import Account, Bench
 from moeconv.errors import ConversionError, TargetMissed
+from moeconv.foresight.examples import load_checkpoint, save_checkpoint
 from moeconv.measure.metrics import METRICS
 from moeconv.measure.passes import token_bytes
 from moeconv.measure.scorers import Head, ReferenceRows
@@ -52,6 +56,8 @@ WARM = 5
 BEYOND = 1.3
 """Numbers are trained for a plan that loses this many times as much as the chosen one: about the one that holds with
 them."""
+KEPT_SECONDS = 30.0
+"""Seconds between two states that a file keeps of a training."""
 _LOGITS = 3
 """Arrays of logits that a token takes."""
 COARSE = 0.03
@@ -143,12 +149,14 @@ def _kept(bench: Bench, plan: Plan, work: WorkDir, account: Account) -> Trained:
         except (OSError, SafetensorError, KeyError, ValueError) as error:
             raise ConversionError(f"{path} can't be read ({error}): delete it, and it is made again") from None
     with account.progress("training scales", STEPS, "step") as bar:
-        found = _train(bench, plan, bar)
+        found = _train(bench, plan, bar, path.with_suffix(".part"))
     work.save_bytes(path.name, found.to_bytes(), bench.journal)
+    path.with_suffix(".part").unlink(missing_ok=True)
     return found
 
 
-def _train(bench: Bench, plan: Plan, bar: Bar) -> Trained:
+def _train(bench: Bench, plan: Plan, bar: Bar, kept: Path) -> Trained:
+    """Returns the numbers for a plan. `kept`: the file with the state of a training that was interrupted."""
     trial, material = bench.trial, bench.material
     likelihood = METRICS["token_perplexity"]  # so that nothing is written
     scorer = build_scorer(trial, material.tokenizer, material.ranking, likelihood, material.extent(_samples(bench)))
@@ -169,12 +177,13 @@ def _train(bench: Bench, plan: Plan, bar: Bar) -> Trained:
             transformers_model(trial.checkpoint.path),
             trial.calls.during(answer=gains.answer if gains.learning else None),
         ):
-            for number, part in enumerate(_in_turn(_batches(scorer, piece), STEPS * pieces, bench.settings.seed), 1):
+            course = _Course([*(weight for weight, _ in norms), *gains.learning], optimizer, schedule, kept)
+            bar.update(done := course.resumed())
+            turns = _in_turn(_batches(scorer, piece), STEPS * pieces, bench.settings.seed)
+            for number, part in enumerate(islice(turns, done * pieces, None), 1):
                 (part.divergence() / pieces).backward()  # type: ignore[no-untyped-call]
                 if number % pieces == 0:
-                    optimizer.step()
-                    schedule.step()
-                    optimizer.zero_grad()
+                    course.step()
                     bar.update(1)
         found = {
             name: parameter(trial.model, description, name).to(dense.source(name).dtype, copy=True) for name in names
@@ -198,6 +207,39 @@ def _learning(trial: Trial, names: Sequence[str]) -> Iterator[list[tuple[torch.n
             for each, was in zip(norms, before, strict=True):
                 each.requires_grad_(False).copy_(was)
                 each.grad = None
+
+
+class _Course:
+    """The steps of a training, whose state a file keeps every KEPT_SECONDS."""
+
+    def __init__(
+        self, learning: list[Tensor], optimizer: torch.optim.Adam, schedule: torch.optim.lr_scheduler.LambdaLR,
+        kept: Path,
+    ) -> None:  # fmt: skip
+        self.learning, self.optimizer, self.schedule, self.kept = learning, optimizer, schedule, kept
+        self._saved = time.monotonic()
+
+    def resumed(self) -> int:
+        """Returns the number of steps that were done before, whose state is taken. Raises ConversionError for a file
+        that can't be read."""
+        if (found := load_checkpoint(self.kept, self.kept.name)) is None:
+            return 0
+        with torch.no_grad():
+            for mine, theirs in zip(self.learning, found["learning"], strict=True):
+                mine.copy_(theirs)
+        self.optimizer.load_state_dict(found["optimizer"])
+        self.schedule.load_state_dict(found["schedule"])
+        return self.schedule.last_epoch
+
+    def step(self) -> None:
+        self.optimizer.step()
+        self.schedule.step()
+        self.optimizer.zero_grad()
+        if time.monotonic() - self._saved >= KEPT_SECONDS:
+            state = {"learning": [each.detach() for each in self.learning], "schedule": self.schedule.state_dict(),
+                     "optimizer": self.optimizer.state_dict()}  # fmt: skip
+            save_checkpoint(self.kept, self.kept.name, state)
+            self._saved = time.monotonic()
 
 
 class _Gained(torch.autograd.Function):

@@ -145,8 +145,8 @@ def search(
     """Returns the smallest plan whose decisive figure is at most `target`; the next smaller one tried (within
     `resolution` of its bytes) fails.
 
-    `judged` are what the judge has said of plans of this frontier: it is not asked again. `known` were measured before,
-    like all experts at one width; they only serve the guesses. Each guess is the smallest plan that should hold by the
+    `judged` are measurements of plans of this frontier, which are not judged again. `known` were measured before, like
+    all experts at one width; they only serve the guesses. Each guess is the smallest plan that should hold by the
     measurements so far. As long as all judged hold, or none, the steps grow; later, after a guess that did not halve
     the range of sizes, the next goes beyond, and after two the middle is tried. So the search ends whatever the judge
     returns, and its plan was accepted. Where the measured loss is not monotone in size, it ends at one of several
@@ -247,13 +247,13 @@ class _Bracket:
         return (nearest.decisive - nearest.loss) * growth
 
     def _guides(self) -> tuple[MeasuredPlan, ...]:
-        """Returns what tells of losses: two plans of the frontier tell more than all that was known before."""
+        """Returns the plans that guesses go by: two of the frontier tell more than all that was known before."""
         known = self.known if len(self.judged) < 2 else ()
         return (*known, *self.judged.values())
 
     def _further(self) -> int:
         """Returns a plan beyond those judged, none of which held or all of which did: by twice the last step, or by a
-        twentieth of the bytes where that is more, and no nearer than what is predicted."""
+        twentieth of the bytes where that is more, and no nearer than the predicted one."""
         *_, before, last = self.judged
         from_bytes = int(self.sizes[last])
         step = max(2 * abs(from_bytes - int(self.sizes[before])), from_bytes // 20)

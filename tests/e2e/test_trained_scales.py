@@ -100,6 +100,34 @@ def test_it_is_trained_once_and_planned_from(sources: dict[str, Path], tmp_path:
     assert any(point.loss == pytest.approx(first.report.calibration.loss) for point in measured)
 
 
+@pytest.mark.usefixtures("eager")
+def test_an_interrupted_training_goes_on_to_the_same_numbers(
+    sources: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    whole = Done(settings_for(sources, "olmoe", tmp_path / "whole", quantizer="trellis", **SMALL))
+    settings = settings_for(sources, "olmoe", tmp_path / "cut", quantizer="trellis", **SMALL)
+    steps: list[int] = []
+
+    class Ended(scales._Course):
+        def step(self) -> None:
+            super().step()
+            steps.append(self.schedule.last_epoch)
+            if len(steps) == 5:
+                raise KeyboardInterrupt
+
+    monkeypatch.setattr(scales, "KEPT_SECONDS", 0.0)
+    monkeypatch.setattr(scales, "_Course", Ended)
+    with pytest.raises(KeyboardInterrupt):
+        Done(settings)
+    (kept,) = (tmp_path / "cut").rglob("scales-*.part")
+    again = Done(settings)
+    assert steps == list(range(1, scales.STEPS + 1))
+    assert not kept.exists()
+    found = [next((tmp_path / name).rglob("scales-*.safetensors")).read_bytes() for name in ("whole", "cut")]
+    assert found[0] == found[1]
+    assert again.manifest.experts == whole.manifest.experts
+
+
 def test_little_text_and_fitted_scales_train_nothing(
     sources: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
