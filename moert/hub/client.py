@@ -68,11 +68,14 @@ class _Redirects(urllib.request.HTTPRedirectHandler):
 
 
 class Hub:
-    """The hub that HF_ENDPOINT names, by default Hugging Face's, with the token of the environment or of `hf auth`."""
+    """The hub that HF_ENDPOINT names, by default Hugging Face's, with the token of the environment or of `hf auth`.
+    Raises RunError where HF_HUB_OFFLINE says that nothing may be fetched."""
 
     def __init__(self) -> None:
         from huggingface_hub import constants, get_token
 
+        if os.environ.get("HF_HUB_OFFLINE", "").upper() in constants.ENV_VARS_TRUE_VALUES:
+            raise RunError("HF_HUB_OFFLINE is set, so that nothing is fetched from a hub: unset it")
         self.endpoint = os.environ.get("HF_ENDPOINT", constants.ENDPOINT).rstrip("/")
         token = get_token()
         self._headers = {"User-Agent": "moert"} | ({"Authorization": f"Bearer {token}"} if token else {})

@@ -22,6 +22,7 @@ from moert.hub.catalogue import home, listed, located, pull, removed
 from moert.hub.client import PackId, parse_id
 from moert.pack.errors import PackError
 from moert.pack.reader import Pack
+from tests.refusing import one_line
 
 ASKED = PackId("owner/name", "main")
 COMMIT = "a" * 40
@@ -120,7 +121,7 @@ def hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeHub]:
     monkeypatch.setenv("HF_ENDPOINT", found.address)
     monkeypatch.setenv("HF_TOKEN", "secret")
     monkeypatch.setenv("MOERT_HOME", str(tmp_path / "home"))
-    for name in ("http_proxy", "HTTP_PROXY", "all_proxy", "ALL_PROXY"):
+    for name in ("HF_HUB_OFFLINE", "http_proxy", "HTTP_PROXY", "all_proxy", "ALL_PROXY"):
         monkeypatch.delenv(name, raising=False)
     yield found
     found.server.shutdown()
@@ -150,6 +151,17 @@ def test_a_pack_comes_whole_and_only_once(hub: FakeHub) -> None:
     assert pull(ASKED, quiet) == found
     assert sorted(hub.asked) == sorted(expected)
     assert located("some/folder", quiet) == Path("some/folder")
+
+
+def test_nothing_is_fetched_offline(hub: FakeHub, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    with one_line(RunError, "HF_HUB_OFFLINE is set, so that nothing is fetched from a hub: unset it"):
+        located("hf:owner/name", quiet)
+    assert hub.asked == []
+    monkeypatch.setenv("HF_HUB_OFFLINE", "0")
+    found = pull(ASKED, quiet)
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    assert located("hf:owner/name", quiet) == found.folder
 
 
 def test_a_newer_commit_takes_the_place_of_the_old_one(hub: FakeHub, tmp_path: Path) -> None:
