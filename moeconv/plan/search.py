@@ -248,7 +248,7 @@ class _Bracket:
         return (nearest.decisive - nearest.loss) * growth
 
     def _guides(self) -> tuple[MeasuredPlan, ...]:
-        """Returns what tells of losses: two plans of the frontier tell more than all that was known before."""
+        """Returns the plans that guide guesses: two of the frontier tell more than all that was known before."""
         known = self.known if len(self.judged) < 2 else ()
         return (*known, *self.judged.values())
 
