@@ -153,7 +153,7 @@ class Choice:
         frontier = self.question.frontier(self.settings.allocation)
         with suppress(TargetMissed):
             target = self.settings.planned_loss
-            found = search(frontier, self._judged, target, self._known(), resolution, self.judged).plan
+            found = search(frontier, self._judged, target, self._known(), resolution, self.plans).plan
             if found.nbytes <= flat.nbytes:
                 return found
         if self._judged(flat).decisive > self.settings.planned_loss:

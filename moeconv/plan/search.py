@@ -140,7 +140,7 @@ def search(
     target: float,
     known: Iterable[MeasuredPlan] = (),
     resolution: float = FINE,
-    judged: Iterable[MeasuredPlan] = (),
+    judged: Iterable[tuple[Plan, MeasuredPlan]] = (),
 ) -> Found:
     """Returns the smallest plan whose decisive figure is at most `target`; the next smaller one tried (within
     `resolution` of its bytes) fails.
@@ -155,11 +155,10 @@ def search(
     bracket = _Bracket(frontier, target, tuple(known), resolution)
     bracket.begin(judged)
     while not bracket.closed():
-        index = bracket.guess()
-        measured = judge(frontier[index])
-        bracket.add(index, measured)
         if bracket.low == len(frontier) - 1:
-            raise TargetMissed(_missed(frontier, measured, target))
+            raise TargetMissed(_missed(frontier, bracket.judged[bracket.low], target))
+        index = bracket.guess()
+        bracket.add(index, judge(frontier[index]))
     return Found(bracket.high, frontier[bracket.high], tuple(bracket.judged.values()))
 
 
@@ -168,19 +167,19 @@ class _Bracket:
     number of plans: none was)."""
 
     def __init__(self, frontier: Frontier, target: float, known: tuple[MeasuredPlan, ...], resolution: float) -> None:
-        self.sizes, self.costs = frontier.sizes, frontier.costs
+        self.frontier, self.sizes, self.costs = frontier, frontier.sizes, frontier.costs
         self.target, self.known, self.resolution = target, known, resolution
         self.low, self.high = -1, len(frontier)
         self.judged: dict[int, MeasuredPlan] = {}
         self.last = -1
         self.stuck = 0  # guesses in a row that did not halve the range
 
-    def begin(self, judged: Iterable[MeasuredPlan]) -> None:
+    def begin(self, judged: Iterable[tuple[Plan, MeasuredPlan]]) -> None:
         """Begins between the smallest of these plans that holds and the largest smaller one that fails."""
-        places = {}
-        for one in judged:
-            same = np.flatnonzero((self.sizes == one.nbytes) & np.isclose(self.costs, one.cost))
-            places.update(dict.fromkeys(map(int, same[:1]), one))
+        places = dict[int, MeasuredPlan]()
+        for plan, one in judged:  # other plans may have the same bytes and cost
+            near = map(int, np.flatnonzero((self.sizes == plan.nbytes) & np.isclose(self.costs, plan.cost)))
+            places.update((at, one) for at in near if self.frontier[at] == plan)
         holds = [index for index, one in places.items() if one.decisive <= self.target]
         fails = [index for index in places if index not in holds and index < min(holds, default=len(self.sizes))]
         for index in sorted(fails)[-1:] + sorted(holds)[:1]:
@@ -231,7 +230,8 @@ class _Bracket:
         failed, held = self.judged.get(self.low), self.judged.get(self.high)
         if failed and held and math.inf > failed.decisive > held.decisive:
             part = (self.target - held.decisive) / (failed.decisive - held.decisive)
-            return int(np.argmax(self.costs <= held.cost + part * (failed.cost - held.cost)))
+            most, least = self.costs[[self.low, self.high]]
+            return int(np.argmax(self.costs <= least + part * (most - least)))
         losses = LossMap([(one.cost, one.loss) for one in self._guides()], float(self.costs[-1]))(self.costs)
         holds = np.flatnonzero(losses + self._margin(losses) <= self.target)
         return int(holds[0]) if len(holds) else len(self.sizes) - 1

@@ -326,25 +326,69 @@ def test_steps_grow_where_guesses_are_all_on_one_side(factor: float) -> None:
 
 def test_what_was_judged_before_is_not_asked_again() -> None:
     frontier = hulls(heavy_tailed(64, 3, seed=0, noise=0.02))
-    judge, tried = judge_by(frontier, lambda cost: 0.3 * cost), []
+    judge, tried, judged = judge_by(frontier, lambda cost: 0.3 * cost), [], list[tuple[Plan, MeasuredPlan]]()
 
     def asked(plan: Plan) -> MeasuredPlan:
         tried.append(plan.nbytes)
+        judged.append((plan, judge(plan)))
         return judge(plan)
 
     coarse = search(frontier, asked, TARGET, resolution=0.1)
-    stranger = replace(judge(frontier[3]), nbytes=7, upper=0.0)  # of no plan of this frontier
-    before, noisy = len(tried), replace(judge(frontier[coarse.index + 9]), loss=1.0, upper=1.0)
-    fine = search(frontier, asked, TARGET, judged=[stranger, noisy, *coarse.judged])
+    stranger = replace(frontier[3], nbytes=7)  # of no plan of this frontier
+    before, above = len(tried), frontier[coarse.index + 9]
+    noisy = [(stranger, MeasuredPlan.of(stranger, 0.0)), (above, MeasuredPlan.of(above, 1.0))]
+    fine = search(frontier, asked, TARGET, judged=[*noisy, *judged])
     assert fine.plan == search(frontier, judge, TARGET).plan
     assert len(tried) - before <= 3
     assert len(tried) == len(set(tried))
     assert all(fine.plan.nbytes * 0.8 < nbytes <= coarse.plan.nbytes for nbytes in tried[before:])
-    again = search(frontier, asked, TARGET, judged=fine.judged)
+    again = search(frontier, asked, TARGET, judged=judged)
     assert (again.plan, len(tried)) == (fine.plan, len(set(tried)))
-    failed = MeasuredPlan.of(frontier[len(frontier) - 1], 1.0)
+    largest = frontier[len(frontier) - 1]
     with pytest.raises(TargetMissed):
-        search(frontier, lambda plan: MeasuredPlan.of(plan, 1.0), TARGET, judged=[failed])
+        search(frontier, asked, TARGET, judged=[*judged, (largest, MeasuredPlan.of(largest, 1.0))][-1:])
+    assert len(tried) == len(set(tried)), "the largest failed, which is known"
+
+
+@settings(deadline=None)
+@given(small_problems(), st.randoms(use_true_random=False), st.sampled_from([0.5, 0.1, 0.0]))
+def test_a_search_that_goes_on_accepts_only_what_the_judge_accepts(
+    problem: Problem, random: np.random.Generator, resolution: float
+) -> None:
+    """Also where plans have the bytes and the cost of others, and figures are no numbers."""
+    for allocate in ALLOCATORS.values():
+        frontier, said = allocate(problem), dict[str, MeasuredPlan]()
+
+        def judge(plan: Plan, said: dict[str, MeasuredPlan] = said) -> MeasuredPlan:
+            one = MeasuredPlan.of(plan, random.random(), random.choice([0.0, TARGET, 1.0, math.nan, math.inf, None]))
+            return said.setdefault(repr(plan), one)
+
+        tried = [frontier[index] for index in range(len(frontier)) if random.random() < 0.5]
+        judged = [(plan, judge(plan)) for plan in tried]
+        random.shuffle(judged)
+        try:
+            found = search(frontier, judge, TARGET, judged=judged, resolution=resolution)
+        except TargetMissed:
+            assert not judge(frontier[len(frontier) - 1]).decisive <= TARGET
+            continue
+        assert judge(found.plan).decisive <= TARGET
+        smaller = [plan.nbytes for plan, one in judged if one.decisive <= TARGET]
+        assert found.plan.nbytes <= min(smaller, default=found.plan.nbytes)
+
+
+def test_a_guess_beside_a_plan_that_just_holds_is_near_it() -> None:
+    """The sum of a plan's costs may differ from the frontier's by rounding."""
+    rounded = (hulls(heavy_tailed(64, 3, seed, noise=0.02)) for seed in range(40))
+    frontier = next(one for one in rounded if one.costs[-1] > one[len(one) - 1].cost)
+    ends, tried = [frontier[0], frontier[len(frontier) - 1]], list[int]()
+    judged = [(plan, MeasuredPlan.of(plan, loss)) for plan, loss in zip(ends, (1.0, TARGET), strict=True)]
+
+    def judge(plan: Plan) -> MeasuredPlan:
+        tried.append(plan.nbytes)
+        return MeasuredPlan.of(plan, 1.0)
+
+    search(frontier, judge, TARGET, judged=judged)
+    assert tried[0] > 0.9 * frontier.sizes[-1]
 
 
 def test_a_bound_that_is_the_target_meets_it() -> None:
