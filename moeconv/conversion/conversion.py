@@ -67,9 +67,9 @@ from moeconv.conversion.settings import ENTRIES, Settings, as_entries, settings_
 from moeconv.conversion.taught import (
     Taught,
     check_route,
-    course_values,
+    course_of,
     loses_alone,
-    neuron_course_values,
+    neuron_course_of,
     neuron_order,
     reported,
     taught_neurons,
@@ -119,8 +119,8 @@ def subject_of(material: Material, coding: Coding) -> dict[str, Any]:
         "documents_sha256": material.documents_sha256,
         **({} if dense is None else {"dense": asdict(dense)}),
         **({} if coding.neurons is None else {"down": "columns"}),  # columns are coded otherwise
-        **({} if not settings.by_hash else {"route": course_values(settings, coding.spec)}),
-        **({} if not settings.predicts else {"predicted": neuron_course_values(settings, coding.spec)}),
+        **({} if not settings.by_hash else {"route": asdict(course_of(settings, coding.spec))}),
+        **({} if not settings.predicts else {"predicted": asdict(neuron_course_of(settings, coding.spec))}),
     }
 
 
