@@ -421,13 +421,6 @@ def forecast(
     )
 
 
-def forecasts(
-    prospects: Sequence[Prospect], like: Reference, processor: Processor | None, drive: Drive, memory_bytes: int
-) -> list[Forecast]:  # fmt: skip
-    """Returns the forecasts for prospects; see forecast."""
-    return [forecast(each, like, processor, drive, memory_bytes) for each in prospects]
-
-
 def _work(spec: ModelSpec, storage: Storage, mixed: Mixture, quantization: Quantization, fit: Fit) -> Work:
     one = mixed.bits_per_weight * spec.weights_per_expert() / 8
     low, high = (4 if bits == 16 and storage.mxfp4 else bits for bits in (mixed.low, mixed.high))
