@@ -424,6 +424,9 @@ class Ranked:
 def swept_by_gradients(bench: Bench, widths: Sequence[Width], account: Account) -> tuple[SensitivityTable, SweepCost]:
     """Returns the sensitivities and the cost of a sweep by gradients on the ranking text. Raises ConversionError."""
     settings, spec = bench.settings, bench.spec
+    if settings.signal != FISHER:
+        why = "the model does not fit the memory" if bench.memory.layered else "there are many of them"
+        account.note(f"experts are ranked by gradients ({said('signal', FISHER)}): {why}")
     probes = probes_for(spec, widths, settings.per_projection)
     base: Bits = (BASE_BITS,) * len(spec.moe.ffn.projections)
     patterns = [base, *dict.fromkeys(probe.bits for probe in probes)]
@@ -538,23 +541,17 @@ def swept(bench: Bench, job: SweepJob, widths: Sequence[Width], measure: Measure
         base = measure.summary(measure(uniform(bench.spec, BASE_BITS), f"all at {BASE_BITS}"))
         table, cost = SensitivityTable(BASE_BITS, base, {}, {}), None
     else:
-        table, cost = (_by_gradients if bench.by_gradients(widths) else _exactly)(bench, job, widths, account)
+        with account.step("sweep", bench.journal):
+            if bench.by_gradients(widths):
+                table, cost = swept_by_gradients(bench, widths, account)
+            else:
+                table, cost = _exactly(bench, job, widths, account)
     account.note(unreached_text(table))
     inputs = Inputs(
         str(job.model), quantizer.name, quantizer.group_size, material.metric_name, measure.samples_id, table,
         {} if job.dense is None else job.dense.bits, job.neurons is not None,
     )  # fmt: skip
     return Swept(inputs, cost)
-
-
-def _by_gradients(
-    bench: Bench, _: SweepJob, widths: Sequence[Width], account: Account
-) -> tuple[SensitivityTable, SweepCost]:
-    if bench.settings.signal != FISHER:
-        why = "the model does not fit the memory" if bench.memory.layered else "there are many of them"
-        account.note(f"experts are ranked by gradients ({said('signal', FISHER)}): {why}")
-    with account.step("sweep", bench.journal):
-        return swept_by_gradients(bench, widths, account)
 
 
 def _exactly(
@@ -565,7 +562,6 @@ def _exactly(
     sweep = Sweep(bench.journal, job, material.metric, probes)
     reads = [job.model, *([job.moments] if job.moments else []), *material.metric_file]
     with (
-        account.step("sweep", bench.journal),
         account.progress("sweep", sweep.missing()) as bar,
         runner_for(settings.cluster, SweepWorker, reads, lambda job: SweepWorker(job, bench.trial)) as runner,
     ):
