@@ -197,9 +197,9 @@ class Conversion:
         with WorkDir(settings.work / directory) as work:
             work.save("subject.json", subject)
             beside = coding.beside_in(settings.work / directory, memory.layered)
-            bench = Bench(coding.weighing(beside), material, work.journal(directory), job.moments)
-            bench = bench.within(memory, self.account.progress)
-            say(f"work directory {work.path}, {len(bench.journal)} measurements in its journal")
+            journal = work.journal(directory)
+            bench = Bench(coding.weighing(beside), material, journal, job.moments, memory, self.account.progress)
+            say(f"work directory {work.path}, {len(journal)} measurements in its journal")
             coding.checkpoint.check_finite()
             return self._measured(bench, job, work, conversion_of(subject, settings))
 

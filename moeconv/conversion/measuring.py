@@ -103,18 +103,16 @@ ROWS_AN_INPUT = 10  # tokens that an expert should see for each of its inputs, o
 class Bench:
     """The model, text and journal that stages measure with. The model and its coder are made when they are first
     needed: a run that only reads its journal needs little of them. `moments` is the file that the coder reads then,
-    None where the quantizer needs none. `instead`: the hash function in the routers' place, or the predictor that
-    leaves out neurons, where plans are judged."""
+    None where the quantizer needs none. `show` says how far a pass through a model's layers is. `instead`: the hash
+    function in the routers' place, or the predictor that leaves out neurons, where plans are judged."""
 
-    def __init__(self, coding: Coding, material: Material, journal: Journal, moments: Path | None) -> None:
+    def __init__(
+        self, coding: Coding, material: Material, journal: Journal, moments: Path | None,
+        memory: Memory | None = None, show: Progress = unseen,
+    ) -> None:  # fmt: skip
         self.coding, self.material, self.journal, self.moments = coding, material, journal, moments
-        self.memory, self.show = Memory(), unseen
+        self.memory, self.show = memory or Memory(), show
         self.instead: Instead | None = None
-
-    def within(self, memory: Memory, show: Progress) -> Bench:
-        """Returns this bench with its memory set; `show` says how far a pass through a model's layers is."""
-        self.memory, self.show = memory, show
-        return self
 
     def by_gradients(self, widths: Sequence[Width]) -> bool:
         """Returns whether the sweep is by gradients: asked for, or the model is too large for an exact sweep."""
