@@ -103,8 +103,6 @@ def nearest(spec: ModelSpec, known: Sequence[Reference]) -> Reference:
 # everything but the experts, with the runtime's own time for each layer whatever its size. Reading ahead is not
 # reckoned: it gains little where a token waits for the drive.
 
-KERNEL_BITS = (2, 3, 4, 8, 16)
-
 
 @dataclass(frozen=True)
 class Drive:
