@@ -21,7 +21,6 @@ from moeconv.report.curves import (
     width_map,
 )
 from moeconv.report.page import Chart, Section, duration, figure, interval_text, paragraph, percent, size
-from moert.pack.codec import Width
 from moert.pack.manifest import BACKBONE, Manifest, dense_width
 from moert.pack.model_spec import ExpertKey, ModelSpec
 from moert.pack.paths import TransitionTable
@@ -41,7 +40,7 @@ _NAMED = 40  # experts listed by name before the rest is only counted
 def importance_section(report: ConversionReport, spec: ModelSpec) -> Section:
     name, title = "importance", "How much each expert matters"
     table = report.sensitivity
-    bits = None if table is None else probed_bits(table)
+    bits = None if table is None else table.probed_bits
     if table is None or bits is None:
         return Section(name, title, paragraph("Not measured: the conversion probed no expert on its own."))
     costs = {probe.key: cost for probe, cost in table.costs.items() if set(probe.bits) == {bits}}
@@ -61,11 +60,6 @@ def importance_section(report: ConversionReport, spec: ModelSpec) -> Section:
     named = ", ".join(f"{key} ({percent(told[key], 2)})" for key in top)
     most = f"Most costly by the metric: {named}." if told else "The metric could not tell them apart on this text."
     return Section(name, title, paragraph(how) + _tabs(charts, report.signal) + paragraph(most), charts)
-
-
-def probed_bits(table: SensitivityTable) -> Width | None:
-    """Returns the least width that experts were probed at with all their projections; None without any."""
-    return min((probe.bits[0] for probe in table.costs if len(set(probe.bits)) == 1), default=None)
 
 
 def _tabs(charts: Sequence[Chart], signal: str) -> str:
@@ -337,7 +331,7 @@ def marked(before: str, after: str) -> tuple[str, str]:
 
 def expert_section(report: ConversionReport, manifest: Manifest) -> Section:
     table = report.sensitivity
-    bits = None if table is None else probed_bits(table)
+    bits = None if table is None else table.probed_bits
     importance = table.importance(bits) if table is not None and bits is not None else {}
     coverage = table.coverage if table is not None else {}
     rows = []
