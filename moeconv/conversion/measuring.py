@@ -380,7 +380,10 @@ def widths_worth_probing(bench: Bench, judge: Judge, account: Account) -> Widths
     account.note(judge.counted_text())
     if judge.holds(last) and len(tried) == 1 and not bench.coding.dense.chooses:
         return Widths(widths[:1], tried)  # nothing can be smaller
-    _say_if_too_little(judge, list(tried.values()), bench.material.judged_share, account)
+    needed, stated = judge.needed(list(tried.values())), judge.stated
+    if needed is not None and stated is not None:
+        promised = f"{judge.planned_loss:.2%} at {stated:.0%}"
+        account.say(f"note: {needed_text(needed, judge.counted, promised, bench.material.judged_share)}")
     if not judge.holds(last):
         advice = _advice(judge, last, "allow wider experts with --bits")
         raise TargetMissed(
@@ -388,13 +391,6 @@ def widths_worth_probing(bench: Bench, judge: Judge, account: Account) -> Widths
             f"{judge.planned_loss:.2%} is missed: {advice}, or a larger --loss"
         )
     return Widths(widths[: len(tried) + 1], tried)  # single experts may still want more than all together
-
-
-def _say_if_too_little(judge: Judge, tried: Sequence[Evaluation], share: float, account: Account) -> None:
-    needed, stated = judge.needed(tried), judge.stated
-    if needed is not None and stated is not None:
-        promised = f"{judge.planned_loss:.2%} at {stated:.0%}"
-        account.say(f"note: {needed_text(needed, judge.counted, promised, share)}")
 
 
 def _advice(judge: Judge, missed: Evaluation, wider: str) -> str:

@@ -174,14 +174,10 @@ def usual_rank(spec: ModelSpec) -> int:
     return min(width, max(_LEAST_RANK, min(_MOST_RANK, width // _USUAL_SHARE)))
 
 
-def tokens_wanted(spec: ModelSpec) -> int:
-    """Returns the number of tokens to learn from, unless the user gives a number of samples."""
-    return min(_MOST_TOKENS, _ROWS * spec.moe.n // spec.moe.router.top_k)
-
-
 def samples_wanted(spec: ModelSpec, learning: Volume, heldout: Volume) -> tuple[int, int]:
     """Returns the numbers of samples of both texts, unless the user gives one."""
-    return samples_of(learning, tokens_wanted(spec)), samples_of(heldout, HELD_NEURON_TOKENS)
+    tokens = min(_MOST_TOKENS, _ROWS * spec.moe.n // spec.moe.router.top_k)
+    return samples_of(learning, tokens), samples_of(heldout, HELD_NEURON_TOKENS)
 
 
 def neuron_lesson_bytes(spec: ModelSpec, texts: Sequence[Volume], limits: Sequence[int], course: NeuronCourse) -> int:
