@@ -76,7 +76,7 @@ def _tabs(charts: Sequence[Chart], signal: str) -> str:
 
 
 def width_section(manifest: Manifest) -> Section:
-    chart = width_map("widths", manifest.experts, manifest.model)
+    chart = width_map(manifest.experts, manifest.model)
     counts = ", ".join(f"{count:,} at {bits} bits" for bits, count in bits_histogram(manifest.experts).items())
     how = (
         f"Each cell is one expert's width: the darker, the fewer bits. Matrices by width: {counts}; with their scales "
@@ -93,7 +93,7 @@ def curve_section(report: ConversionReport, spec: ModelSpec) -> Section:
         return Section(name, title, paragraph("No curve: the conversion weighed no plans against each other."))
     weights = len(spec.expert_keys()) * spec.weights_per_expert()
     asked = {"size": report.target.value, "bits": report.target.value * weights / 8}.get(report.target.kind)
-    chart = loss_curve("size-loss", report, asked)
+    chart = loss_curve(report, asked)
     chosen_too = report.dense is not None and report.dense.purpose is not None
     what = "all experts and all other matrices" if chosen_too else "all experts"
     how = (
@@ -141,12 +141,12 @@ def path_section(table: TransitionTable | None, top_k: int) -> Section:
     if not shares or guessed is None:
         return Section(name, title, paragraph("No paths to show: that takes three layers with experts in one stack."))
     top = ", ".join(f"{percent(top_share(share), 0)} of tokens ({stack})" for stack, share in shares.items())
-    paths = path_curve("paths-share", shares)
+    paths = path_curve(shares)
     how_paths = (
         "A path is the experts that a token takes in three successive layers with experts. The steeper the line "
         f"rises, the fewer paths carry the text: the 20% most frequent serve {top}."
     )
-    bars = prediction_bars("paths-prediction", guessed)
+    bars = prediction_bars(guessed)
     among = "the n most frequent" if top_k == 1 else f"the n × {top_k} most frequent"
     how_bars = (
         f"How often the next expert is among {among} ones (top-n), by how many of the layers before are known; the "
