@@ -114,6 +114,11 @@ class SensitivityTable:
         """Returns the experts that fewer than LEAST_SEEN tokens reached."""
         return sorted(key for key, tokens in self.coverage.items() if tokens < LEAST_SEEN)
 
+    @property
+    def probed_bits(self) -> Width | None:
+        """The least width that experts were probed at with all their projections; None without any."""
+        return min((probe.bits[0] for probe in self.costs if len(set(probe.bits)) == 1), default=None)
+
     def importance(self, bits: Width) -> dict[ExpertKey, float]:
         """Returns expert → the loss of the metric with all of its projections at `bits`."""
         return {probe.key: cost[0] for probe, cost in self.costs.items() if set(probe.bits) == {bits}}

@@ -22,7 +22,7 @@ from moeconv.plan.forecast import (
     Reference,
     Subject,
     Tools,
-    forecasts,
+    forecast,
     nearest,
     processor_of,
     prospect,
@@ -154,12 +154,12 @@ def expect(model: str, machine: Mapping[str, Any], place: Where, timed: Timing) 
     numbers, like = parameters(spec, outline.description.computed), nearest(spec, references())
     group_size, codes = group_size_of(DEFAULT_QUANTIZER, None), codes_of(DEFAULT_QUANTIZER)
     storage, host = Storage(group_size, outline.description.mxfp4, codes=codes), host_of(dict(machine))
-    prospects = [
+    prospects = (
         prospect(spec, storage, mixed, dense_of(spec, bits), wide, host)
         for bits in DENSE_BITS
         for mixed in ways(spec, storage)
-    ]
-    found = forecasts(prospects, like, place.processor, place.drive, place.memory_bytes)
+    )
+    found = [forecast(each, like, place.processor, place.drive, place.memory_bytes) for each in prospects]
     source = source_bytes(path, outline, numbers)
     room = machine["memory"]["free_bytes"] or place.memory_bytes  # of this machine, which converts
     tools = Tools(timed.weights_per_s, timed.flops_per_s, place.drive.bytes_per_s, room)

@@ -67,9 +67,9 @@ from moeconv.conversion.settings import ENTRIES, Settings, as_entries, settings_
 from moeconv.conversion.taught import (
     Taught,
     check_route,
-    course_values,
+    course_of,
     loses_alone,
-    neuron_course_values,
+    neuron_course_of,
     neuron_order,
     reported,
     taught_neurons,
@@ -119,8 +119,8 @@ def subject_of(material: Material, coding: Coding) -> dict[str, Any]:
         "documents_sha256": material.documents_sha256,
         **({} if dense is None else {"dense": asdict(dense)}),
         **({} if coding.neurons is None else {"down": "columns"}),  # columns are coded otherwise
-        **({} if not settings.by_hash else {"route": course_values(settings, coding.spec)}),
-        **({} if not settings.predicts else {"predicted": neuron_course_values(settings, coding.spec)}),
+        **({} if not settings.by_hash else {"route": asdict(course_of(settings, coding.spec))}),
+        **({} if not settings.predicts else {"predicted": asdict(neuron_course_of(settings, coding.spec))}),
     }
 
 
@@ -197,9 +197,9 @@ class Conversion:
         with WorkDir(settings.work / directory) as work:
             work.save("subject.json", subject)
             beside = coding.beside_in(settings.work / directory, memory.layered)
-            bench = Bench(coding.weighing(beside), material, work.journal(directory), job.moments)
-            bench = bench.within(memory, self.account.progress)
-            say(f"work directory {work.path}, {len(bench.journal)} measurements in its journal")
+            journal = work.journal(directory)
+            bench = Bench(coding.weighing(beside), material, journal, job.moments, memory, self.account.progress)
+            say(f"work directory {work.path}, {len(journal)} measurements in its journal")
             coding.checkpoint.check_finite()
             return self._measured(bench, job, work, conversion_of(subject, settings))
 

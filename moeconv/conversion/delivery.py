@@ -121,8 +121,8 @@ class Outcome:
         text."""
         if self.table is None:
             return None
-        whole = [min(probe.bits) for probe in self.table.costs if len(set(probe.bits)) == 1]
-        found = self.table.importance(min(whole)) if whole else {}
+        bits = self.table.probed_bits
+        found = {} if bits is None else self.table.importance(bits)
         return {key: cost for key, cost in found.items() if math.isfinite(cost)} or None
 
 

@@ -103,18 +103,16 @@ ROWS_AN_INPUT = 10  # tokens that an expert should see for each of its inputs, o
 class Bench:
     """The model, text and journal that stages measure with. The model and its coder are made when they are first
     needed: a run that only reads its journal needs little of them. `moments` is the file that the coder reads then,
-    None where the quantizer needs none. `instead`: the hash function in the routers' place, or the predictor that
-    leaves out neurons, where plans are judged."""
+    None where the quantizer needs none. `show` says how far a pass through a model's layers is. `instead`: the hash
+    function in the routers' place, or the predictor that leaves out neurons, where plans are judged."""
 
-    def __init__(self, coding: Coding, material: Material, journal: Journal, moments: Path | None) -> None:
+    def __init__(
+        self, coding: Coding, material: Material, journal: Journal, moments: Path | None,
+        memory: Memory | None = None, show: Progress = unseen,
+    ) -> None:  # fmt: skip
         self.coding, self.material, self.journal, self.moments = coding, material, journal, moments
-        self.memory, self.show = Memory(), unseen
+        self.memory, self.show = memory or Memory(), show
         self.instead: Instead | None = None
-
-    def within(self, memory: Memory, show: Progress) -> Bench:
-        """Returns this bench with its memory set; `show` says how far a pass through a model's layers is."""
-        self.memory, self.show = memory, show
-        return self
 
     def by_gradients(self, widths: Sequence[Width]) -> bool:
         """Returns whether the sweep is by gradients: asked for, or the model is too large for an exact sweep."""
@@ -382,7 +380,10 @@ def widths_worth_probing(bench: Bench, judge: Judge, account: Account) -> Widths
     account.note(judge.counted_text())
     if judge.holds(last) and len(tried) == 1 and not bench.coding.dense.chooses:
         return Widths(widths[:1], tried)  # nothing can be smaller
-    _say_if_too_little(judge, list(tried.values()), bench.material.judged_share, account)
+    needed, stated = judge.needed(list(tried.values())), judge.stated
+    if needed is not None and stated is not None:
+        promised = f"{judge.planned_loss:.2%} at {stated:.0%}"
+        account.say(f"note: {needed_text(needed, judge.counted, promised, bench.material.judged_share)}")
     if not judge.holds(last):
         advice = _advice(judge, last, "allow wider experts with --bits")
         raise TargetMissed(
@@ -390,13 +391,6 @@ def widths_worth_probing(bench: Bench, judge: Judge, account: Account) -> Widths
             f"{judge.planned_loss:.2%} is missed: {advice}, or a larger --loss"
         )
     return Widths(widths[: len(tried) + 1], tried)  # single experts may still want more than all together
-
-
-def _say_if_too_little(judge: Judge, tried: Sequence[Evaluation], share: float, account: Account) -> None:
-    needed, stated = judge.needed(tried), judge.stated
-    if needed is not None and stated is not None:
-        promised = f"{judge.planned_loss:.2%} at {stated:.0%}"
-        account.say(f"note: {needed_text(needed, judge.counted, promised, share)}")
 
 
 def _advice(judge: Judge, missed: Evaluation, wider: str) -> str:
@@ -424,6 +418,9 @@ class Ranked:
 def swept_by_gradients(bench: Bench, widths: Sequence[Width], account: Account) -> tuple[SensitivityTable, SweepCost]:
     """Returns the sensitivities and the cost of a sweep by gradients on the ranking text. Raises ConversionError."""
     settings, spec = bench.settings, bench.spec
+    if settings.signal != FISHER:
+        why = "the model does not fit the memory" if bench.memory.layered else "there are many of them"
+        account.note(f"experts are ranked by gradients ({said('signal', FISHER)}): {why}")
     probes = probes_for(spec, widths, settings.per_projection)
     base: Bits = (BASE_BITS,) * len(spec.moe.ffn.projections)
     patterns = [base, *dict.fromkeys(probe.bits for probe in probes)]
@@ -538,23 +535,17 @@ def swept(bench: Bench, job: SweepJob, widths: Sequence[Width], measure: Measure
         base = measure.summary(measure(uniform(bench.spec, BASE_BITS), f"all at {BASE_BITS}"))
         table, cost = SensitivityTable(BASE_BITS, base, {}, {}), None
     else:
-        table, cost = (_by_gradients if bench.by_gradients(widths) else _exactly)(bench, job, widths, account)
+        with account.step("sweep", bench.journal):
+            if bench.by_gradients(widths):
+                table, cost = swept_by_gradients(bench, widths, account)
+            else:
+                table, cost = _exactly(bench, job, widths, account)
     account.note(unreached_text(table))
     inputs = Inputs(
         str(job.model), quantizer.name, quantizer.group_size, material.metric_name, measure.samples_id, table,
         {} if job.dense is None else job.dense.bits, job.neurons is not None,
     )  # fmt: skip
     return Swept(inputs, cost)
-
-
-def _by_gradients(
-    bench: Bench, _: SweepJob, widths: Sequence[Width], account: Account
-) -> tuple[SensitivityTable, SweepCost]:
-    if bench.settings.signal != FISHER:
-        why = "the model does not fit the memory" if bench.memory.layered else "there are many of them"
-        account.note(f"experts are ranked by gradients ({said('signal', FISHER)}): {why}")
-    with account.step("sweep", bench.journal):
-        return swept_by_gradients(bench, widths, account)
 
 
 def _exactly(
@@ -565,7 +556,6 @@ def _exactly(
     sweep = Sweep(bench.journal, job, material.metric, probes)
     reads = [job.model, *([job.moments] if job.moments else []), *material.metric_file]
     with (
-        account.step("sweep", bench.journal),
         account.progress("sweep", sweep.missing()) as bar,
         runner_for(settings.cluster, SweepWorker, reads, lambda job: SweepWorker(job, bench.trial)) as runner,
     ):

@@ -137,13 +137,8 @@ def course_of(settings: Settings, spec: ModelSpec) -> Course:
     return Course(usual_width(spec, uniform_bytes(spec, _GUESSED_BITS)), seed=settings.seed)
 
 
-def course_values(settings: Settings, spec: ModelSpec) -> dict[str, Any]:
-    """Returns the course of the hash function as JSON values."""
-    return asdict(course_of(settings, spec))
-
-
-def decided_by(about: Mapping[str, Any], course: Course) -> str:
-    """Returns the digest of all values that decide a hash function; see lesson_of."""
+def decided_by(about: Mapping[str, Any], course: Course | NeuronCourse) -> str:
+    """Returns the digest of all values that decide a trained network; see lesson_of and neuron_lesson_of."""
     return digest_of({"examples": digest_of(about), **asdict(course)})
 
 
@@ -179,14 +174,10 @@ def usual_rank(spec: ModelSpec) -> int:
     return min(width, max(_LEAST_RANK, min(_MOST_RANK, width // _USUAL_SHARE)))
 
 
-def tokens_wanted(spec: ModelSpec) -> int:
-    """Returns the number of tokens to learn from, unless the user gives a number of samples."""
-    return min(_MOST_TOKENS, _ROWS * spec.moe.n // spec.moe.router.top_k)
-
-
 def samples_wanted(spec: ModelSpec, learning: Volume, heldout: Volume) -> tuple[int, int]:
     """Returns the numbers of samples of both texts, unless the user gives one."""
-    return samples_of(learning, tokens_wanted(spec)), samples_of(heldout, HELD_NEURON_TOKENS)
+    tokens = min(_MOST_TOKENS, _ROWS * spec.moe.n // spec.moe.router.top_k)
+    return samples_of(learning, tokens), samples_of(heldout, HELD_NEURON_TOKENS)
 
 
 def neuron_lesson_bytes(spec: ModelSpec, texts: Sequence[Volume], limits: Sequence[int], course: NeuronCourse) -> int:
@@ -217,7 +208,7 @@ def neuron_lesson_of(
 
     blocks = {place: [block(key) for key in _experts(spec, place)] for place in spec.moe_layers()}
     train, heldout = examples("to learn", scorers[0]), examples("to judge by", scorers[1])
-    return NeuronLesson(train, heldout, first, blocks, neurons_decided_by(about, course), folder, order)
+    return NeuronLesson(train, heldout, first, blocks, decided_by(about, course), folder, order)
 
 
 def _experts(spec: ModelSpec, place: LayerKey) -> list[ExpertKey]:
@@ -232,16 +223,6 @@ def guessed_block(spec: ModelSpec, group_size: int, neurons: Neurons) -> int:
 def neuron_course_of(settings: Settings, spec: ModelSpec) -> NeuronCourse:
     """Returns the course that a conversion trains its predictor of neurons with."""
     return NeuronCourse(usual_rank(spec), seed=settings.seed)
-
-
-def neuron_course_values(settings: Settings, spec: ModelSpec) -> dict[str, Any]:
-    """Returns the course of the predictor as JSON values."""
-    return asdict(neuron_course_of(settings, spec))
-
-
-def neurons_decided_by(about: Mapping[str, Any], course: NeuronCourse) -> str:
-    """Returns the digest of all values that decide a predictor; see neuron_lesson_of."""
-    return digest_of({"examples": digest_of(about), **asdict(course)})
 
 
 # The order in which the neurons of each expert lie in a pack by neurons: those that fire together on the calibration
@@ -434,7 +415,7 @@ def taught_neurons(bench: Bench, work: WorkDir, account: Account, order: NeuronO
         return trained_neurons(lesson, course, account.say, account.progress)
 
     with account.step("predictor of neurons", bench.journal):
-        school = School(bench, work, account, "neurons", neurons_decided_by(about, course), needed, limits)
+        school = School(bench, work, account, "neurons", decided_by(about, course), needed, limits)
         predictor = school.learnt(NeuronPredictor.from_bytes, NeuronPredictor.to_bytes, train)
     kept = Kept(*np.mean([layer.kept for layer in predictor.layers.values()], axis=0).tolist())
     account.say(f"predictor of neurons: of rank {course.rank}, {kept_text(kept)} of {block}")

@@ -287,9 +287,6 @@ class HashRouting:
         with Following(trial, trial.checkpoint.description, self.function).routing():
             yield
 
-    def seen(self, trial: Trial) -> dict[str, Any]:
-        return {}
-
 
 def refusal(experts: Experts) -> str | None:
     """Returns why a hash function can't take the place of these experts' router; None where it can."""

@@ -189,9 +189,6 @@ class PredictedNeurons:
         with trial.calls.during(naming=NamedNeurons(self.predictor, size, self.order)):
             yield
 
-    def seen(self, trial: Trial) -> dict[str, Any]:
-        return {}
-
 
 # Training of a predictor of neurons, layer by layer: balanced cross-entropy with the firing neurons, then thresholds.
 

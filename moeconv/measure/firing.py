@@ -3,24 +3,21 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from itertools import chain
 from typing import NamedTuple, Protocol
 
 import numpy as np
 import numpy.typing as npt
 import torch
-from torch import Tensor
 
 from moeconv.measure.scorers import Routed, Subject
 from moeconv.measure.scoring import TextScorer
 from moeconv.order import Bits, NeuronOrder, by_frequency, together, touched
 from moeconv.progress import Bar, Progress
-from moeconv.source.experts import Call, ExpertCalls, expert_inner
+from moeconv.source.experts import Call, expert_inner
 from moert.pack.codec import U8
 from moert.pack.layout import U32
 from moert.pack.model_spec import LayerKey
-from moert.pack.parts import Act
 
 # Each neuron's firings on text, and the order of neurons that follows from them.
 # A neuron fires where its input to the down matrix is not zero.
@@ -150,112 +147,3 @@ def ordered(layers: Iterable[tuple[LayerKey, Counted]], size: int) -> Ordered:
         counts[place] = layer.counts
         shares += [each for _, each in found if each[0]]
     return Ordered(NeuronOrder(orders), counts, shares)
-
-
-# Firing neurons of a model's experts: how many for a token, how many of them lately as well, how unevenly.
-# A neuron fires where its input to the down matrix is not zero; only some activations give exact zeros. Neurons of
-# different experts are different neurons.
-
-LATELY = (1, 2, 5, 10, 20)  # tokens back
-BLOCKS = (2, 4, 8, 16, 32)  # neurons side by side
-_NEVER = -(1 << 40)
-
-F64 = npt.NDArray[np.float64]
-
-
-@dataclass(frozen=True)
-class Activity:
-    """Firings of one layer's experts, counted over `tokens`: `asked` [experts] are the rows of each expert, `fired`
-    [experts, d_ff] the firings of each neuron, `lately` [LATELY] the firings whose neuron had also fired within that
-    many tokens before, `touched` [BLOCKS] the blocks of that many neurons in which one fired, of `blocks` [BLOCKS].
-    Tokens before go on from sample to sample, as in a cache."""
-
-    tokens: int
-    asked: I64
-    fired: I64
-    lately: I64
-    touched: I64
-    blocks: I64
-
-    @property
-    def share(self) -> float:
-        """The share of an expert's neurons that fire for a token, on average. 0..1; nan if no token went to an
-        expert."""
-        rows = int(self.asked.sum()) * self.fired.shape[1]
-        return int(self.fired.sum()) / rows if rows else float("nan")
-
-    @property
-    def by_expert(self) -> F64:
-        """`share` for each expert [experts]; nan for experts that no token went to."""
-        rows = np.where(self.asked > 0, self.asked * self.fired.shape[1], np.nan)
-        return np.asarray(self.fired.sum(axis=1) / rows, dtype=np.float64)
-
-    @property
-    def again(self) -> F64:
-        """The share of firings whose neuron had also fired within LATELY tokens before. [LATELY], 0..1"""
-        return np.asarray(self.lately / max(1, int(self.fired.sum())), dtype=np.float64)
-
-    @property
-    def block_share(self) -> F64:
-        """The share of blocks of BLOCKS neurons in which a neuron fires for a token. [BLOCKS], 0..1"""
-        return np.asarray(self.touched / np.maximum(1, self.blocks), dtype=np.float64)
-
-    def covered(self, most: float) -> float:
-        """Returns the share of all firings that belong to the `most` frequent (0..1) of the layer's neurons. 0..1"""
-        counts = np.sort(self.fired, axis=None)[::-1]
-        return float(counts[: round(most * len(counts))].sum() / max(1, int(counts.sum())))
-
-
-def has_zeros(act: Act) -> bool:
-    """Returns whether this activation gives exactly zero for more than single numbers."""
-    return act.name in ("relu", "relu2")
-
-
-def activity_of(subject: Subject, scorer: Reads, bar: Bar) -> dict[LayerKey, Activity] | None:
-    """Returns the firings in each layer with experts while a model in memory reads a scorer's text, and writes its
-    outputs if it has an encoder; None for experts whose activation has no exact zeros. The bar counts samples."""
-    if not has_zeros(subject.spec.moe.ffn.act):
-        return None
-    counts = {place: _Counts(subject.calls, place) for place in subject.spec.moe_layers()}
-    heard(subject, scorer, lambda place, call: counts[place].see(call), bar)
-    return {place: count.activity() for place, count in counts.items()}
-
-
-class _Counts:
-    """Counters of one layer's firings, call by call."""
-
-    def __init__(self, calls: ExpertCalls, place: LayerKey) -> None:
-        shape = calls.spec.moe.n, calls.spec.moe.ffn.d_ff
-        self.calls, self.place, self.tokens = calls, place, 0
-        self.asked, self.fired = np.zeros(shape[0], np.int64), np.zeros(shape, np.int64)
-        self.last = torch.full(shape, _NEVER)  # the token for which each neuron fired last
-        self.lately = np.zeros(len(LATELY), np.int64)
-        self.touched, self.blocks = np.zeros((2, len(BLOCKS)), np.int64)
-
-    def see(self, call: Call) -> None:
-        """Counts the firings of one call: tokens with experts, sample after sample."""
-        chosen = call.chosen
-        there = (chosen >= 0).any(dim=1)
-        times = self.tokens + there.cumsum(0) - 1
-        for expert in set(chosen[there].flatten().tolist()):
-            if expert >= 0:
-                rows = (chosen == expert).any(dim=1)
-                self._fire(expert, self.calls.inner(self.place.expert(expert), call.x[rows]) != 0, times[rows])
-        self.tokens += int(there.sum())
-
-    def _fire(self, expert: int, on: Tensor, times: Tensor) -> None:
-        """Counts the firings of an expert's rows: `on` [rows, d_ff], `times` [rows] ascending."""
-        self.asked[expert] += len(on)
-        self.fired[expert] += on.sum(0).numpy()
-        seen = torch.cat([self.last[expert][None], torch.where(on, times[:, None], _NEVER)]).cummax(0).values
-        ages = (times[:, None] - seen[:-1])[on]
-        self.last[expert] = seen[-1]
-        self.lately += [int((ages <= most).sum()) for most in LATELY]
-        for place, size in enumerate(BLOCKS):
-            padded = torch.nn.functional.pad(on, (0, -on.shape[1] % size))
-            blocks = padded.view(len(on), -1, size).any(-1)
-            self.touched[place] += int(blocks.sum())
-            self.blocks[place] += blocks.numel()
-
-    def activity(self) -> Activity:
-        return Activity(self.tokens, self.asked, self.fired, self.lately, self.touched, self.blocks)

@@ -415,7 +415,7 @@ class Passes:
         plans are in the journal."""
         for folder in (self.room.folder / PASSAGES[2]).glob("*"):
             if folder != passage.folder:
-                Passage(folder, passage.shape).remove()
+                shutil.rmtree(folder, ignore_errors=True)
 
 
 # A model that does not fit memory, on trial: the original layer by layer, with the weights that a pack gives back.

@@ -230,10 +230,6 @@ class Instead(Protocol):
         """Makes the change for the length of a with block."""
         ...
 
-    def seen(self, trial: Trial) -> dict[str, Any]:
-        """Returns its counts from inside the last block, as JSON values."""
-        ...
-
 
 class _Prefers(NamedTuple):
     preference: Preference
@@ -248,6 +244,7 @@ class _Prefers(NamedTuple):
             yield
 
     def seen(self, trial: Trial) -> dict[str, Any]:
+        """Returns the counts from inside the last block, as JSON values."""
         heard = trial.preferring
         missed = [[*at, counts.tolist()] for at, counts in heard.missed.items()]
         gaps = [round(gap, DECIMALS) for gap in heard.gap.values()]
@@ -339,7 +336,7 @@ class Measure:
             with nullcontext() if instead is None else instead.on(trial):
                 evaluation = self._scored(scorer, what).to_json()
             if instead is not self.instead:
-                return {**evaluation, **({} if instead is None else instead.seen(trial))}
+                return evaluation | (instead.seen(trial) if isinstance(instead, _Prefers) else {})
             about = {"samples": self.samples_id, "widths": [bits for _, bits in sorted(widths.items())]}
             return {**evaluation, **about, **beside}
 

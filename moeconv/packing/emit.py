@@ -116,7 +116,7 @@ def chat_of(folder: Path) -> bytes | None:
 
     Raises CheckpointError for a template or tokenizer that can't be used.
     """
-    if not _has_template(folder):
+    if not (folder / _TEMPLATE).is_file() and not (json_object(folder / _CONFIG) or {}).get("chat_template"):
         return None
     tokenizer = _tokenizer(folder)
     templates = tokenizer.chat_template
@@ -133,12 +133,6 @@ def chat_of(folder: Path) -> bytes | None:
         return dump_chat(chat)
     except ChatInvalid as error:
         raise CheckpointError(f"{folder}: {error}: mend {_CONFIG}, or take the template out") from None
-
-
-def _has_template(folder: Path) -> bool:
-    if (folder / _TEMPLATE).is_file():
-        return True
-    return bool((json_object(folder / _CONFIG) or {}).get("chat_template"))
 
 
 def _tokenizer(folder: Path) -> Any:

@@ -103,8 +103,6 @@ def nearest(spec: ModelSpec, known: Sequence[Reference]) -> Reference:
 # everything but the experts, with the runtime's own time for each layer whatever its size. Reading ahead is not
 # reckoned: it gains little where a token waits for the drive.
 
-KERNEL_BITS = (2, 3, 4, 8, 16)
-
 
 @dataclass(frozen=True)
 class Drive:
@@ -419,13 +417,6 @@ def forecast(
         None if rate is None else round((1 - rate) * asked),
         speed,
     )
-
-
-def forecasts(
-    prospects: Sequence[Prospect], like: Reference, processor: Processor | None, drive: Drive, memory_bytes: int
-) -> list[Forecast]:  # fmt: skip
-    """Returns the forecasts for prospects; see forecast."""
-    return [forecast(each, like, processor, drive, memory_bytes) for each in prospects]
 
 
 def _work(spec: ModelSpec, storage: Storage, mixed: Mixture, quantization: Quantization, fit: Fit) -> Work:

@@ -236,12 +236,6 @@ class Mixture:
         place = key.layer * self.per_layer + key.expert
         return self.high if int((place + 1) * self.share) > int(place * self.share) else self.low
 
-    def parts(self) -> Mapping[Width, float]:
-        """Returns the share of the experts with each width."""
-        return {
-            bits: part for bits, part in ((self.low, 1 - self.share), (self.high, self.share)) if part > 0
-        }  # fmt: skip
-
 
 def effective_bits(spec: ModelSpec, storage: Storage, bits: Width) -> float:
     """Returns the bits of an expert's weight at this width, scales and minima counted."""

@@ -103,8 +103,12 @@ class KeptCodes:
             tensors |= {f"{name}.{part}": getattr(one, part) for part in _PARTS[type(one)]}
             group_size = one.group_size if isinstance(one, QuantizedMatrix) else 0
             tensors[f"{name}.sizes"] = np.array([one.in_features, group_size, one.power])
-        body = save(tensors)
-        self._write(self._file(key, bits), body)
+        file, body = self._file(key, bits), save(tensors)
+        try:
+            file.parent.mkdir(parents=True, exist_ok=True)
+            write_atomically(file, body)
+        except OSError as error:
+            raise ConversionError(f"can't write {file}: {error.strerror}; free some space and run again") from None
 
     def rows(self, key: ExpertKey) -> int | None:
         """Returns the number of tokens that the expert saw; None if it was not coded."""
@@ -115,13 +119,6 @@ class KeptCodes:
         if file not in self._finished and self._seals is not None and self._seals.sealed(file):
             self._finished.add(file)
         return file in self._finished
-
-    def _write(self, file: Path, body: bytes) -> None:
-        try:
-            file.parent.mkdir(parents=True, exist_ok=True)
-            write_atomically(file, body)
-        except OSError as error:
-            raise ConversionError(f"can't write {file}: {error.strerror}; free some space and run again") from None
 
     def _file(self, key: ExpertKey, bits: Width) -> Path:
         return self.folder / str(key.at) / f"E{key.expert:03d}-{bits}.safetensors"

@@ -49,11 +49,12 @@ class Hessian:
     def factor(self) -> Tensor:
         """U [n, in, in], upper triangular, with H⁻¹ = Uᵀ U and inputs in `order`."""
         pairs = zip(self.products, self.order, strict=True)
-        return torch.stack([_factor(products[order][:, order]) for products, order in pairs])
+        return torch.stack([factor_of(products[order][:, order]) for products, order in pairs])
 
 
-def _factor(hessian: Tensor) -> Tensor:
-    """Returns U, the inverse of R in H = R Rᵀ: R is upper triangular, the Cholesky factor of H from behind."""
+def factor_of(hessian: Tensor) -> Tensor:
+    """Returns U [in, in], the inverse of R in H = R Rᵀ: R is upper triangular, the Cholesky factor of H from
+    behind."""
     size = len(hessian)
     root = torch.linalg.cholesky(hessian.flip(0, 1).double()).flip(0, 1)
     found: Tensor = torch.linalg.solve_triangular(root, torch.eye(size, dtype=root.dtype), upper=True)
@@ -211,7 +212,8 @@ class ColumnProblem:
         """Returns codes [n, in, groups, size], scale and minimum by GPTQ."""
         order, factor = self.hessian.order, self.hessian.factor
         rest = picked(self.weights, order)
-        found = self._blank()
+        n, rows, _ = rest.shape
+        found = Fitted(torch.empty(n, rows, self.groups, self.size), *torch.empty(2, n, rows, self.groups))
         root = factor.diagonal(dim1=1, dim2=2)[..., None]
 
         def decide(j: int, wanted: Tensor, error: Tensor) -> None:
@@ -280,12 +282,6 @@ class ColumnProblem:
     def _grouped(self, values: Tensor) -> Tensor:
         """Returns values [..., groups * size] by group. [..., groups, size]"""
         return values.view(*values.shape[:-1], self.groups, self.size)
-
-    def _blank(self) -> Fitted:
-        n, rows, _ = self.weights.shape
-        return Fitted(
-            torch.empty(n, rows, self.groups, self.size), *(torch.empty(n, rows, self.groups) for _ in range(2))
-        )
 
 
 def _values(codes: Tensor, scale: Tensor, minimum: Tensor) -> Tensor:

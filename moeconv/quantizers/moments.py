@@ -135,7 +135,7 @@ class Moments:
         return Inputs.of(self.tensors[f"{place}.rows"][:], moment) if moment.any() else None
 
     def _of(self, key: ExpertKey, what: str) -> npt.NDArray[Any]:
-        return self.tensors[_name(key.at, what)][key.expert : key.expert + 1]
+        return self.tensors[f"{key.at}.{what}"][key.expert : key.expert + 1]
 
     @property
     def digest(self) -> str:
@@ -214,10 +214,6 @@ def widest(spec: ModelSpec) -> int:
     return max(spec.expert_width, spec.moe.ffn.d_ff)
 
 
-def _name(at: LayerKey, what: str) -> str:
-    return f"{at}.{what}"
-
-
 @torch.inference_mode()
 def collect(
     calls: ExpertCalls, run: Callable[[], object], wants: Wants, beside: Mapping[str, nn.Linear] = MappingProxyType({})
@@ -237,9 +233,9 @@ def collect(
             tensors[f"{BESIDE}{name}"] = (other.sums / other.rows)[None].numpy()
             tensors[f"{BESIDE}{name}.rows"] = np.array([other.rows])
     for at, layer in layers.items():
-        tensors[_name(at, "rows")] = layer.rows.numpy()
+        tensors[f"{at}.rows"] = layer.rows.numpy()
         for side in SIDES:
-            tensors[_name(at, side)], tensors[_name(at, f"{side}-counted")] = layer.mean(side)
+            tensors[f"{at}.{side}"], tensors[f"{at}.{side}-counted"] = layer.mean(side)
     return Moments(wants, tensors)
 
 
@@ -290,12 +286,8 @@ class _Layer:
         for expert in np.unique(call.chosen[call.chosen >= 0].numpy()).tolist():
             x = call.x[(call.chosen == expert).any(1)]
             self.rows[expert] += len(x)
-            self._add(expert, "in", x)
-            self._add(expert, "mid", self.calls.inner(ExpertKey(*self.place, expert), x))
-
-    def _add(self, expert: int, side: Side, x: Tensor) -> None:
-        """Adds inputs x [tokens, in] of one expert."""
-        self.sums[side][expert] += summed(x, self.wants)
+            self.sums["in"][expert] += summed(x, self.wants)
+            self.sums["mid"][expert] += summed(self.calls.inner(self.place.expert(expert), x), self.wants)
 
     def mean(self, side: Side) -> tuple[F32, F32]:
         """Returns the mean for each expert, and the number of tokens that it counts as [experts]; it overwrites the

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from moeconv.quantizers import viterbi
 from moeconv.quantizers.coding import PairCode, Pairs, code_pairs
-from moeconv.quantizers.gptq import GptqQuantizer, by_blocks, hessian_of, product
+from moeconv.quantizers.gptq import GptqQuantizer, by_blocks, factor_of, hessian_of, product
 from moeconv.quantizers.group import to_float16
 from moeconv.quantizers.quantizer import Coded, Inputs, Wants, check_range
 from moert.pack.codec import (
@@ -121,7 +121,7 @@ def _turned_hessian(inputs: Inputs) -> _Hessian:
         if odd:
             products[:, -1, -1] = products[:, 0, 0]
         found = torch.from_numpy(products)
-        _HESSIANS[inputs] = _Hessian(found, _factor(found))
+        _HESSIANS[inputs] = _Hessian(found, torch.stack([factor_of(each) for each in found]))
     return _HESSIANS[inputs]
 
 
@@ -137,14 +137,6 @@ def _turned_products(products: F32) -> F32:
     sign, share = signs(size), np.float32(1 / turned_together(size))
     once = turned(products * sign * sign[:, None] * share)
     return np.ascontiguousarray(turned(once.transpose(0, 2, 1)))
-
-
-def _factor(products: Tensor) -> Tensor:
-    """Returns U [n, in, in], upper triangular, with H⁻¹ = Uᵀ U."""
-    roots = torch.linalg.cholesky(products.flip(1, 2).double()).flip(1, 2)
-    eye = torch.eye(products.shape[1], dtype=roots.dtype).expand_as(roots)
-    found: Tensor = torch.linalg.solve_triangular(roots, eye, upper=True)
-    return found.float().contiguous()
 
 
 @cache

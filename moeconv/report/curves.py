@@ -87,7 +87,7 @@ _FARTHEST = 1e6
 """The largest value that is drawn: no axis shows more, and drawing computes squares."""
 
 
-def loss_curve(name: str, report: ConversionReport, target_bytes: float | None) -> Chart:
+def loss_curve(report: ConversionReport, target_bytes: float | None) -> Chart:
     """Returns the chart of size and loss: predicted loss as a line, measured plans as points with their bounds, the
     target, the chosen plan."""
     points = sorted(report.curve, key=lambda point: point.nbytes)
@@ -127,7 +127,7 @@ def loss_curve(name: str, report: ConversionReport, target_bytes: float | None) 
             top.spines["top"].set_visible(False)
         axes.legend(loc="upper right")
 
-    return draw(name, *_SIZE, paint)
+    return draw("size-loss", *_SIZE, paint)
 
 
 def read_curve(name: str, found: Residence, target: Target) -> Chart:
@@ -204,7 +204,7 @@ def _range(points: Sequence[CurvePoint], report: ConversionReport) -> tuple[floa
     return low - 0.06 * (high - low), high + 0.12 * (high - low)
 
 
-def path_curve(name: str, shares: Mapping[str, tuple[F64, F64]]) -> Chart:
+def path_curve(shares: Mapping[str, tuple[F64, F64]]) -> Chart:
     """Returns the chart of the share of tokens against the share of paths, a line for each stack (EdgeMoE Fig. 4)."""
 
     def paint(figure: Any) -> None:
@@ -222,10 +222,10 @@ def path_curve(name: str, shares: Mapping[str, tuple[F64, F64]]) -> Chart:
         axes.grid(linewidth=0.8)
         axes.legend(loc="lower right")
 
-    return draw(name, *_SIZE, paint)
+    return draw("paths-share", *_SIZE, paint)
 
 
-def prediction_bars(name: str, accuracy: Sequence[tuple[float, float, float]]) -> Chart:
+def prediction_bars(accuracy: Sequence[tuple[float, float, float]]) -> Chart:
     """Returns the chart of top-1, top-2 and top-3 accuracy by the number of known layers (EdgeMoE Fig. 8)."""
 
     def paint(figure: Any) -> None:
@@ -246,7 +246,7 @@ def prediction_bars(name: str, accuracy: Sequence[tuple[float, float, float]]) -
         )
         axes.legend(loc="upper center", ncols=3)
 
-    return draw(name, *_SIZE, paint)
+    return draw("paths-prediction", *_SIZE, paint)
 
 
 # Maps of layers by experts: one number, or one width, for each expert.
@@ -293,7 +293,7 @@ def number_map(name: str, label: str, values: Mapping[ExpertKey, float], spec: M
     return draw(name, _WIDTH_IN, _height(cells, 1) + 1.1, paint)
 
 
-def width_map(name: str, experts: tuple[ExpertEntry, ...], spec: ModelSpec) -> Chart:
+def width_map(experts: tuple[ExpertEntry, ...], spec: ModelSpec) -> Chart:
     """Returns a map of widths with a panel for each projection; a single one where every expert has all its projections
     at the same width."""
     projections = spec.moe.ffn.projections
@@ -323,7 +323,7 @@ def width_map(name: str, experts: tuple[ExpertEntry, ...], spec: ModelSpec) -> C
         handles = [Patch(facecolor=WIDTH_COLOURS[width], edgecolor=SOFT, label=f"{width} bits") for width in used]
         figure.legend(handles=handles, loc="outside lower center", ncols=len(used), handlelength=1.2)
 
-    return draw(name, _WIDTH_IN, _height(next(iter(cells.values())), len(cells)) + 0.9, paint)
+    return draw("widths", _WIDTH_IN, _height(next(iter(cells.values())), len(cells)) + 0.9, paint)
 
 
 def grid(values: Mapping[ExpertKey, float], spec: ModelSpec) -> F64:

@@ -141,8 +141,8 @@ class Section:
     charts: tuple[Chart, ...] = ()
 
 
-def paragraph(text: str, kind: str = "how") -> str:
-    return f'<p class="{kind}">{escape(text)}</p>'
+def paragraph(text: str) -> str:
+    return f'<p class="how">{escape(text)}</p>'
 
 
 def figure(chart: Chart, meaning: str) -> str:
@@ -191,10 +191,11 @@ def result(report: ConversionReport, n_experts: int) -> str:
     if report.calibration is None and report.heldout is None:
         return text + "Its loss was not measured: the conversion had no calibration text."
     text += f"The aim was {_aim(report)}. "
+    better = [found for found in (report.calibration, report.heldout) if found is not None and found.loss < 0]
     name = _METRICS.get(report.metric, in_words(report.metric))
     change = "rise" if report.metric.endswith("perplexity") or ".py:-" in report.metric else "drop"
     text += f"Loss is the relative {change} of {name} against the unquantized model"
-    text += "; below zero means better than it. " if any(_negative(report)) else ". "
+    text += "; below zero means better than it. " if better else ". "
     if report.calibration is not None:
         text += f"On calibration text that took no part in the ranking it is {interval_text(report.calibration)}"
         if report.confidence is not None and report.upper_bound is not None:
@@ -258,10 +259,6 @@ def _neurons(report: ConversionReport) -> list[str]:
 
 def _notes(report: ConversionReport) -> list[str]:
     return [f"Note: {line}." for line in (report.standing.notes if report.standing else ())]
-
-
-def _negative(report: ConversionReport) -> list[bool]:
-    return [found.loss < 0 for found in (report.calibration, report.heldout) if found is not None]
 
 
 def _verdict(report: ConversionReport) -> str:

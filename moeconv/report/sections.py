@@ -21,7 +21,6 @@ from moeconv.report.curves import (
     width_map,
 )
 from moeconv.report.page import Chart, Section, duration, figure, interval_text, paragraph, percent, size
-from moert.pack.codec import Width
 from moert.pack.manifest import BACKBONE, Manifest, dense_width
 from moert.pack.model_spec import ExpertKey, ModelSpec
 from moert.pack.paths import TransitionTable
@@ -41,7 +40,7 @@ _NAMED = 40  # experts listed by name before the rest is only counted
 def importance_section(report: ConversionReport, spec: ModelSpec) -> Section:
     name, title = "importance", "How much each expert matters"
     table = report.sensitivity
-    bits = None if table is None else probed_bits(table)
+    bits = None if table is None else table.probed_bits
     if table is None or bits is None:
         return Section(name, title, paragraph("Not measured: the conversion probed no expert on its own."))
     costs = {probe.key: cost for probe, cost in table.costs.items() if set(probe.bits) == {bits}}
@@ -63,11 +62,6 @@ def importance_section(report: ConversionReport, spec: ModelSpec) -> Section:
     return Section(name, title, paragraph(how) + _tabs(charts, report.signal) + paragraph(most), charts)
 
 
-def probed_bits(table: SensitivityTable) -> Width | None:
-    """Returns the least width that experts were probed at with all their projections; None without any."""
-    return min((probe.bits[0] for probe in table.costs if len(set(probe.bits)) == 1), default=None)
-
-
 def _tabs(charts: Sequence[Chart], signal: str) -> str:
     parts = []
     first = signal if signal in SIGNALS else SIGNALS[0]
@@ -82,7 +76,7 @@ def _tabs(charts: Sequence[Chart], signal: str) -> str:
 
 
 def width_section(manifest: Manifest) -> Section:
-    chart = width_map("widths", manifest.experts, manifest.model)
+    chart = width_map(manifest.experts, manifest.model)
     counts = ", ".join(f"{count:,} at {bits} bits" for bits, count in bits_histogram(manifest.experts).items())
     how = (
         f"Each cell is one expert's width: the darker, the fewer bits. Matrices by width: {counts}; with their scales "
@@ -99,7 +93,7 @@ def curve_section(report: ConversionReport, spec: ModelSpec) -> Section:
         return Section(name, title, paragraph("No curve: the conversion weighed no plans against each other."))
     weights = len(spec.expert_keys()) * spec.weights_per_expert()
     asked = {"size": report.target.value, "bits": report.target.value * weights / 8}.get(report.target.kind)
-    chart = loss_curve("size-loss", report, asked)
+    chart = loss_curve(report, asked)
     chosen_too = report.dense is not None and report.dense.purpose is not None
     what = "all experts and all other matrices" if chosen_too else "all experts"
     how = (
@@ -147,12 +141,12 @@ def path_section(table: TransitionTable | None, top_k: int) -> Section:
     if not shares or guessed is None:
         return Section(name, title, paragraph("No paths to show: that takes three layers with experts in one stack."))
     top = ", ".join(f"{percent(top_share(share), 0)} of tokens ({stack})" for stack, share in shares.items())
-    paths = path_curve("paths-share", shares)
+    paths = path_curve(shares)
     how_paths = (
         "A path is the experts that a token takes in three successive layers with experts. The steeper the line "
         f"rises, the fewer paths carry the text: the 20% most frequent serve {top}."
     )
-    bars = prediction_bars("paths-prediction", guessed)
+    bars = prediction_bars(guessed)
     among = "the n most frequent" if top_k == 1 else f"the n × {top_k} most frequent"
     how_bars = (
         f"How often the next expert is among {among} ones (top-n), by how many of the layers before are known; the "
@@ -337,7 +331,7 @@ def marked(before: str, after: str) -> tuple[str, str]:
 
 def expert_section(report: ConversionReport, manifest: Manifest) -> Section:
     table = report.sensitivity
-    bits = None if table is None else probed_bits(table)
+    bits = None if table is None else table.probed_bits
     importance = table.importance(bits) if table is not None and bits is not None else {}
     coverage = table.coverage if table is not None else {}
     rows = []

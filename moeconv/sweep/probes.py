@@ -13,7 +13,7 @@ from torch import Tensor
 
 from moeconv.artifacts import Probe
 from moeconv.errors import SettingsError
-from moeconv.measure.scorers import LOGIT_BYTES, Scores
+from moeconv.measure.scorers import LOGIT_BYTES, After, Scores
 from moeconv.measure.scoring import Bucket, GeneratedScorer, TextScorer, Volume, padded
 from moeconv.measure.trial import Trial
 from moeconv.source.experts import Call, Substitute
@@ -259,13 +259,9 @@ class TextProber:
     ) -> None:
         positions = torch.arange(self.texts.ids.shape[1])
         active = (positions >= pairs.first[:, None]) & self.texts.real[pairs.sequence]
-
-        def keep_the_rest(at: int, hidden: Tensor) -> Tensor:
-            return torch.where(active[:, :, None], hidden, self.after[at][pairs.sequence])
-
         hidden = leaving(self.after[layer], pairs)
         with self.trial.calls.during(active=active):
-            final = self.scorer.stack.run({"inputs_embeds": hidden}, layer + 1, keep_the_rest)
+            final = self.scorer.stack.run({"inputs_embeds": hidden}, layer + 1, _keeping(self.after, active, pairs))
         # nothing attends to the states that leave the last layer: there, only the changed rows themselves differ
         where = changed_rows(pairs, found, active.shape[1]) if layer == self.n_layers - 1 else active
         self._replace(pairs, where & self.texts.scored[pairs.sequence], final, nats, kls)
@@ -561,7 +557,9 @@ def _sequences(bucket: Bucket, written: list[list[int]]) -> tuple[Tensor, Tensor
     return padded(texts, -1), torch.tensor(rows), torch.tensor(item), torch.tensor(output_of)
 
 
-def _keeping(after: list[Tensor], active: Tensor, pairs: Pairs):  # type: ignore[no-untyped-def]
+def _keeping(after: list[Tensor], active: Tensor, pairs: Pairs) -> After:
+    """Returns a function that gives places that are not `active` the states of the base again."""
+
     def keep(at: int, hidden: Tensor) -> Tensor:
         return torch.where(active[:, :, None], hidden, after[at][pairs.sequence])
 

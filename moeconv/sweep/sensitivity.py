@@ -96,16 +96,13 @@ class SweepWorker:
             base, reference = self._base.to_json(), self._references[task.block].to_json()
             return [{"reference": reference, "base": base, "rows": rows}]
         started = time.perf_counter()
-        self._prepare_layer(task.probes)
+        for batch in batches(self.trial.spec, task.probes):
+            self.trial.coder.prepare(batch)
         answers = self._prober.probe(task.probes)
         seconds = (time.perf_counter() - started) / len(answers)
         return [
             Evaluation.of(str(one.probe), one.scores, seconds, one.flops, one.near_ties).to_json() for one in answers
         ]
-
-    def _prepare_layer(self, probes: Sequence[Probe]) -> None:
-        for batch in batches(self.trial.spec, probes):
-            self.trial.coder.prepare(batch)
 
     def _enter(self, block: int) -> None:
         """Makes this block's base run, in place of another's. A block that is entered for the first time is run

@@ -17,7 +17,7 @@ from pathlib import Path
 from statistics import mean, median
 
 from moeconv.conversion.host import facts
-from moeconv.plan.forecast import KERNEL_BITS, MACHINE, SOURCE, Drive, Machine, Processor, Work, prospect, token_s
+from moeconv.plan.forecast import MACHINE, SOURCE, Drive, Machine, Processor, Work, prospect, token_s
 from moeconv.plan.outlook import Host, mixture
 from moeconv.plan.problem import Storage
 from moeconv.source.outline import CONFIG, Outline
@@ -28,6 +28,7 @@ from recipes.bench.result import Result, read
 
 OUT = Path("moeconv/plan") / MACHINE
 RESULTS = Path("docs/results")
+KERNEL_BITS = (2, 3, 4, 8, 16)
 KERNELS, TRELLIS_KERNELS = "kernels-amx.json", "kernels-avx512vbmi.json"
 REFERENCES = ("wiki", "wikids")
 SHARES = ("25%", "50%")

@@ -17,17 +17,7 @@ from tiny import tiny_of, tiny_olmoe, tiny_switch
 from moeconv import order
 from moeconv.calibration import Sample
 from moeconv.measure import firing
-from moeconv.measure.firing import (
-    BLOCKS,
-    LATELY,
-    Activity,
-    Counted,
-    Ordered,
-    activity_of,
-    counted,
-    has_zeros,
-    ordered,
-)
+from moeconv.measure.firing import Counted, Ordered, counted, ordered
 from moeconv.measure.metrics import METRICS
 from moeconv.measure.passes import LayeredModel, Room
 from moeconv.measure.scoring import Extent, build_scorer, load_tokenizer
@@ -39,8 +29,8 @@ from moeconv.quantizers.coder import DenseCoder, ExpertCoder
 from moeconv.source.checkpoint import Checkpoint
 from moeconv.source.experts import Call
 from moert.pack.model_spec import LayerKey
-from moert.pack.parts import Act
 from moert.pack.tensors import TOKENIZER
+from recipes.train.activity import BLOCKS, LATELY, Activity, activity_of
 
 TEXTS = ["a few words", "zigzag", "the quick brown fox", "one small step"] * 4
 FAMILIES = {
@@ -301,4 +291,3 @@ def test_shares() -> None:
 def test_nothing_is_counted_where_nothing_is_zero(tmp_path: Path) -> None:
     loaded = LoadedModel(Checkpoint.open(tiny_olmoe(tmp_path / "hf")))
     assert activity_of(loaded, scorer_of(loaded, tmp_path / "hf"), SimpleNamespace(update=print)) is None
-    assert [name for name in ("relu", "relu2", "silu", "gelu", "gelu_new") if has_zeros(Act(name))] == ["relu", "relu2"]
