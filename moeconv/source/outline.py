@@ -15,6 +15,7 @@ from moeconv.source.archs.config import ConfigInvalid
 from moeconv.strict_json import NotJson, bounded, parse
 from moert.pack.documents import brief, plain, read
 from moert.pack.errors import ManifestInvalid
+from moert.pack.messages import nearest
 from moert.pack.mixers import FixedState, GatedDelta, Mamba, Mamba2, Pooled, ShortConv
 from moert.pack.model_spec import Layer, ModelSpec, Stack
 from moert.pack.parts import Attention, Experts, Ffn, GatedStreams, Latent, Router
@@ -284,9 +285,11 @@ class Outline:
         """Returns the outline of both objects. `file`: the config.json's path, for messages. Raises CheckpointError."""
         family = FAMILIES.get(str(config.get("model_type")))
         if family is None:
-            reason = REFUSED.get(str(config.get("model_type")))
-            why = f"; supported: {', '.join(FAMILIES)}" if reason is None else f": {reason}"
-            raise CheckpointError(f"{file.parent}: model_type {brief(config.get('model_type'))} is not supported{why}")
+            name = str(config.get("model_type"))
+            why = REFUSED.get(name) or nearest(name, FAMILIES)
+            raise CheckpointError(
+                f"{file.parent}: model_type {brief(config.get('model_type'))} is not supported: {why}"
+            )
         try:
             family = family.of(config)
             description = family.description(config, generation_config)

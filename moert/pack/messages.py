@@ -100,6 +100,14 @@ def unknown(name: str, known: Collection[str]) -> str:
     return f"is no setting: {f'did you mean {likely[0]}? There' if likely else 'there'} are {', '.join(known)}"
 
 
+def nearest(name: str, known: Collection[str]) -> str:
+    """Returns, for a name that is not among many known ones, those of them that are like it, and where all stand."""
+    from difflib import get_close_matches
+
+    found = ", ".join(get_close_matches(name[:60], known, 3))
+    return f"{f'like it are {found}; ' if found else ''}docs/models.md lists all {len(known)} that are"
+
+
 _CONTROLS = "\x00-\x1f\x7f-\x9f"
 _INVISIBLE = (
     "\xad\u034f\u061c\u115f\u1160\u17b4\u17b5\u180e\u2028-\u202e\u2060-\u206f\u3164\ud800-\udfff"

@@ -200,7 +200,7 @@ def test_a_conversion_says_what_it_leaves_out(tmp_path: Path, capsys: pytest.Cap
 @pytest.mark.parametrize(
     ("change", "named"),
     [
-        ({"model_type": "mamba"}, "model_type 'mamba' is not supported; supported: switch_transformers, "),
+        ({"model_type": "mamba"}, "model_type 'mamba' is not supported: like it are jamba, "),
         ({"model_type": "minimax_m3"}, "model_type 'minimax_m3' is not supported: transformers knows MiniMax-M3 as "),
         ({"model_type": "bailing_moe_v2"}, "model_type 'bailing_moe_v2' is not supported: transformers lacks it, so "),
         ({"is_causal": False}, "sets is_causal False"),

@@ -18,6 +18,7 @@ from moeconv.source.gguf.settings import EMBED
 from moeconv.source.gguf.tensors import GgufTensors
 from moeconv.source.gguf.tokenizer import KEY, Vocabulary, begins, special, tokenizer_of, vocabulary
 from moeconv.source.outline import CONFIG, GENERATION_CONFIG, GGUF, CheckpointError
+from moert.pack.messages import nearest
 from moert.pack.tensors import TOKENIZER
 
 _TOKENIZER_CONFIG = "tokenizer_config.json"
@@ -57,9 +58,8 @@ def files_of(tensors: GgufTensors) -> Mapping[str, str]:
     facts = Facts(tensors.container, tensors.numbers)
     arch = ARCHS.get(facts.arch)
     if arch is None:
-        reason = REFUSED.get(facts.arch)
-        why = f"; supported: {', '.join(ARCHS)}" if reason is None else f": {reason}"
-        raise CheckpointError(f"{tensors.path}: the architecture {facts.arch[:60]!r} is not supported{why}")
+        why = REFUSED.get(facts.arch) or nearest(facts.arch, ARCHS)
+        raise CheckpointError(f"{tensors.path}: the architecture {facts.arch[:60]!r} is not supported: {why}")
     try:
         config = arch.config(facts)
     except (ArithmeticError, ValueError) as error:  # of sizes that fit nothing
