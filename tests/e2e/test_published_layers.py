@@ -193,7 +193,7 @@ FEW = {
     "Mistral-Small-4", "Nemotron-3-Super-120B-A12B", "Phi-3.5-MoE", "switch-xxl-128", "DeepSeek-V2",
     "Llama-4-Scout", "GLM-5", "MiniMax-M3", "DeepSeek-V3",
     "Kimi-Linear-48B-A3B", "Ling-3.0-Flash", "LongCat-Flash", "Step-3.7-Flash", "granite-swash-3b-a600m",
-    "GLM-5.3-Flash", "DeepSeek-V4-Flash", "Qwen3.8-Flash-Next",
+    "GLM-5.3-Flash", "DeepSeek-V4-Flash", "Qwen3.8-Flash-Next", "Gemma-2-2b",
 }  # fmt: skip
 """Models that have between them each setting that any has; fields with more values than VALUES are lengths."""
 VALUES = 8
