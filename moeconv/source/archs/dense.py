@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 from moeconv.source.archs.config import Config, UnsupportedModel
 from moeconv.source.archs.deepseek import SHARPER, before_sharper
 from moeconv.source.archs.description import (
+    LAST_LESS_ONE,
     Description,
     Names,
     Place,
@@ -16,6 +17,7 @@ from moeconv.source.archs.description import (
     decoder,
     in_one,
     in_pairs,
+    less_one,
     limited,
     named,
     rows,
@@ -405,11 +407,11 @@ class Gemma3Text(Dense):
         biases = config.biases("attention_bias", "qkvo")
         usual = config.attention(qk_norm="head", biases=biases, scale=scale_of(config))
         layers = [Layer(norm, each, None, alone(network), Join(norm), Join(norm)) for each in by_kind(config, usual)]
-        plus = {name: Place(called, plus=1.0) for name, called in {**NORMS_AROUND, **_NORMS_OF_HEADS}.items()}
+        plus = less_one({**NORMS_AROUND, **_NORMS_OF_HEADS})
         names = Names(
             plus, expert=named("mlp.{projection}", self.projections), zeros=NO_ROUTERS, left_out=self.left_out,
             root=self.root, other_root=self.other_root, head=self.head,
-            outside={"decoder.norm": Place("norm", plus=1.0)},
+            outside=LAST_LESS_ONE,
         )  # fmt: skip
         head = Head(bool(config.get("tie_word_embeddings")), 1.0, softcap=config.get("final_logit_softcapping"))
         ropes = [config.rope(config.head_dim(), of=kind) for kind in kinds_of(config)]

@@ -184,10 +184,19 @@ USUAL: Inside = {
 }  # fmt: skip
 ROUTED = {name: str(place) for name, place in USUAL.items() if name.partition(".")[0] in ("router", "shared")}
 """Those of routers and shared experts."""
-LESS_ONE: Inside = {
-    name: Place(str(USUAL[name]), plus=1.0) for name in ("mixer_norm", "ffn_norm", "attn.q_norm", "attn.k_norm")
-}
-"""Those of norms, where their weights are stored less 1."""
+
+
+def less_one(names: Mapping[str, str]) -> dict[str, str | Place]:
+    """Returns the places of norms with these names, whose weights are stored less 1."""
+    return {name: Place(called, plus=1.0) for name, called in names.items()}
+
+
+LESS_ONE: Inside = less_one(
+    {name: str(USUAL[name]) for name in ("mixer_norm", "ffn_norm", "attn.q_norm", "attn.k_norm")}
+)
+"""The usual norms, where their weights are stored less 1."""
+LAST_LESS_ONE: Inside = less_one({"decoder.norm": "norm"})
+"""The last norm, the same."""
 OfExpert = Callable[[int, int, str], Source]
 """(layer, expert, projection) → the source of this matrix, with a name behind the root of all names."""
 

@@ -7,7 +7,16 @@ from dataclasses import replace
 
 from moeconv.source.archs.config import Config
 from moeconv.source.archs.dense import NO_ROUTERS, NORMS_AROUND, Dense, alone, scale_of
-from moeconv.source.archs.description import LESS_ONE, Description, Names, Place, decoder, named
+from moeconv.source.archs.description import (
+    LAST_LESS_ONE,
+    LESS_ONE,
+    Description,
+    Names,
+    Place,
+    decoder,
+    less_one,
+    named,
+)
 from moert.pack.model_spec import Head, Join, Layer, Tokens
 from moert.pack.parts import Attention, Ffn, Norm
 
@@ -35,7 +44,7 @@ class Gemma(Dense):
         layers = [self.layer(norm, attention, network) for attention in attentions]
         names = Names(
             self.inside, expert=named("mlp.{projection}", self.projections), zeros=NO_ROUTERS,
-            outside={"decoder.norm": Place("norm", plus=1.0)},
+            outside=LAST_LESS_ONE,
         )  # fmt: skip
         head = Head(bool(config.get("tie_word_embeddings")), 1.0, softcap=config.get("final_logit_softcapping"))
         return decoder(
@@ -50,7 +59,7 @@ class Gemma2(Gemma):
     model_type = "gemma2"
     model_class = "Gemma2ForCausalLM"
     activation = "hidden_activation"
-    inside: Mapping[str, str | Place] = {name: Place(called, plus=1.0) for name, called in NORMS_AROUND.items()}
+    inside: Mapping[str, str | Place] = less_one(NORMS_AROUND)
 
     def attentions(self, config: Config) -> Sequence[Attention]:
         config.only(hidden_act=(config.get("hidden_activation"),))

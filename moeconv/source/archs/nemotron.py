@@ -7,7 +7,7 @@ from dataclasses import replace
 
 from moeconv.source.archs.config import Config
 from moeconv.source.archs.dense import Dense
-from moeconv.source.archs.description import Names, Place
+from moeconv.source.archs.description import LAST_LESS_ONE, Names, less_one
 from moert.pack.codec import F32
 from moert.pack.parts import Attention, Ffn, Norm, Rope
 
@@ -43,6 +43,6 @@ class Nemotron(Arcee):
     def names(self, config: Config, attention: Attention, network: Ffn) -> Names:
         places = {"mixer_norm": "input_layernorm", "ffn_norm": "post_attention_layernorm"}
         return replace(
-            super().names(config, attention, network), outside={"decoder.norm": Place("norm", plus=1.0)},
-            inside={name: Place(called, plus=1.0) for name, called in places.items()},
+            super().names(config, attention, network), outside=LAST_LESS_ONE,
+            inside=less_one(places),
         )  # fmt: skip

@@ -11,12 +11,14 @@ from moeconv.source.archs.config import FIXED_ROPES, Config, UnsupportedModel, c
 from moeconv.source.archs.deepseek import IMAGES_LEFT_OUT, INDEXERS_LEFT_OUT, MORE_PREDICTED
 from moeconv.source.archs.description import (
     EXPERTS_W123,
+    LAST_LESS_ONE,
     Description,
     Inside,
     Names,
     Place,
     decoder,
     in_pairs,
+    less_one,
     limited,
     rows,
     transposed,
@@ -169,7 +171,7 @@ _M3_NORMS = {
     "attn.k_norm": "self_attn.k_norm",
 }  # fmt: skip
 _M3_INSIDE: Inside = {
-    **_MINIMAX_INSIDE, **{name: Place(called, plus=1.0) for name, called in _M3_NORMS.items()},
+    **_MINIMAX_INSIDE, **less_one(_M3_NORMS),
     **{f"shared.{name}": f"block_sparse_moe.shared_experts.{name}_proj" for name in ("gate", "up", "down")},
 }  # fmt: skip
 _OF_BLOCKS = ("index_n_heads", "index_head_dim", "index_local_blocks", "sparse_attention_config")
@@ -225,7 +227,7 @@ class MiniMaxM3Vl(Family):
                 r"language_model\.model\.layers\.\d+\.self_attn\.index(er\.|_)": INDEXERS_LEFT_OUT,
                 r"language_model\.model\.mtp": MORE_PREDICTED,
             },
-            outside={"decoder.norm": Place("norm", plus=1.0)},
+            outside=LAST_LESS_ONE,
         )  # fmt: skip
         ropes = [config.rope(attention.dim, partial=True)]
         described = decoder(self.model_type, config, tokens, layers, names, ropes)

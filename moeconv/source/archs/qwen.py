@@ -11,6 +11,7 @@ from moeconv.source.archs.config import Config, text_settings
 from moeconv.source.archs.deepseek import IMAGES_LEFT_OUT, MORE_PREDICTED
 from moeconv.source.archs.dense import NO_ROUTERS, Dense, Qwen3, alone, by_kind, kinds_of
 from moeconv.source.archs.description import (
+    LAST_LESS_ONE,
     LESS_ONE,
     Description,
     Inside,
@@ -184,7 +185,7 @@ class Qwen3Next(Family):
         names = replace(
             self.of_networks(config, d_model), root=self.root, left_out=self.left_out, other_root=self.other_root,
             inside={**attention_inside(attention, d_model), **self.of_delta(delta, d_model)},
-            outside={"decoder.norm": Place("norm", plus=1.0)},
+            outside=LAST_LESS_ONE,
         )  # fmt: skip
         return decoder(self.model_type, config, tokens, layers, names, [config.rope(attention.dim, partial=True)])
 

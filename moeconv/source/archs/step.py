@@ -11,7 +11,16 @@ from typing import TYPE_CHECKING, Any
 from moeconv.source.archs.config import Config, UnsupportedModel
 from moeconv.source.archs.deepseek import IMAGES_LEFT_OUT, no_more_predicted
 from moeconv.source.archs.dense import scale_of
-from moeconv.source.archs.description import LESS_ONE, ROUTED, Description, Inside, Names, Place, Source, decoder
+from moeconv.source.archs.description import (
+    LAST_LESS_ONE,
+    LESS_ONE,
+    ROUTED,
+    Description,
+    Inside,
+    Names,
+    Source,
+    decoder,
+)
 from moeconv.source.archs.family import Family
 from moeconv.source.archs.plain import multiplied
 from moert.pack.model_spec import Layer, StackName, Tokens
@@ -76,7 +85,7 @@ class Step3p5(Family):
             _INSIDE, ROUTED, _of_expert, model="model.language_model.",
             left_out={r"(model\.)?(vision_model|vit_large_projector|multi_modal_projector)\.": IMAGES_LEFT_OUT,
                       **no_more_predicted(config, more=config.count("num_nextn_predict_layers", least=0))},
-            outside={"decoder.norm": Place("norm", plus=1.0)},
+            outside=LAST_LESS_ONE,
         )  # fmt: skip
         return decoder(self.model_type, config, tokens, layers, names, ropes)
 
